@@ -1,0 +1,39 @@
+"""nandoctor: the post-mortem for mixed-precision training.
+
+In: a dump that a training script saved when its output went non-finite. Out: which layer, and what fp32 would have
+given. Importing this package does not import torch; the names below do, when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nandoctor.case import Case as Case
+    from nandoctor.case import load as load
+    from nandoctor.case import replay as replay
+    from nandoctor.engine.autocast import cuda_autocast as cuda_autocast
+    from nandoctor.errors import NanDoctorError as NanDoctorError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Case": "nandoctor.case",
+    "NanDoctorError": "nandoctor.errors",
+    "cuda_autocast": "nandoctor.engine.autocast",
+    "load": "nandoctor.case",
+    "replay": "nandoctor.case",
+}
+
+__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "load", "replay"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'nandoctor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,32 @@
+"""The errors a user can cause: what is wrong, what to do about it, and the exit code.
+
+In: nothing. Out: exceptions that the command line prints without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class NanDoctorError(Exception):
+    """Something the user can put right; `remedy` is the sentence that says how."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.remedy}"
+
+
+class DumpError(NanDoctorError):
+    """The dump file cannot be read, or does not hold what is needed."""
+
+
+class ModelError(NanDoctorError):
+    """The model cannot be found, built, loaded with the weights, or called with the batch."""
+
+
+class ReportError(NanDoctorError):
+    """A saved report cannot be read."""

@@ -1,0 +1,96 @@
+"""Floating-point formats and what they can hold.
+
+In: a format's name as torch writes it. Out: `FloatFormat`, with its limits, rounding and headroom.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatFormat:
+    """A binary floating-point format: `1 + fraction_bits` bits of significand, exponents `min_exponent..max_exponent`.
+
+    `has_inf` is False for formats that saturate to NaN (fp8 e4m3fn), whose top mantissa code is lost to NaN.
+    """
+
+    name: str
+    label: str
+    fraction_bits: int
+    min_exponent: int
+    max_exponent: int
+    has_inf: bool = True
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        lost = self.eps if self.has_inf else 2 * self.eps
+        return (2.0 - lost) * 2.0**self.max_exponent
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next larger value."""
+        return 2.0**-self.fraction_bits
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive value with the full significand."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value."""
+        return 2.0 ** (self.min_exponent - self.fraction_bits)
+
+    @property
+    def overflow_threshold(self) -> float:
+        """The tie between `max` and the next step, from which on values overflow; 65520 for fp16."""
+        half_step = 2.0 ** (self.max_exponent - self.fraction_bits - 1)
+        return self.max + half_step
+
+    @property
+    def flush_threshold(self) -> float:
+        """Largest magnitude that rounds to zero; a tie goes to zero, the even neighbour."""
+        return self.smallest_subnormal / 2
+
+    def holds(self, magnitude: float) -> bool:
+        """Whether a value of this magnitude stays finite when rounded to the format."""
+        # A tie goes to the even neighbour: up from a fraction of all ones, but back to e4m3fn's, which ends in a zero.
+        tie_holds = not self.has_inf
+        return abs(magnitude) < self.overflow_threshold or (tie_holds and abs(magnitude) == self.overflow_threshold)
+
+    def headroom_bits(self, magnitude: float) -> float:
+        """log2(max / magnitude): doublings left before overflow; negative once past it, inf for zero."""
+        if magnitude == 0:
+            return math.inf
+        return math.log2(self.max) - math.log2(abs(magnitude))
+
+    def round(self, value: float) -> float:
+        """The value rounded to nearest, ties to even, with subnormals; overflow gives inf, or nan without inf."""
+        if math.isnan(value) or value == 0:
+            return value
+        if not self.holds(value):
+            return math.copysign(math.inf, value) if self.has_inf else math.nan
+        exponent = max(math.frexp(value)[1] - 1, self.min_exponent)
+        step = 2.0 ** (exponent - self.fraction_bits)
+        return math.copysign(round(abs(value) / step) * step, value)
+
+
+# Parameters: IEEE 754-2019 for fp16, fp32, fp64; bfloat16 and TF32 as NVIDIA's A100 white paper gives them;
+# fp8 as in "FP8 Formats for Deep Learning", arXiv:2209.05433, table 1.
+FP16 = FloatFormat(name="float16", label="fp16", fraction_bits=10, min_exponent=-14, max_exponent=15)
+BF16 = FloatFormat(name="bfloat16", label="bf16", fraction_bits=7, min_exponent=-126, max_exponent=127)
+FP32 = FloatFormat(name="float32", label="fp32", fraction_bits=23, min_exponent=-126, max_exponent=127)
+FP64 = FloatFormat(name="float64", label="fp64", fraction_bits=52, min_exponent=-1022, max_exponent=1023)
+TF32 = FloatFormat(name="tfloat32", label="tf32", fraction_bits=10, min_exponent=-126, max_exponent=127)
+FP8_E4M3 = FloatFormat(
+    name="float8_e4m3fn", label="fp8-e4m3", fraction_bits=3, min_exponent=-6, max_exponent=8, has_inf=False
+)
+FP8_E5M2 = FloatFormat(name="float8_e5m2", label="fp8-e5m2", fraction_bits=2, min_exponent=-14, max_exponent=15)
+
+FORMATS = {f.name: f for f in (FP16, BF16, FP32, FP64, TF32, FP8_E4M3, FP8_E5M2)}

@@ -1,0 +1,145 @@
+"""Records to plain JSON data and back.
+
+In: evidence records, or what a JSON parser made of them. Out: dicts, lists, strings and numbers, or records again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from nandoctor.errors import ReportError
+from nandoctor.evidence.formats import FORMATS, FloatFormat
+
+T = TypeVar("T")
+
+# JSON has no words for these (RFC 8259, section 6); Python's own "NaN" and "Infinity" stop every other parser.
+_NONFINITE = ("nan", "inf", "-inf")
+_PLAIN_TYPES = {str: "a string", int: "a whole number", bool: "true or false", NoneType: "null"}
+
+
+def to_plain(record: Any) -> Any:
+    """A record as data that any JSON writer takes.
+
+    Formats become their names, tuples lists, and non-finite floats the strings "nan", "inf" and "-inf". A field that
+    takes no part in comparing two records (`TensorStats.sample`) is working material and is left out.
+    """
+    if isinstance(record, FloatFormat):
+        return record.name
+    if dataclasses.is_dataclass(record):
+        kept = (item.name for item in dataclasses.fields(record) if item.compare)
+        return {name: to_plain(getattr(record, name)) for name in kept}
+    if isinstance(record, Mapping):
+        return {key: to_plain(value) for key, value in record.items()}
+    if isinstance(record, (list, tuple)):
+        return [to_plain(item) for item in record]
+    if isinstance(record, float) and not math.isfinite(record):
+        return str(record)
+    return record
+
+
+def from_plain(cls: type[T], data: Any) -> T:
+    """The record of class `cls` that `to_plain` made `data` of, every value checked against its type hint.
+
+    Keys that the class does not know are ignored, so that a report may carry more than this version reads. Raises
+    ReportError that names the place of a missing or wrong value.
+    """
+    return cast(T, _decode(cls, data, cls.__name__))
+
+
+def _decode(hint: Any, data: Any, place: str) -> Any:
+    if hint is Any:
+        return data
+    if dataclasses.is_dataclass(hint) and hint is not FloatFormat:
+        return _decode_record(cast(type, hint), data, place)
+    decode_generic = _GENERIC_DECODERS.get(get_origin(hint))
+    if decode_generic is not None:
+        return decode_generic(get_args(hint), data, place)
+    return _decode_scalar(hint, data, place)
+
+
+def _decode_record(cls: type, data: Any, place: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(data, place, "an object")
+    values = {}
+    for item in dataclasses.fields(cls):
+        if item.name in data and item.compare:
+            values[item.name] = _decode(_hints_of(cls)[item.name], data[item.name], f"{place}.{item.name}")
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise _damaged(f"{place}.{item.name} is missing.")
+    return cls(**values)
+
+
+@functools.cache
+def _hints_of(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
+    """The arm of the value's own type, else the first: `float | int | str` keeps a whole number whole."""
+    if float in arms and data in _NONFINITE:
+        return float(data)
+    return data if type(data) in arms else _decode(arms[0], data, place)
+
+
+def _decode_tuple(hints: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _wrong(data, place, "a list")
+    if hints[-1] is Ellipsis:
+        hints = (hints[0],) * len(data)
+    if len(hints) != len(data):
+        raise _wrong(data, place, f"a list of {len(hints)}")
+    return tuple(_decode(hint, item, f"{place}[{i}]") for i, (hint, item) in enumerate(zip(hints, data, strict=True)))
+
+
+def _decode_choice(choices: tuple[Any, ...], data: Any, place: str) -> Any:
+    if data in choices:
+        return data
+    raise _wrong(data, place, f"one of {', '.join(map(str, choices))}")
+
+
+_GENERIC_DECODERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
+    Union: _decode_union,
+    UnionType: _decode_union,
+    tuple: _decode_tuple,
+    Literal: _decode_choice,
+}
+
+
+def _decode_scalar(hint: Any, data: Any, place: str) -> Any:
+    if hint is FloatFormat:
+        return _decode_format(data, place)
+    if hint is float:
+        return _decode_float(data, place)
+    if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is no count
+        return data
+    raise _wrong(data, place, _PLAIN_TYPES[hint])
+
+
+def _decode_format(data: Any, place: str) -> FloatFormat:
+    if isinstance(data, str) and data in FORMATS:
+        return FORMATS[data]
+    raise _wrong(data, place, f"one of {', '.join(FORMATS)}")
+
+
+def _decode_float(data: Any, place: str) -> float:
+    if type(data) is float or data in _NONFINITE:
+        return float(data)
+    if type(data) is int and abs(data) < 2**1023:
+        return float(data)
+    raise _wrong(data, place, "a number")
+
+
+def _wrong(data: Any, place: str, wanted: str) -> ReportError:
+    return _damaged(f"{place} should be {wanted}, not {reprlib.repr(data)}.")
+
+
+def _damaged(what: str) -> ReportError:
+    return ReportError(
+        what, remedy="The report was edited or cut short, or another tool wrote it: make it anew from the dump."
+    )

@@ -1,0 +1,234 @@
+"""What one run of a model showed: numbers about tensors, calls of modules, operations, and the run as a whole.
+
+In: plain values measured by the engine. Out: `Trace` and its parts, which rules and reports read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nandoctor.evidence.formats import FloatFormat
+
+Phase = Literal["forward", "loss", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """Exact counts over one tensor, made only where the cheap pass or the user asked for them.
+
+    `smallest` is the smallest non-zero finite magnitude, None where there is none. `flushed_share` is the share of
+    elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format.
+    `samples` lists the indices along dimension 0 that hold a NaN or an infinity, at most 64 of them.
+    """
+
+    num_nan: int
+    num_posinf: int
+    num_neginf: int
+    num_zero: int
+    num_subnormal: int
+    smallest: float | None
+    flushed_share: float
+    first_bad_index: tuple[int, ...] | None
+    samples: tuple[int, ...]
+
+    @property
+    def num_bad(self) -> int:
+        """NaN and infinities together."""
+        return self.num_nan + self.num_posinf + self.num_neginf
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which of "nan", "+inf", "-inf" occur."""
+        counts = (("nan", self.num_nan), ("+inf", self.num_posinf), ("-inf", self.num_neginf))
+        return tuple(kind for kind, count in counts if count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """Numbers about one floating-point tensor.
+
+    `path` says where the tensor stood in the arguments or the output ("", "[0]", ".logit", "hidden[2]").
+    `min`, `max` and `absmax` are over the finite elements: always known where `finite` is True, else only with a
+    census, and None where no element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite
+    magnitudes in `sample`, a strided sample of at most 4096 elements that also serves to compare two runs; it is not
+    written to reports. `producer` is the `order` of the traced op that made the tensor, None where ops were not traced.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: FloatFormat
+    numel: int
+    finite: bool
+    min: float | None = None
+    max: float | None = None
+    absmax: float | None = None
+    p05: float | None = None
+    median: float | None = None
+    p95: float | None = None
+    census: Census | None = None
+    producer: int | None = None
+    sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One call of one module. `enter` and `leave` are ticks of one clock that counts entries and returns together.
+
+    `module` is the dotted path, "" for the root; `call` counts the calls of this module from 0. A call that never
+    returned (the forward raised) has `leave` None. `state` holds the module's own non-finite weights and the
+    non-finite buffers that this call reads.
+    """
+
+    module: str
+    type: str
+    call: int
+    depth: int
+    enter: int
+    leave: int | None
+    inputs: tuple[TensorStats, ...]
+    outputs: tuple[TensorStats, ...]
+    state: tuple[TensorStats, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells this call from every other of the run."""
+        return (self.module, self.call)
+
+    @property
+    def label(self) -> str:
+        """The dotted path as people read it, the root by its type, later calls numbered."""
+        name = self.module or f"({self.type})"
+        return name if self.call == 0 else f"{name} (call {self.call})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLine:
+    """A line of the user's code: the innermost frame outside torch and nandoctor."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTensor:
+    """A tensor that an operation took or gave.
+
+    `name` is the parameter's name in the op's schema; `stats` is None for tensors that have no floating-point values.
+    `producer` is the `order` of the traced op that wrote the tensor last, None where it came from outside the traced
+    span; `origin` then says from where, as far as it is known.
+    """
+
+    name: str
+    stats: TensorStats | None
+    producer: int | None = None
+    origin: Literal["op", "weight", "buffer", "batch", "unknown"] = "unknown"
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """One input of an examined op, counted, and its value where the output is worst (None unless elementwise)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    absmax: float | None
+    min: float | None
+    max: float | None
+    census: Census
+    at_worst: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """An op that made non-finite values, examined with its tensors still in hand.
+
+    The op is computed again in float64 from the very inputs it had, already rounded as they were. `num_exact_finite`
+    of the `num_bad` elements are finite then: the format could not hold them, the largest being `exact_absmax`, the
+    one at `worst_index` being `exact_at_worst`. Where none is, the operation itself is singular at these inputs.
+    `length` is the number of terms that make one output element, in products and reductions. `num_full_rows` counts
+    the rows along the reduced dimension that are -inf throughout.
+    """
+
+    num_bad: int
+    numel: int
+    kinds: tuple[str, ...]
+    samples: tuple[int, ...]
+    first_index: tuple[int, ...] | None
+    worst_index: tuple[int, ...] | None
+    num_exact_finite: int
+    exact_absmax: float | None
+    exact_at_worst: float | None
+    length: int | None
+    num_full_rows: int | None
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """One aten operation.
+
+    `op` is its name without namespace and overload; `module`, `type` and `call` name the module call whose forward
+    made it ("<loss>" for the loss function).
+    `nth` counts the calls of this op from this module call, so that the same op can be found in another run. `scalars`
+    holds the plain numbers among the arguments, by their names in the schema. In the backward pass the inputs are the
+    incoming gradients, the outputs the outgoing ones, and `forward` is the order of the op they belong to (None for a
+    custom autograd Function, which goes by its class).
+    """
+
+    op: str
+    order: int
+    module: str
+    type: str
+    call: int
+    nth: int
+    phase: Phase
+    source: SourceLine | None
+    inputs: tuple[OpTensor, ...]
+    outputs: tuple[TensorStats, ...]
+    scalars: tuple[tuple[str, float], ...]
+    exam: Exam | None = None
+    forward: int | None = None
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        """What tells this op from every other of the run, and finds it in another run."""
+        return (self.module, self.call, self.op, self.nth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One run: the policy it ran under and every module call, in the order in which the calls were entered.
+
+    `buffers` names the model's buffers. `loss`, `backward` (the ops of the backward pass in its own order) and
+    `bad_gradients` (the non-finite gradients of parameters) are there where a loss was given.
+
+    `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
+    an exception that ended the forward early. `ops` are the operations of the span that was asked for.
+    """
+
+    policy: str
+    format: FloatFormat
+    training: bool
+    seed: int
+    calls: tuple[ModuleCall, ...]
+    batch: tuple[TensorStats, ...]
+    output: tuple[TensorStats, ...]
+    elapsed_s: float
+    raised: str | None = None
+    ops: tuple[OpCall, ...] = ()
+    buffers: frozenset[str] = frozenset()
+    loss: TensorStats | None = None
+    backward: tuple[OpCall, ...] = ()
+    bad_gradients: tuple[TensorStats, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the model's output, and the loss where there is one, are finite throughout."""
+        ends = (*self.output, self.loss) if self.loss else self.output
+        return self.raised is None and all(stats.finite for stats in ends)

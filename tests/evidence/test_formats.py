@@ -1,0 +1,142 @@
+"""Number formats against torch's own: limits from finfo, rounding from casts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nandoctor.evidence.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64, TF32
+
+TORCH_FORMATS = [FP16, BF16, FP32, FP64, FP8_E4M3, FP8_E5M2]
+LOW_FORMATS = [FP16, BF16, FP8_E4M3, FP8_E5M2]
+
+
+def dtype_of(float_format):
+    return getattr(torch, float_format.name)
+
+
+def cast(value, float_format):
+    """What torch makes of a float32 value."""
+    return float(torch.tensor(value, dtype=torch.float32).to(dtype_of(float_format)).double())
+
+
+def assert_rounds_as_torch_does(float_format, value):
+    # Past the largest value of e4m3fn one torch gives NaN and the next saturates: no standard to test against.
+    saturates = not float_format.has_inf and not float_format.holds(value)
+    rounded, expected = float_format.round(value), math.nan if saturates else cast(value, float_format)
+    assert repr(rounded) == repr(expected)
+
+
+def values_of(float_format):
+    """Every non-negative finite value of a format of 8 or 16 bits, in ascending order, as float64."""
+    num_bits = torch.finfo(dtype_of(float_format)).bits
+    codes = torch.arange(2 ** (num_bits - 1), dtype=torch.int32)
+    codes = codes.to(torch.uint8 if num_bits == 8 else torch.int16)
+    values = codes.view(dtype_of(float_format)).double()
+    return values[torch.isfinite(values)]
+
+
+@pytest.mark.parametrize("float_format", TORCH_FORMATS, ids=str)
+def test_limits_are_those_of_finfo(float_format):
+    limits = torch.finfo(dtype_of(float_format))
+    assert float_format.max == limits.max
+    assert float_format.eps == limits.eps
+    assert float_format.smallest_normal == limits.tiny
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+def test_every_value_of_the_format_rounds_to_itself(float_format):
+    values = values_of(float_format).tolist()
+    assert values[1] == float_format.smallest_subnormal
+    assert [float_format.round(value) for value in values] == values
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+def test_ties_between_neighbours_round_as_torch_does(float_format):
+    values = values_of(float_format)
+    ties = ((values[:-1] + values[1:]) / 2).tolist()[:: max(1, len(values) // 4096)]
+    assert [float_format.round(tie) for tie in ties] == [cast(tie, float_format) for tie in ties]
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+@given(value=st.floats(width=32, allow_nan=False))
+@example(value=0.0)
+@example(value=-0.0)
+def test_any_float32_rounds_as_torch_does(float_format, value):
+    assert_rounds_as_torch_does(float_format, value)
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+@given(data=st.data())
+def test_values_near_the_limits_round_as_torch_does(float_format, data):
+    edges = [float_format.max, float_format.overflow_threshold, float_format.smallest_normal]
+    edges += [float_format.smallest_subnormal, float_format.flush_threshold]
+    edge = data.draw(st.sampled_from([edge for edge in edges if edge <= FP32.max]))
+    nudge = data.draw(st.integers(-3, 3))
+    value = float(torch.tensor(edge * (1 + nudge * FP32.eps), dtype=torch.float32))
+    assert_rounds_as_torch_does(float_format, value)
+
+
+@pytest.mark.parametrize("float_format", [FP16, BF16, FP8_E5M2], ids=str)
+def test_the_overflow_threshold_is_the_first_value_past_the_largest(float_format):
+    threshold = float_format.overflow_threshold
+    below = math.nextafter(threshold, 0)
+    assert not float_format.holds(threshold)
+    assert float_format.round(threshold) == math.inf
+    assert float_format.holds(-below)
+    assert float_format.round(-below) == -float_format.max
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+def test_the_flush_threshold_is_the_last_value_that_rounds_to_zero(float_format):
+    threshold = float_format.flush_threshold
+    assert float_format.round(threshold) == 0.0
+    assert float_format.round(math.nextafter(threshold, 1)) == float_format.smallest_subnormal
+
+
+def test_fp16_overflows_at_65520_and_flushes_the_usual_eps():
+    assert FP16.overflow_threshold == 65520.0
+    assert FP16.round(65519.996) == 65504.0
+    assert FP16.round(1e-8) == 0.0
+    assert BF16.round(1e-8) > 0.0
+
+
+def test_a_format_without_infinity_overflows_to_nan():
+    assert math.isnan(FP8_E4M3.round(1e6))
+    assert math.isnan(FP8_E4M3.round(math.inf))
+
+
+def test_the_tie_past_the_largest_value_of_e4m3fn_stays_finite():
+    assert FP8_E4M3.overflow_threshold == 464.0
+    assert FP8_E4M3.holds(464.0)
+    assert FP8_E4M3.round(464.0) == FP8_E4M3.max == 448.0
+    assert math.isnan(FP8_E4M3.round(math.nextafter(464.0, 500.0)))
+
+
+def test_tf32_has_the_fraction_of_fp16_and_the_exponents_of_fp32():
+    assert TF32.eps == FP16.eps
+    assert TF32.smallest_normal == FP32.smallest_normal
+    assert TF32.overflow_threshold < 2.0**128
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_nonfinite_values_stay_what_they_are_and_are_not_held(value):
+    assert repr(FP16.round(value)) == repr(value)
+    assert not FP16.holds(value)
+
+
+def test_headroom_counts_doublings():
+    assert FP16.headroom_bits(FP16.max) == 0.0
+    assert FP16.headroom_bits(-FP16.max / 8) == pytest.approx(3.0)
+    assert FP16.headroom_bits(FP16.max * 2) == pytest.approx(-1.0)
+    assert FP16.headroom_bits(0.0) == math.inf
+
+
+def test_formats_are_found_by_the_names_of_torch():
+    assert FORMATS["bfloat16"] is BF16
+    assert all(name == float_format.name for name, float_format in FORMATS.items())
+    assert str(FP8_E4M3) == "fp8-e4m3"
