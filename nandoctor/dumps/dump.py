@@ -1,0 +1,38 @@
+"""`Dump`: one saved failing step.
+
+In: what the reader found in a file. Out: the record that the engine replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nandoctor.evidence.census import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """A state dict, the arrays that stood beside it, and the plain values.
+
+    `state` maps parameter and buffer names to tensors on the CPU; `state_name` is where it stood in the file, "" for
+    the file itself. `prefix` is what wrappers had put before every name and the reader removed (`module.`,
+    `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
+    `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
+    strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
+    dotted names. `left_out` names what the file holds besides: optimizer state, other weights, arrays of text.
+    """
+
+    path: Path
+    nbytes: int
+    layout: Layout
+    state: Mapping[str, torch.Tensor]
+    arrays: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    state_name: str = ""
+    left_out: tuple[str, ...] = ()

@@ -1,0 +1,125 @@
+"""Reads a dump from a file that nobody vouches for.
+
+In: the path of what torch.save wrote. Out: a `Dump` with its tensors on the CPU, mapped from the file if it can be.
+
+Three locks stand before a file's content, each enough against most: the container must be plain (nothing compressed,
+nothing beyond its end), the pickle must name nothing unknown and multiply nothing, and `torch.load(weights_only=True)`
+builds the rest, with stand-ins for numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from nandoctor.dumps.arrays import STAND_INS
+from nandoctor.dumps.container import Container, open_container
+from nandoctor.dumps.contents import choose_state, sort_contents, strip_wrappers
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.survey import unknown_globals
+from nandoctor.dumps.text import listing, printable
+from nandoctor.errors import DumpError
+
+_MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
+
+
+def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+    """Read the file at `path`; no code that it names is run unless `trust` is given.
+
+    The tensors of a zip archive, torch.save's format since 1.6, are mapped from the file privately: it must stay as it
+    is while they are in use, and what is written to them does not reach it.
+
+    `trust` unpickles whatever the file asks for, which can do anything this user can: it is for files whose author you
+    know.
+
+    Raises:
+        DumpError: the file is missing, damaged or hostile, is of another kind, wants code that was not trusted, or
+            holds no weights.
+    """
+    location = Path(path)
+    try:
+        return _read(location, trust=trust)
+    except DumpError as error:
+        raise DumpError(f"{printable(str(location))}: {error.message}", remedy=error.remedy) from error
+
+
+def _read(path: Path, *, trust: bool) -> Dump:
+    container = open_container(path)
+    if not trust and (unknown := unknown_globals(container)):
+        raise _refuse(unknown)
+    contents = sort_contents(_load(container, trust=trust), container.nbytes)
+    if not contents.states:
+        names = [*contents.arrays, *contents.scalars, *contents.left_out]
+        raise DumpError(
+            f"it holds no state dict, only: {listing(names) or 'nothing'}.",
+            remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
+        )
+    state_name = choose_state(contents.states)
+    state, prefix = strip_wrappers(contents.states[state_name])
+    return Dump(
+        path=path,
+        nbytes=container.nbytes,
+        layout="plain" if contents.arrays else "weights-only",
+        state=state,
+        state_name=state_name,
+        prefix=prefix,
+        arrays=contents.arrays,
+        scalars=contents.scalars,
+        left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
+    )
+
+
+def _load(container: Container, *, trust: bool) -> object:
+    try:
+        with nullcontext() if trust else _only_stand_ins():
+            return torch.load(
+                container.path, map_location="cpu", mmap=container.pickle is not None, weights_only=not trust
+            )
+    except Exception as error:  # torch and the classes of a trusted file raise whatever they like
+        detail = _first_line(error)
+        if trust:
+            raise DumpError(
+                f"torch.load failed, although the file was trusted ({detail}).",
+                remedy="Run where the file's own classes can be imported, with the versions that wrote it.",
+            ) from error
+        raise DumpError(
+            f"torch cannot rebuild its tensors ({detail}).",
+            remedy=f"The file is damaged, then copy it again; or a torch newer than {torch.__version__} wrote it.",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    # torch wraps every UnpicklingError in advice to switch its safeguards off.
+    message = "" if isinstance(error, pickle.UnpicklingError) else str(error)
+    return printable(": ".join([type(error).__name__, *message.splitlines()[:1]]))
+
+
+@contextmanager
+def _only_stand_ins() -> Iterator[None]:
+    """Allow numpy's names, as stand-ins, and for this while nothing that the process has allowed by itself."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed)
+
+
+def _refuse(unknown: list[str]) -> DumpError:
+    listed = listing(unknown)
+    if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
+        return DumpError(
+            f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {listed}.",
+            remedy="Save model.state_dict(), not the model; or pass --trust, only if you know who wrote the file.",
+        )
+    return DumpError(
+        f"it would run code that reading weights and arrays does not need: {listed}.",
+        remedy="Save tensors, arrays and plain values only; or pass --trust, only if you know who wrote the file.",
+    )

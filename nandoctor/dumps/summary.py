@@ -1,0 +1,121 @@
+"""What is in a dump, counted and in words.
+
+In: a `Dump`. Out: a `DumpSummary`; no code of the file is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from nandoctor.dumps.arrays import stored_values
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.roles import is_random_state, role_of
+from nandoctor.dumps.text import listing, printable
+from nandoctor.evidence.census import ArraySummary, DumpSummary, Role
+
+_BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
+
+
+def summarize(dump: Dump) -> DumpSummary:
+    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor."""
+    arrays = _summarize_arrays(dump.arrays)
+    bad = [entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad]
+    bad_buffers = tuple(entry for entry in bad if is_buffer(entry.name))
+    return DumpSummary(
+        path=printable(str(dump.path), limit=1000),
+        nbytes=dump.nbytes,
+        layout=dump.layout,
+        num_weights=len(dump.state),
+        num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
+        prefix=dump.prefix,
+        arrays=arrays,
+        scalars=tuple((name, printable(str(value))) for name, value in dump.scalars.items()),
+        bad_weights=tuple(entry for entry in bad if not is_buffer(entry.name)),
+        bad_buffers=bad_buffers,
+        missing=tuple(_missing(dump, arrays, bad_buffers)),
+        notes=tuple(_notes(dump)),
+    )
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name of the state dict is a buffer that a normalisation layer updates in its forward."""
+    return name.rpartition(".")[2] in _BUFFER_NAMES
+
+
+def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary, ...]:
+    """Among arrays whose name says nothing, non-finite values betray the output: it is why the file was written."""
+    entries = [_summarize(name, tensor, role_of(name)) for name, tensor in arrays.items()]
+    if any(entry.role == "output" for entry in entries):
+        return tuple(entries)
+    return tuple(
+        replace(entry, role="output") if entry.role == "unknown" and entry.num_bad else entry for entry in entries
+    )
+
+
+def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySummary:
+    num_nan, num_posinf, num_neginf = _count_nonfinite(tensor)
+    return ArraySummary(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        role=role,
+        num_nan=num_nan,
+        num_posinf=num_posinf,
+        num_neginf=num_neginf,
+    )
+
+
+def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+    values = _values(tensor)
+    if not values.is_floating_point() or not values.numel():
+        return 0, 0, 0
+    # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
+    if all(math.isfinite(bound) for bound in torch.aminmax(values)):
+        return 0, 0, 0
+    return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored numbers in a dtype that torch can compare."""
+    values = stored_values(tensor)
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    return values.float() if str(values.dtype).startswith("torch.float8") else values
+
+
+def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
+    """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    roles = {entry.role for entry in arrays}
+    if not roles & {"input", "unknown"}:
+        yield "No input: the weights can be examined, not replayed. Next time add the batch: 'image': image.cpu()."
+    if bad_buffers:
+        yield (
+            "The buffers are non-finite, most likely because they were saved after the failing forward, which writes "
+            "them. Next time copy model.buffers() before the forward and save the copies."
+        )
+    if not arrays:
+        return
+    if "output" not in roles:
+        yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
+    if "target" not in roles:
+        yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
+    if not any(is_random_state(name) for name in dump.left_out):
+        yield (
+            "No random state: dropout draws other masks in a replay. Next time add 'rng_state': torch.get_rng_state() "
+            "(torch.cuda.get_rng_state() on a GPU), taken before the forward."
+        )
+    if not any(name.rpartition(".")[2] in _SCALE_NAMES for name in dump.scalars):
+        yield "No loss scale: fp16 gradients cannot be replayed at it. Next time add 'scaler': scaler.state_dict()."
+
+
+def _notes(dump: Dump) -> Iterator[str]:
+    if dump.state_name not in ("", "state_dict"):
+        yield f"The weights are those under {dump.state_name!r}."
+    if dump.left_out:
+        yield f"Not read: {listing(dump.left_out)}."

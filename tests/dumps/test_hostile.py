@@ -1,0 +1,377 @@
+"""Broken and hostile files: each has one error that says what is wrong and what to do, whatever the file does."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import time
+import zipfile
+
+import forge
+import numpy as np
+import pytest
+import torch
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import DumpError
+
+PATCH_OFFSET_OF_FLAGS = 8
+
+
+def encrypted():
+    """The encryption flag set in the zip directory, as an archiver with a password does."""
+    data = bytearray(forge.archive(forge.weights()))
+    data[data.index(b"PK\x01\x02") + PATCH_OFFSET_OF_FLAGS] |= 1
+    return bytes(data)
+
+
+def reaching_beyond():
+    """A member whose size in the directory is larger than the file."""
+    data = bytearray(forge.archive(forge.weights()))
+    entry = data.index(b"PK\x01\x02")
+    data[entry + 20 : entry + 28] = (1 << 24).to_bytes(4, "little") * 2
+    return bytes(data)
+
+
+def twice():
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        return forge.archive(forge.weights(), extra=[("dump/data.pkl", b"\x80\x02}.")])
+
+
+def zip_with(member):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(member, b"{}")
+        file.writestr("metadata.json", b"{}")
+    return buffer.getvalue()
+
+
+def npz():
+    buffer = io.BytesIO()
+    np.savez(buffer, image=np.ones(3))
+    return buffer.getvalue()
+
+
+def doubling(codec):
+    """Each step encodes the bytes of the step before: 2 ** 60 of them in the end, from a kilobyte."""
+    encode = forge.name("_codecs", "encode")
+    grow = encode + b"h\x00" + forge.text(codec) + b"\x86Rq\x00"
+    return forge.latin1(b"ab") + b"q\x00" + grow * 60
+
+
+def nested_key():
+    """A tuple of two references to the tuple before, 60 times, hashed as a key: 2 ** 60 steps."""
+    return b")q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00K\x01s"
+
+
+def nested_lists():
+    """A list of ten references to the list before, 60 times: 10 ** 60 values to walk."""
+    grow = b"](" + b"h\x00" * 10 + b"eq\x00"
+    return forge.mapping(weights=b"]q\x00" + grow * 60)
+
+
+def copied():
+    """One list of a megabyte, copied into a new container at each of many calls."""
+    items = b"](" + b"K\x01" * 100_000 + b"eq\x00"
+    copy = forge.name("collections", "Counter") + b"h\x00\x85R"
+    return items + b"](" + copy * 5_000 + b"e"
+
+
+def encoded_again():
+    """One text of half a megabyte, turned into new bytes at each of many calls."""
+    encode = forge.name("_codecs", "encode") + b"h\x00h\x01\x86R"
+    return forge.text("a" * (1 << 19)) + b"q\x00" + forge.text("latin1") + b"q\x01](" + encode * 5_000 + b"e"
+
+
+def containing_itself():
+    return b"}q\x00" + forge.text("again") + b"h\x00s"
+
+
+def indirect_codec():
+    """The codec called by one of torch's own functions instead of by the pickle."""
+    arguments = forge.tuple_of(forge.text("ab"), forge.text("hex"))
+    rebuild = forge.name("torch._tensor", "_rebuild_from_type_v2")
+    return forge.call(rebuild, forge.name("_codecs", "encode"), forge.name("torch", "Tensor"), arguments, b"}")
+
+
+def shadowed():
+    """An OrderedDict and a tensor whose methods are hidden by attributes that the pickle gives them."""
+    ordered = forge.call(forge.name("collections", "OrderedDict"))
+    attributes = forge.mapping(keys=b"N", items=b"N", values=b"N")
+    arguments = forge.tuple_of(forge.integer(2))
+    rebuild = forge.name("torch._tensor", "_rebuild_from_type_v2")
+    tensor = forge.name("torch", "Tensor")
+    hidden = forge.call(rebuild, tensor, tensor, arguments, forge.mapping(detach=b"N", dim=b"N", numel=b"N"))
+    return ordered + attributes + b"b" + forge.text("image") + hidden + b"s"
+
+
+def endless_sparse():
+    """Index and value of one element, each expanded to as many as one likes."""
+    indices = forge.tensor(size=(1, HUGE), stride=(0, 0), storage=("torch", "LongStorage"), numel=1)
+    values = forge.tensor(size=(HUGE,), stride=(0,))
+    layout = forge.call(forge.name("torch.serialization", "_get_layout"), forge.text("torch.sparse_coo"))
+    data = forge.tuple_of(indices, values.replace(forge.text("0"), forge.text("1")), forge.tuple_of(forge.integer(4)))
+    return forge.call(forge.name("torch._utils", "_rebuild_sparse_tensor"), layout, data)
+
+
+def array_file(*arguments, **options):
+    return forge.archive(forge.mapping(state_dict=forge.weights(), image=forge.array(*arguments, **options)))
+
+
+def deep():
+    value = torch.zeros(2)
+    for _ in range(40):
+        value = {"down": value}
+    return forge.saved({"state_dict": {"a.weight": torch.zeros(2)}, "batch": value})
+
+
+def saved_state(**others):
+    return forge.saved({"state_dict": {"a.weight": torch.zeros(2)}, **others})
+
+
+HUGE = 1 << 40
+FILES = {
+    # Not a file of torch's at all
+    "empty": (lambda: b"", "the file is empty", "Copy it again"),
+    "png": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(64), "a PNG image", ".pth"),
+    "jpeg": (lambda: b"\xff\xd8\xff\xe0" + bytes(64), "a JPEG image", ".pth"),
+    "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
+    "web page": (lambda: b"\n<!DOCTYPE html><html></html>", "a web page", "Download"),
+    "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
+    "hdf5": (lambda: b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5", "torch.save"),
+    "npy": (lambda: b"\x93NUMPY\x01\x00" + bytes(64), ".npy array", "torch.save"),
+    "npz": (npz, ".npz archive", "torch.save"),
+    "keras": (lambda: zip_with("config.json"), "a Keras model", "torch.save"),
+    "other zip": (lambda: zip_with("word/document.xml"), "torch.save did not write", "torch.save"),
+    "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
+    "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "load_file"),
+    "tar": (lambda: bytes(257) + b"ustar\x0000" + bytes(255), "tar archive", "tar xf"),
+    "noise": (lambda: bytes(range(256)) * 4, "not a file that torch.save wrote", "torch.save"),
+    "plain pickle": (lambda: pickle.dumps({"image": [1.0]}), "a plain pickle", "torch.save"),
+    "torchscript": (
+        lambda: forge.archive(b"}", extra=[("dump/constants.pkl", b"")]),
+        "a TorchScript program",
+        "state_dict()",
+    ),
+    # Damaged
+    "one byte": (lambda: b"P", "cut short after 1 bytes", "Copy it again"),
+    "cut zip": (lambda: forge.saved(forge.step())[:-200], "zip directory is gone", "Copy it again"),
+    "cut legacy": (
+        lambda: forge.saved(forge.step(), _use_new_zipfile_serialization=False)[:200],
+        "breaks off",
+        "Copy it again",
+    ),
+    "cut legacy storage": (
+        lambda: forge.saved(forge.step(), _use_new_zipfile_serialization=False)[:-20],
+        "cannot rebuild its tensors",
+        "copy it again",
+    ),
+    "compressed zip": (
+        lambda: forge.archive(forge.weights(), compression=zipfile.ZIP_DEFLATED),
+        "parts are compressed",
+        "without compression",
+    ),
+    "zip bomb": (
+        lambda: forge.archive(forge.weights(), storages=[bytes(1 << 24)], compression=zipfile.ZIP_DEFLATED),
+        "parts are compressed",
+        "without compression",
+    ),
+    "encrypted zip": (encrypted, "encrypted", "password"),
+    "member beyond the end": (reaching_beyond, "reaches beyond its end", "Copy it again"),
+    "member twice": (twice, "occurs twice", "Copy it again"),
+    "storage missing": (lambda: forge.archive(forge.weights(key="7")), "data of a tensor is missing", "Copy it again"),
+    "storage too short": (
+        lambda: forge.archive(forge.weights(size=(64,), numel=64)),
+        "of another size",
+        "Copy it again",
+    ),
+    "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot rebuild", "copy it again"),
+    "empty stack": (lambda: forge.archive(b"R"), "makes no sense", "Copy it again"),
+    "unknown memo": (lambda: forge.archive(b"h\x05"), "makes no sense", "Copy it again"),
+    "unknown opcode": (lambda: forge.archive(b"\xff"), "makes no sense", "Copy it again"),
+    "array of too many bytes": (lambda: array_file((2,), "f4", bytes(12)), "contradict each other", "Copy it again"),
+    "array of huge shape": (lambda: array_file((HUGE, HUGE), "f4", bytes(8)), "contradict each other", "Copy it again"),
+    "array of negative shape": (lambda: array_file((-2, -1), "f4", bytes(8)), "contradict each other", "Copy it again"),
+    "array of shapeless shape": (lambda: array_file(b"N", "f4", bytes(8)), "contradict each other", "Copy it again"),
+    "array of odd byte order": (lambda: array_file((2,), "f4", bytes(8), byte_order="O"), "contradict", "Copy it"),
+    # Wants code
+    "os.system": (
+        lambda: forge.archive(forge.call(forge.name("posix", "system"), forge.text("touch owned"))),
+        "run code .*: posix.system",
+        "--trust, only if you know who wrote",
+    ),
+    "os.system, legacy": (
+        lambda: forge.saved({"a": os.system}, _use_new_zipfile_serialization=False),
+        "run code .*: posix.system",
+        "--trust, only if you know who wrote",
+    ),
+    "several globals": (
+        lambda: forge.archive(
+            forge.mapping(a=forge.name("__builtin__", "eval"), b=forge.name("pathlib", "PosixPath"), c=forge.weights())
+        ),
+        "run code .*: builtins.eval, pathlib.PosixPath",
+        "--trust",
+    ),
+    "whole model": (
+        lambda: forge.saved(torch.nn.Sequential(torch.nn.Linear(2, 2))),
+        "perhaps the model itself.*: .*torch.nn.modules.linear.Linear",
+        "model.state_dict\\(\\), not the model",
+    ),
+    "numpy's unsafe parts": (
+        lambda: forge.archive(forge.mapping(a=forge.name("numpy.core.multiarray", "fromfile"))),
+        "run code .*: numpy.core.multiarray.fromfile",
+        "--trust",
+    ),
+    "object array of code": (
+        lambda: array_file((1,), "O8", b"]" + forge.name("posix", "system") + b"a"),
+        "run code .*: posix.system",
+        "--trust",
+    ),
+    "protocol 4": (lambda: saved_state() and forge.saved({"a": 1}, pickle_protocol=4), "protocol 4", "pickle_protocol"),
+    "protocol 4 with code": (
+        lambda: forge.saved({"a": os.system}, pickle_protocol=4),
+        "run code .*: posix.system",
+        "--trust",
+    ),
+    # Bombs
+    "hex codec": (lambda: forge.archive(doubling("hex")), "exhaust memory.*codec", "Do not open it"),
+    "utf-32 codec": (lambda: forge.archive(doubling("utf-32")), "exhaust memory.*codec", "Do not open it"),
+    "codec by way of torch": (lambda: forge.archive(indirect_codec()), "exhaust memory.*codec", "Do not open it"),
+    "bytearray": (
+        lambda: forge.archive(forge.call(forge.name("builtins", "bytearray"), forge.integer(HUGE))),
+        "run code .*: builtins.bytearray",
+        "--trust",
+    ),
+    "bytes": (
+        lambda: forge.archive(forge.call(forge.name("__builtin__", "bytes"), forge.integer(HUGE))),
+        "cannot rebuild its tensors .TypeError",
+        "copy it again",
+    ),
+    "nested key": (lambda: forge.archive(nested_key()), "exhaust memory.*multiplies", "Do not open it"),
+    "nested lists": (lambda: forge.archive(nested_lists()), "exhaust memory.*multiplies", "Do not open it"),
+    "copies": (lambda: forge.archive(copied()), "exhaust memory.*multiplies", "Do not open it"),
+    "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*multiplies", "Do not open it"),
+    "mapping in itself": (lambda: forge.archive(containing_itself()), "nests without end", "flat dict"),
+    "deep nesting": (deep, "nests without end", "flat dict"),
+    "many values": (
+        lambda: saved_state(steps=[[None, [step]] for step in range(40_000)]),
+        "more values than any step",
+        "flat dict",
+    ),
+    "expanded tensor": (
+        lambda: forge.archive(forge.weights(size=(HUGE,), stride=(0,))),
+        "claim 4.4e\\+12 bytes, up to 'weight'",
+        "contiguous",
+    ),
+    "expanded sparse tensor": (
+        lambda: forge.archive(forge.mapping(weight=endless_sparse()), storages=[bytes(8)] * 2),
+        "claim 4.4e\\+12 bytes, up to 'weight'",
+        "contiguous",
+    ),
+    "hidden methods": (lambda: forge.archive(shadowed()), "no state dict, only: image", "state_dict"),
+    "protocol 0": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "protocol 0", "pickle_protocol"),
+    "tensor from a number": (
+        lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
+        "cannot rebuild its tensors|claim 4.4e\\+12 bytes",
+        "copy it again|contiguous",
+    ),
+    # Sound, but not a dump
+    "list": (lambda: forge.saved([torch.zeros(2)]), "holds a list, where a dump is a dict", "torch.save"),
+    "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, where", "torch.save"),
+    "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, where", "torch.save"),
+    "number": (lambda: forge.saved(3), "holds an int, where", "torch.save"),
+    "empty dict": (lambda: forge.saved({}), "no state dict, only: nothing", "state_dict"),
+    "no state dict": (
+        lambda: forge.saved({"image": np.zeros(2), "optimizer": {"state": {}, "param_groups": []}}),
+        "no state dict, only: image, optimizer",
+        "state_dict",
+    ),
+    "numbers in the state dict": (
+        lambda: forge.saved({"state_dict": {"a.weight": torch.zeros(2), "a.bias": 3}}),
+        "'state_dict' holds values that are no tensors: a.bias",
+        "model.state_dict\\(\\)",
+    ),
+    "state dict of meta tensors": (
+        lambda: forge.saved({"state_dict": {"a.weight": torch.zeros(2, device="meta")}}),
+        "'a.weight' is on the meta device",
+        "weights were loaded",
+    ),
+    "names that are numbers": (
+        lambda: forge.saved({"state_dict": {0: torch.zeros(2)}}),
+        "is an int, not a text",
+        "strings",
+    ),
+    "names that are tuples": (lambda: saved_state(**{"batch": {(1, 2): 3}}), "is a tuple, not a text", "strings"),
+    "terminal escapes": (
+        lambda: saved_state(**{"\x1b[2Jimage": 1}),
+        r"control characters: '\\x1b\[2Jimage'",
+        "Do not open",
+    ),
+    "megabyte name": (lambda: saved_state(**{"x" * (1 << 20): 1}), "too long .*xxx ... xxx", "Do not open"),
+    "the same name twice": (
+        lambda: saved_state(**{"a.b": 1, "a": {"b": 2}}),
+        "two values in it are called 'a.b'",
+        "name",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_bad_file_has_one_clear_error(kind, tmp_path):
+    make, message, remedy = FILES[kind]
+    path = tmp_path / "dump.pth"
+    path.write_bytes(make())
+    allowed = set(torch.serialization.get_safe_globals())
+    started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(DumpError, match=f"dump.pth: .*({message})") as caught:
+        read_dump(path)
+
+    assert caught.match(f"\n.*({remedy})")
+    assert len(str(caught.value).splitlines()) == 2
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert caught.value.exit_code == 1
+    assert time.monotonic() - started < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300 * 1024
+    assert set(torch.serialization.get_safe_globals()) == allowed
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path, "no such file"),
+        (lambda path: path.mkdir() or path, "a directory"),
+        (lambda path: os.mkfifo(path) or path, "a device or a pipe"),
+        (lambda path: path.symlink_to(path) or path, "cannot be opened"),
+        (lambda path: path.with_name("a\0b"), "cannot be opened"),
+        (lambda path: path.with_name("n" * 5000), "cannot be opened"),
+        (lambda path: path.with_name("\x1b[2J"), r"\\x1b\[2J: there is no such file"),
+    ],
+    ids=["missing", "directory", "pipe", "circular link", "null character", "endless name", "terminal escape"],
+)
+def test_a_path_that_is_no_file_has_one_clear_error(make, message, tmp_path):
+    path = make(tmp_path / "dump.pth")
+    with pytest.raises(DumpError, match=message) as caught:
+        read_dump(path)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "dump.pth"
+    path.write_bytes(forge.saved(forge.step()))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "open", refuse)  # the superuser of a container may read everything
+    with pytest.raises(DumpError, match="may not read it") as caught:
+        read_dump(path)
+    assert "chmod" in caught.value.remedy

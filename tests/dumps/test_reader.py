@@ -1,0 +1,399 @@
+"""Honest files: every way in which training scripts write a failing step, or only its weights."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import subprocess
+import sys
+import zipfile
+
+import forge
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import DumpError
+
+WEIGHTS = {"encoder.weight": torch.arange(6.0).reshape(2, 3), "encoder.bias": torch.tensor([1.0, float("nan")])}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def save_and_read(value, trust=False, **options):
+        path = tmp_path / "dump.pth"
+        path.write_bytes(value if isinstance(value, bytes) else forge.saved(value, **options))
+        return read_dump(path, trust=trust)
+
+    return save_and_read
+
+
+def assert_same_state(state, expected=WEIGHTS):
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True)
+        assert type(state[name]) is torch.Tensor
+        assert not state[name].requires_grad
+
+
+FORMATS = {
+    "zip, numpy 2": forge.saved,
+    "zip, numpy 1": lambda step: forge.with_numpy1_names(forge.saved(step)),
+    "legacy": lambda step: forge.saved(step, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_the_plain_dump_of_a_training_script(layout, read):
+    step = forge.step()
+    dump = read(FORMATS[layout](step))
+
+    assert dump.layout == "plain"
+    assert dump.state_name == "state_dict"
+    assert (dump.prefix, dump.left_out, dict(dump.scalars)) == ("", (), {})
+    assert_same_state(dump.state, step["state_dict"])
+    assert list(dump.arrays) == ["image", "mask", "logit"]
+    for name, tensor in dump.arrays.items():
+        np.testing.assert_array_equal(tensor.numpy(), step[name])
+        assert tensor.numpy().dtype == step[name].dtype
+    assert dump.nbytes == dump.path.stat().st_size
+
+
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_a_file_written_by_hand_opcode_by_opcode(core, read):
+    image = np.arange(6, dtype="f4").reshape(2, 3)
+    pickle = forge.mapping(state_dict=forge.weights(), image=forge.array((2, 3), "f4", image.tobytes(), core=core))
+    dump = read(forge.archive(pickle, storages=[np.array([3, 4], "f4").tobytes()]))
+    assert dump.state["weight"].tolist() == [3.0, 4.0]
+    assert dump.arrays["image"].tolist() == image.tolist()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(24, dtype=">f8").reshape(2, 3, 4),
+        np.arange(24, dtype=">i2").reshape(2, 3, 4),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.arange(6.0)[::-2],
+        np.broadcast_to(np.float16(2), (3, 2)),
+        np.zeros((0, 3), "f4"),
+        np.arange(3, dtype="u2"),
+        np.arange(3, dtype="u8"),
+        np.array([True, False]),
+        np.array([1 + 2j, np.nan], "c8"),
+    ],
+    ids=lambda array: f"{array.dtype.str}{list(array.shape)}",
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_arrays_of_every_memory_layout(array, trust, read):
+    tensor = read({"state_dict": WEIGHTS, "image": array}, trust=trust).arrays["image"]
+    np.testing.assert_array_equal(tensor.numpy(), array)
+    assert tensor.numpy().dtype == array.dtype.newbyteorder("=")
+    tensor.zero_()  # the memory is the tensor's own
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 3, dtype=torch.float16),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.ones(3, dtype=torch.uint16),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, 3, 4).permute(2, 0, 1),
+        torch.ones(1).expand(5),
+        torch.ones(3, requires_grad=True) * 2,
+        nn.Parameter(torch.ones(3)),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}{tensor.layout}{'p' * isinstance(tensor, nn.Parameter)}",
+)
+def test_tensors_of_every_kind(tensor, read):
+    read_back = read({"state_dict": WEIGHTS, "image": tensor}).arrays["image"]
+    assert type(read_back) is torch.Tensor
+    assert (read_back.dtype, read_back.shape, read_back.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    assert torch.equal(read_back.to_dense().cfloat(), tensor.detach().to_dense().cfloat())
+
+
+def test_quantised_weights_stay_as_they_are(read):
+    with pytest.warns(UserWarning, match="quantize_per_tensor"):
+        quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    state = read({"state_dict": {"a.weight": quantised}}).state
+    assert state["a.weight"].is_quantized
+
+
+def test_tensors_from_cuda_come_to_the_cpu(read):
+    pickle = forge.weights().replace(forge.text("cpu"), forge.text("cuda:3"))
+    assert read(forge.archive(pickle)).state["weight"].device.type == "cpu"
+
+
+def test_zip_archives_are_mapped_and_not_read(read, tmp_path):
+    dump = read({"state_dict": WEIGHTS, "image": torch.ones(1 << 20)})
+    with (tmp_path / "dump.pth").open("r+b") as file:
+        content = file.read()
+        file.seek(content.index(np.ones(1024, "f4").tobytes()) + 4096)
+        file.write(np.full(1, 7, "f4").tobytes())
+    assert 7 in dump.arrays["image"]
+
+
+def test_a_mapped_tensor_is_written_to_without_touching_the_file(read, tmp_path):
+    dump = read({"state_dict": WEIGHTS, "image": torch.ones(8)})
+    before = (tmp_path / "dump.pth").read_bytes()
+    dump.arrays["image"].zero_()
+    dump.state["encoder.weight"].zero_()
+    assert (tmp_path / "dump.pth").read_bytes() == before
+
+
+def test_nested_batches_are_flattened_with_dotted_names(read):
+    boxes = torch.ones(2, 4)
+    dump = read(
+        {
+            "state_dict": WEIGHTS,
+            "batch": {
+                "image": np.ones((1, 3), "f4"),
+                "targets": [{"boxes": boxes, 7: (boxes, "cat")}],
+                "sizes": (8, 9),
+            },
+            "outputs": collections.OrderedDict(logits=boxes),
+        }
+    )
+    assert list(dump.arrays) == ["batch.image", "batch.targets.0.boxes", "batch.targets.0.7.0", "outputs.logits"]
+    assert dict(dump.scalars) == {"batch.targets.0.7.1": "cat", "batch.sizes": [8, 9]}
+
+
+def test_plain_values_and_zero_dimensional_arrays_are_numbers(read):
+    values = {
+        "step": 49,
+        "amp": True,
+        "note": "first\nsecond",
+        "scheduler": None,
+        "loss": np.float32("nan"),
+        "mean": np.array(2.5, ">f8"),
+        "total_loss": torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True),
+        "dtype": torch.float16,
+        "scaler": {"scale": 65536.0, "growth_factor": 2.0},
+        "count": np.int64(3),
+        "flag": np.bool_(True),
+        "tiny": torch.tensor(0.5).to(torch.float8_e4m3fn),
+    }
+    scalars = read({"state_dict": WEIGHTS, **values}).scalars
+    assert np.isnan(scalars.pop("loss"))
+    assert scalars == {
+        "step": 49,
+        "amp": True,
+        "note": "first\nsecond",
+        "mean": 2.5,
+        "total_loss": 0.5,
+        "dtype": "torch.float16",
+        "scaler.scale": 65536.0,
+        "scaler.growth_factor": 2.0,
+        "count": 3,
+        "flag": True,
+        "tiny": 0.5,
+    }
+
+
+def test_values_that_are_shared_many_times_are_no_bomb(read):
+    record = {"file": "tile_" * 100, "box": (1, (2, 3))}
+    dump = read({"model": WEIGHTS, "classes": ["a long name of a class" * 9] * 50_000, "records": [record] * 10_000})
+    assert len(dump.scalars["classes"]) == 50_000
+    assert dump.scalars["records.9999.file"] == "tile_" * 100
+
+
+def test_arrays_that_are_no_numbers_are_named_and_left_out(read):
+    dump = read(
+        {
+            "state_dict": WEIGHTS,
+            "names": np.array(["a.png", "b.png"]),
+            "records": np.zeros(2, [("a", "f4")]),
+            "days": np.array(["2024-01-01"], "M8[D]"),
+            "ragged": np.array([1, None, "x"], object),
+            "raw": b"bytes",
+        }
+    )
+    assert not dump.arrays
+    assert dump.left_out == (
+        "names (an array of U5)",
+        "records (an array of V4)",
+        "days (an array of M8)",
+        "ragged (an array of O8)",
+        "raw (a bytes)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "state_name", "prefix"),
+    [
+        (WEIGHTS, "", ""),
+        (collections.OrderedDict(WEIGHTS), "", ""),
+        ({"model": WEIGHTS}, "model", ""),
+        ({"model_state_dict": WEIGHTS, "epoch": 3}, "model_state_dict", ""),
+        ({"net": WEIGHTS}, "net", ""),
+        ({"checkpoint": {"generator": WEIGHTS}}, "checkpoint.generator", ""),
+        ({f"module.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "module."),
+        ({f"_orig_mod.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "_orig_mod."),
+        ({f"module._orig_mod.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "module._orig_mod."),
+        ({f"_orig_mod.module.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "_orig_mod.module."),
+        ({"model": {k: v.numpy() for k, v in WEIGHTS.items()}}, "model", ""),
+        ({"model": {k: nn.Parameter(v) for k, v in WEIGHTS.items()}}, "model", ""),
+        ({"ema": {"module": WEIGHTS, "updates": 3}}, "ema.module", ""),
+    ],
+)
+def test_weights_alone(saved, state_name, prefix, read):
+    dump = read(saved)
+    assert dump.layout == "weights-only"
+    assert (dump.state_name, dump.prefix) == (state_name, prefix)
+    assert not dump.arrays
+    assert_same_state(dump.state)
+
+
+def test_names_that_only_partly_carry_a_prefix_are_kept(read):
+    state = {"module.weight": torch.ones(2), "head.weight": torch.ones(2)}
+    dump = read(state)
+    assert (list(dump.state), dump.prefix) == (list(state), "")
+
+
+def test_the_nan_file_of_d_fine_holds_every_name_twice(read):
+    # Its script adds the names without `module.` to those with: https://github.com/Peterande/D-FINE/issues/43
+    twice = {f"module.{name}": tensor for name, tensor in WEIGHTS.items()} | WEIGHTS
+    dump = read({"model": twice})
+    assert_same_state(dump.state)
+    assert dump.prefix == "module."
+
+
+def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])
+    dump = read(
+        {
+            "epoch": 3,
+            "pytorch-lightning_version": "2.4.0",
+            "state_dict": {f"model.{name}": tensor for name, tensor in WEIGHTS.items()},
+            "loops": {"fit_loop": {"state_dict": {}, "progress": {"total": 3}}},
+            "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(1.0)}},
+            "optimizer_states": [optimizer.state_dict()],
+            "lr_schedulers": [schedule.state_dict()],
+            "hyper_parameters": {"lr": 1e-3, "widths": [8, 16]},
+        }
+    )
+    assert list(dump.state) == ["model.encoder.weight", "model.encoder.bias"]
+    assert dump.prefix == ""
+    assert dump.layout == "weights-only"
+    assert dump.left_out == ("loops", "callbacks", "optimizer_states", "lr_schedulers")
+    assert dict(dump.scalars) == {
+        "epoch": 3,
+        "pytorch-lightning_version": "2.4.0",
+        "hyper_parameters.lr": 1e-3,
+        "hyper_parameters.widths": [8, 16],
+    }
+
+
+def test_the_trained_weights_come_before_their_average_and_other_nets(read):
+    average = {name: tensor * 0 for name, tensor in WEIGHTS.items()}
+    dump = read(
+        {"ema": {"module": average}, "criterion": {"a.weight": torch.ones(1)}, "model": WEIGHTS, "last_epoch": 2}
+    )
+    assert dump.state_name == "model"
+    assert dump.left_out == ("ema.module", "criterion")
+    assert_same_state(dump.state)
+
+
+def test_an_optimizer_is_known_by_its_state_under_any_name(read):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+    dump = read({"model": WEIGHTS, "solver": optimizer.state_dict(), "rng_state": torch.get_rng_state()})
+    assert dump.left_out == ("solver", "rng_state")
+
+
+def test_a_batch_is_not_taken_for_weights(read):
+    batch = {"image": torch.ones(1, 3), "weight": torch.ones(1), "x": torch.ones(2)}
+    dump = read({"model": WEIGHTS, "batch": batch})
+    assert list(dump.arrays) == ["batch.image", "batch.weight", "batch.x"]
+
+
+def test_other_things_with_a_state_dict_of_their_own(read):
+    dump = read({"model": WEIGHTS, "meter_state_dict": {"sum": torch.ones(2), "count": 3}})
+    assert list(dump.arrays) == ["meter_state_dict.sum"]
+    assert dump.scalars == {"meter_state_dict.count": 3}
+
+
+def test_a_model_without_weights_and_extra_state(read):
+    assert dict(read({"state_dict": {}, "image": torch.ones(2)}).state) == {}
+    dump = read({"state_dict": {**WEIGHTS, "encoder._extra_state": {"version": 2}}})
+    assert_same_state(dump.state)
+    assert dump.left_out == ("state_dict.encoder._extra_state",)
+
+
+def test_what_the_process_allows_torch_to_load_makes_no_difference(read):
+    ours = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np.dtypes.Float32DType, argparse.Namespace]
+    before = set(torch.serialization.get_safe_globals())
+    torch.serialization.add_safe_globals(ours)
+    try:
+        assert read(forge.step()).arrays["image"].shape == (2, 3, 4, 4)
+        with pytest.raises(DumpError, match="Namespace"):
+            read({"state_dict": WEIGHTS, "options": argparse.Namespace()})
+        assert set(torch.serialization.get_safe_globals()) == before | set(ours)
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(list(before))
+
+
+def test_an_archive_packed_anew_without_compression(read, tmp_path):
+    with zipfile.ZipFile(tmp_path / "again.pth", "w") as target:
+        target.writestr("dump/", "")
+        for name, content in zipfile_members(forge.saved(forge.step()), tmp_path).items():
+            target.writestr(name.replace("archive/", "dump/"), content)
+    assert read_dump(tmp_path / "again.pth").arrays["image"].shape == (2, 3, 4, 4)
+
+
+def zipfile_members(data, directory):
+    path = directory / "source.pth"
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_trust_reads_whole_objects(read):
+    options = argparse.Namespace(lr=0.1)
+    saved = {"model": nn.Sequential(nn.Linear(2, 2)), "options": options, "image": np.ones(2), "loss": np.float64(2)}
+    with pytest.raises(DumpError, match="Namespace"):
+        read(saved)
+    dump = read(saved, trust=True)
+    assert_same_state(dump.state, {k: v.detach() for k, v in saved["model"].state_dict().items()})
+    assert dump.left_out == ("options (a Namespace)",)
+    assert dump.scalars["loss"] == 2.0
+    assert list(dump.arrays) == ["image"]
+
+
+def test_trust_reads_other_pickle_protocols(read):
+    assert list(read(forge.step(), trust=True, pickle_protocol=4).arrays) == ["image", "mask", "logit"]
+
+
+def test_a_trusted_file_whose_classes_are_gone(read):
+    pickle = forge.call(forge.name("a_project_that_is_not_here", "Net"))
+    with pytest.raises(DumpError, match="ModuleNotFoundError") as caught:
+        read(forge.archive(pickle), trust=True)
+    assert "imported" in caught.value.remedy
+
+
+def test_a_whole_model_is_never_run_without_trust(tmp_path):
+    """In a process of its own: the file's code would be imported here before the test could see it."""
+    path = tmp_path / "dump.pth"
+    path.write_bytes(forge.archive(forge.call(forge.name("antigravity_of_the_dump", "Net"))))
+    (tmp_path / "antigravity_of_the_dump.py").write_text("raise SystemExit('imported')")
+    script = (
+        "import sys; from nandoctor.dumps.reader import read_dump\n"
+        "from nandoctor.errors import DumpError\n"
+        f"try: read_dump({str(path)!r})\n"
+        "except DumpError as error: print(error.message)"
+    )
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "antigravity_of_the_dump.Net" in run.stdout
+    assert "imported" not in run.stdout + run.stderr

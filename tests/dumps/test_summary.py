@@ -1,0 +1,148 @@
+"""The summary counts exactly, tells buffers from weights, and says what to save next time."""
+
+from __future__ import annotations
+
+import forge
+import numpy as np
+import pytest
+import torch
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.summary import summarize
+
+NAN, INF = float("nan"), float("inf")
+WEIGHTS = {"conv.weight": torch.ones(4, 3), "norm.running_mean": torch.zeros(4), "norm.weight": torch.ones(4)}
+
+
+@pytest.fixture
+def summary_of(tmp_path):
+    def save_and_summarize(**saved):
+        path = tmp_path / "dump.pth"
+        path.write_bytes(forge.saved({"state_dict": WEIGHTS} | saved))
+        return summarize(read_dump(path))
+
+    return save_and_summarize
+
+
+def test_a_plain_dump(summary_of, tmp_path):
+    summary = summary_of(**forge.step(), step=49)
+    image, mask, logit = summary.arrays
+    assert (image.name, image.shape, image.dtype, image.role, image.num_bad) == (
+        "image",
+        (2, 3, 4, 4),
+        "float32",
+        "input",
+        0,
+    )
+    assert (mask.dtype, mask.role, mask.num_bad) == ("int64", "target", 0)
+    assert (logit.role, logit.num_nan, logit.num_bad) == ("output", 4, 4)
+    assert summary.scalars == (("step", "49"),)
+    assert summary.path == str(tmp_path / "dump.pth")
+    assert summary.layout == "plain"
+    assert summary.num_weights == 7
+    assert summary.num_parameters == 4 * 3 * 9 + 4 + 4 + 4
+    assert summary.bad_weights == summary.bad_buffers == ()
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_are_exact_in_every_format(dtype, summary_of):
+    values = torch.tensor([NAN, INF, -INF, -INF, 1.0, 0.0, NAN, NAN]).to(dtype)
+    (entry,) = summary_of(x=values).arrays
+    assert (entry.num_nan, entry.num_posinf, entry.num_neginf) == (3, 1, 2)
+    assert entry.num_bad == 6
+    assert entry.dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_bad_value_among_many_is_found(value, summary_of):
+    values = np.ones(100_000, "f4")
+    values[77_777] = value
+    (entry,) = summary_of(x=values).arrays
+    assert entry.num_bad == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bad"),
+    [
+        (torch.tensor([complex(NAN, INF), 1j]), 2),
+        (torch.tensor([[0.0, NAN], [0.0, 1.0]]).to_sparse(), 1),
+        (torch.tensor([[0.0, NAN], [0.0, 1.0]]).to_sparse_csr(), 1),
+        (torch.tensor(NAN).expand(7), 7),
+        (torch.zeros(0), 0),
+        (torch.tensor([1, 2]), 0),
+        (torch.tensor([True]), 0),
+        (torch.full((2,), 65504.0, dtype=torch.float16), 0),
+    ],
+    ids=["complex", "sparse", "compressed", "expanded", "empty", "integers", "booleans", "largest"],
+)
+def test_tensors_out_of_the_ordinary(values, num_bad, summary_of):
+    (entry,) = summary_of(x=values).arrays
+    assert entry.num_bad == num_bad
+
+
+def test_poisoned_buffers_are_told_from_bad_weights(summary_of):
+    state = {
+        **WEIGHTS,
+        "norm.running_var": torch.tensor([NAN, 1.0, INF, 1.0]),
+        "norm.num_batches_tracked": torch.tensor(3),
+        "head.bias": torch.tensor([-INF, 1.0]),
+    }
+    summary = summary_of(state_dict=state, x=torch.ones(2))
+    (buffer,), (weight,) = summary.bad_buffers, summary.bad_weights
+    assert (buffer.name, buffer.num_nan, buffer.num_posinf, buffer.role) == ("norm.running_var", 1, 1, None)
+    assert (weight.name, weight.num_neginf, weight.role) == ("head.bias", 1, None)
+    assert any(sentence.startswith("The buffers are non-finite") for sentence in summary.missing)
+
+
+def test_a_nonfinite_array_of_unknown_name_is_taken_for_the_output(summary_of):
+    bad = torch.tensor([1.0, NAN])
+    roles = {entry.name: entry.role for entry in summary_of(heat=bad, extra=torch.ones(2), image=bad).arrays}
+    assert roles == {"heat": "output", "extra": "unknown", "image": "input"}
+    roles = {entry.name: entry.role for entry in summary_of(heat=bad, logits=bad).arrays}
+    assert roles == {"heat": "unknown", "logits": "output"}
+
+
+def beginnings(summary):
+    return [sentence.split(":")[0] for sentence in summary.missing]
+
+
+def test_what_is_missing_beside_a_batch(summary_of):
+    summary = summary_of(x=torch.ones(2))
+    assert beginnings(summary) == ["No output", "No target", "No random state", "No loss scale"]
+    assert all("Next time" in sentence for sentence in summary.missing)
+
+
+def test_a_complete_file_lacks_nothing(summary_of):
+    extra = {"rng_state": torch.get_rng_state(), "scaler": {"scale": 65536.0}}
+    assert summary_of(**forge.step(), **extra).missing == ()
+    assert summary_of(**forge.step(), rng_state=torch.get_rng_state(), loss_scale=1024.0).missing == ()
+
+
+def test_weights_alone_lack_only_the_batch(summary_of):
+    assert beginnings(summary_of()) == ["No input"]
+
+
+def test_an_output_alone_lacks_the_input_first(summary_of):
+    assert beginnings(summary_of(logit=torch.ones(2)))[0] == "No input"
+
+
+def test_notes_say_which_weights_and_what_was_left_out(summary_of):
+    assert summary_of().notes == ()
+    summary = summary_of(state_dict=None, model=WEIGHTS, ema=WEIGHTS, optimizer={"state": {}, "param_groups": []})
+    assert summary.notes == ("The weights are those under 'model'.", "Not read: ema, optimizer.")
+
+
+def test_many_things_left_out_are_counted(summary_of):
+    (note,) = summary_of(**{f"raw{index}": b"" for index in range(20)}).notes
+    assert note.endswith("raw11 (a bytes) and 8 more.")
+
+
+def test_text_of_the_file_is_fit_for_a_terminal(summary_of):
+    summary = summary_of(note="\x1b[31mred\n" + "x" * 1000, widths=list(range(10_000)))
+    note, widths = (value for _, value in summary.scalars)
+    assert note.startswith("\\x1b[31mred\\nxxx")
+    assert max(len(note), len(widths)) < 200
+    assert " ... " in widths
