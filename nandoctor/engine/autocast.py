@@ -1,0 +1,119 @@
+"""Precision policies: what a run computes in.
+
+In: a policy and a device. Out: `apply_policy`, a context in which a model runs under CUDA's autocast on any device,
+under the fp32 reference of the same code path, or under torch's own autocast of that device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nandoctor.engine.cuda_code import cuda_code
+from nandoctor.engine.kernels import install_kernels
+from nandoctor.engine.shared import Shared
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FloatFormat
+
+PolicyName = Literal["fp32", "cuda", "native"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the matrix products of a run compute in, and by whose lists.
+
+    "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
+    autocast stays on, so that a model which asks takes the same path, but rounds nothing.
+    """
+
+    name: PolicyName
+    format: FloatFormat
+
+
+REFERENCE = Policy(name="fp32", format=FP32)
+
+
+def make_policy(name: PolicyName, format: FloatFormat) -> Policy:  # noqa: A002 - the field's own name
+    """The policy of that name and format.
+
+    Raises NanDoctorError for a format that autocast does not take: "cuda" and "native" take fp16 and bf16, "fp32"
+    takes fp32 alone.
+    """
+    allowed = (FP32,) if name == "fp32" else (FP16, BF16)
+    if format not in allowed:
+        names = " or ".join(f.name for f in allowed)
+        raise NanDoctorError(
+            f"The {name} policy does not compute in {format.name}.", remedy=f"Choose {names} as its dtype."
+        )
+    return Policy(name=name, format=format)
+
+
+def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
+    """The torch dtype of a storage format; tfloat32, which only exists inside products, has none."""
+    dtype = getattr(torch, format.name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@contextmanager
+def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
+    """A context in which what this thread runs on `device` follows the policy.
+
+    It may be entered again inside itself and from several threads at once; all of torch is restored on the way out. A
+    graph built inside can be differentiated after, except that `torch.utils.checkpoint` recomputes under the policy
+    only while the context is open.
+    """
+    dtype = torch_dtype(policy.format)
+    with ExitStack() as stack:
+        if device.type != "cuda" or policy.name == "fp32":
+            stack.enter_context(cuda_code(device))
+        if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
+            stack.enter_context(_exact_arithmetic)
+            stack.enter_context(install_kernels(device.type))
+        stack.enter_context(_autocast_region(device.type, dtype))
+        yield
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype = torch.float16, device: str = "cpu") -> Iterator[None]:
+    """CUDA's autocast on any device, as `torch.autocast("cuda", dtype)` is on a GPU.
+
+    Raises NanDoctorError for a dtype other than float16 and bfloat16.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in FORMATS:
+        raise NanDoctorError(f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype.")
+    with apply_policy(make_policy("cuda", FORMATS[name]), torch.device(device)):
+        yield
+
+
+@contextmanager
+def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    with torch.autocast(device_type, dtype=dtype):
+        if device_type != "cuda":
+            torch.set_autocast_dtype("cuda", dtype)
+        # Inside a reference the region alone would have stayed in float32, as a model's own does.
+        torch.set_autocast_dtype(device_type, dtype)
+        yield
+
+
+@contextmanager
+def _fp32_arithmetic() -> Iterator[None]:
+    """Products of fp32 tensors in fp32: neither TF32, nor TorchScript's own autocast pass, whose lists differ."""
+    precision, cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    jit_autocast = torch._C._jit_set_autocast_mode(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
+        torch.set_float32_matmul_precision(precision)
+        torch._C._jit_set_autocast_mode(jit_autocast)
+
+
+_exact_arithmetic = Shared(_fp32_arithmetic)
