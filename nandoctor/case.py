@@ -1,0 +1,105 @@
+"""The facade: `load` a dump, `replay` it, look at the `Case`.
+
+In: paths, models and options, as a notebook has them. Out: a `Case` around a report.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.reader import read_dump
+from nandoctor.engine.settings import override, read_settings
+from nandoctor.engine.setup import ModelSource
+from nandoctor.evidence.report import FirstNonfinite, Report
+from nandoctor.postmortem import Progress, replay_dump
+from nandoctor.renderers.base import save_report
+from nandoctor.rules.summary import tabulate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+    """Read a dump file, without running any code from it.
+
+    `trust` allows what only unpickling can build, and with it any code the file's author put there.
+
+    Raises:
+        DumpError: the file is missing, broken, unsafe, or no dump.
+    """
+    return read_dump(path, trust=trust)
+
+
+def replay(
+    dump: Dump | str | os.PathLike[str],
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> Case:
+    """Replay a dump under autocast and in fp32.
+
+    `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC; without it the
+    project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `output`,
+    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `model_args`.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
+    """
+    dump = dump if isinstance(dump, Dump) else read_dump(dump)
+    given = {name: _anchor(value) if name in ("call", "loss") else value for name, value in options.items()}
+    settings = override(read_settings(dump.path), given)
+    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+
+
+def _anchor(spec: Any) -> Any:
+    """A file's SPEC made absolute, so that it does not move when the project's pyproject.toml lies further up."""
+    location, separator, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
+    return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
+
+
+class Case:
+    """A replayed dump: the report, and ways to look at it."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    @property
+    def verdict(self) -> str:
+        """One word for what kind of failure this is."""
+        return self.report.verdict
+
+    @property
+    def first_nonfinite(self) -> FirstNonfinite | None:
+        """The first place where a non-finite value came to light, None where there is none."""
+        return self.report.first_nonfinite
+
+    def table(self) -> Any:
+        """One row per module call, both runs side by side: a pandas DataFrame, or a list of dicts without pandas."""
+        rows = tabulate(self.report.runs)
+        try:
+            import pandas as pd
+        except ImportError:
+            return rows
+        return pd.DataFrame(rows)
+
+    def plot(self) -> Figure:
+        """The activation ranges of every layer, autocast over fp32, against what the format can hold."""
+        from nandoctor.renderers.figures import draw_ranges
+
+        return draw_ranges(self.report)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report (.json) or the ranges plot (.png, .svg, .pdf), by the file's ending."""
+        save_report(self.report, Path(path))
+
+    def __repr__(self) -> str:
+        return f"Case({self.report.verdict}: {self.report.headline})"
+
+    def _repr_html_(self) -> str:
+        from nandoctor.renderers.html import report_html
+
+        return report_html(self.report)

@@ -1,0 +1,233 @@
+"""The command line: each verb parses, calls, renders and exits.
+
+In: arguments. Out: text on standard output, notes and progress on standard error, an exit code.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from nandoctor import __version__
+from nandoctor.errors import NanDoctorError
+
+if TYPE_CHECKING:
+    from nandoctor.case import Case
+    from nandoctor.evidence.report import Report
+    from nandoctor.postmortem import Progress
+
+EXIT_NOT_REPRODUCED = 3
+EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
+
+DumpPath = click.Path(path_type=Path)
+
+
+class _Verbs(click.Group):
+    """A group whose verbs end in one clear message where the user can put things right."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except NanDoctorError as error:
+            _fail(error)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="nandoctor")
+def main() -> None:
+    r"""The post-mortem for mixed-precision training that died with NaN.
+
+    \b
+    nandoctor replay dump.pth --model train.py:make_model
+    nandoctor plot dump.pth --model train.py:make_model -o ranges.png
+    nandoctor inspect dump.pth
+    """
+
+
+def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """The options that say how to rebuild and call the model; they mean the same for every verb that replays."""
+    options = [
+        click.option("--model", metavar="SPEC", help="What builds the model: package.module:attr or file.py:attr."),
+        click.option("--model-arg", "model_args", metavar="K=V", multiple=True, help="An argument for the builder."),
+        click.option("--inputs", metavar="A,B", help="Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict."),
+        click.option("--call", metavar="SPEC", help="A function (model, batch) -> output that makes the call."),
+        click.option("--loss", metavar="SPEC", help="A function (output, batch) -> scalar: replays the backward too."),
+        click.option("--loss-scale", type=float, metavar="S", help="What multiplied the loss (default: the dump's)."),
+        click.option("--output", metavar="KEY", help="The saved output to grade the replay against."),
+        click.option("--amp-dtype", type=click.Choice(["float16", "bfloat16"]), help="What autocast computed in."),
+        click.option("--policy", type=click.Choice(["cuda", "native"]), help="CUDA's op lists (default), or torch's."),
+        click.option("--mode", type=click.Choice(["train", "eval"]), help="Default: train, then eval."),
+        click.option("--device", metavar="cpu|cuda", help="Where to replay (default cpu)."),
+        click.option("--seed", type=int, help="For dropout and the like (default 0, then a few more)."),
+        click.option("--no-strict", is_flag=True, help="Load the weights that fit, leave the rest."),
+        click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."),
+    ]
+    for option in reversed(options):
+        verb = option(verb)
+    return verb
+
+
+@main.command()
+@click.argument("dump", type=DumpPath)
+@_replay_options
+@click.option("-o", "outputs", metavar="FILE", type=DumpPath, multiple=True, help="Also write .json, .png, .svg, .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
+@click.option("--check", is_flag=True, help="For git bisect run: exit 0 finite, 1 non-finite, 125 could not run.")
+@click.option("--quiet", is_flag=True, help="One line.")
+def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
+    """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
+
+    Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back.
+    """
+    if check:
+        sys.exit(_check(dump, options))
+    report = _replay(dump, options, quiet=quiet).report
+    if as_json:
+        from nandoctor.renderers.jsonfile import dumps
+
+        click.echo(dumps(report))
+    else:
+        _print(report, quiet=quiet)
+    for path in outputs:
+        _save(report, path)
+    sys.exit(EXIT_NOT_REPRODUCED if report.verdict == "not-reproduced" else 0)
+
+
+@main.command()
+@click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath)
+@_replay_options
+@click.option("-o", "file", metavar="FILE", type=DumpPath, help="Default: the source's name with .ranges.png.")
+@click.option("--kind", type=click.Choice(["ranges"]), default="ranges", show_default=True)
+def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
+    """Draw the activation ranges of every layer against what the low-precision format can hold.
+
+    A saved report is drawn at once: no model, no torch.
+    """
+    if source.suffix == ".json":
+        from nandoctor.renderers.jsonfile import read_report
+
+        report = read_report(source)
+    else:
+        report = _replay(source, options).report
+    _save(report, file or Path(f"{source.stem}.{kind}.png"))
+
+
+@main.command()
+@click.argument("dump", type=DumpPath)
+@click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it.")
+def inspect(dump: Path, trust: bool) -> None:
+    """Tell what is in DUMP, without running any code of it."""
+    from nandoctor.dumps.reader import read_dump
+    from nandoctor.dumps.summary import summarize
+    from nandoctor.renderers.inspection import print_inspection
+
+    print_inspection(summarize(read_dump(dump, trust=trust)), _console())
+
+
+def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
+    from nandoctor.case import load, replay
+
+    given = _given_settings(options)
+    with _progress_shown(quiet=quiet) as progress:
+        return replay(load(dump, trust=options["trust"]), progress=progress, **given)
+
+
+def _check(dump: Path, options: dict[str, Any]) -> int:
+    """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
+    try:
+        verdict = _replay(dump, options, quiet=True).verdict
+    except click.UsageError:
+        raise
+    except Exception as error:
+        click.echo(f"nandoctor: {getattr(error, 'message', repr(error))}", err=True)
+        return EXIT_CANNOT_TELL
+    return 0 if verdict in ("healthy", "not-reproduced", "silent") else 1
+
+
+def _given_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the user gave, as `Settings` names them."""
+    given = {name: value for name, value in options.items() if value not in (None, ()) and name in _PASSED_ON}
+    if "model_args" in given:
+        given["model_args"] = dict(_parse_argument(text) for text in given["model_args"])
+    if options["no_strict"]:
+        given["strict"] = False
+    return given
+
+
+_PASSED_ON = frozenset(
+    {
+        "model",
+        "model_args",
+        "inputs",
+        "call",
+        "loss",
+        "loss_scale",
+        "output",
+        "amp_dtype",
+        "policy",
+        "mode",
+        "device",
+        "seed",
+    }
+)
+
+
+def _parse_argument(text: str) -> tuple[str, Any]:
+    """K=V, where V is a Python literal if it reads as one, and a string if not."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not K=V.", param_hint="--model-arg")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _print(report: Report, *, quiet: bool) -> None:
+    from nandoctor.renderers.terminal import one_line, print_report
+
+    if quiet:
+        click.echo(one_line(report))
+    else:
+        print_report(report, _console())
+
+
+def _save(report: Report, path: Path) -> None:
+    from nandoctor.renderers.base import save_report
+
+    save_report(report, path)
+    click.echo(f"Wrote {path}", err=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+@contextmanager
+def _progress_shown(*, quiet: bool) -> Iterator[Progress]:
+    """A bar on standard error, gone when the work is done; nothing where standard error is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("module calls"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+
+
+def _fail(error: NanDoctorError) -> NoReturn:
+    click.echo(f"nandoctor: {error.message}", err=True)
+    click.echo(error.remedy, err=True)
+    sys.exit(error.exit_code)

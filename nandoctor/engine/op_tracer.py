@@ -1,0 +1,342 @@
+"""Watches every operation while a model runs: which module called it, on which line, with what.
+
+In: the aten calls of one thread. Out: `OpCall` records, each op as the user wrote it; torch is left as it was.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nandoctor.engine.exams import examine
+from nandoctor.engine.gradients import GradientTracer
+from nandoctor.engine.stats import Reading, collect, measure
+from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine
+
+_KEY: Any = torch._C._parse_dispatch_key(OBSERVER_KEY)
+_KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+# Composites of which one part or the other is to blame; they are on no autocast list themselves.
+_LOOKED_INTO = frozenset({"cross_entropy_loss"})
+_SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
+
+UNREAD = "unread"
+"""The kind of a buffer that an op takes and only writes: what it holds does not matter."""
+
+MAX_EXAMS = 64
+LOSS_OWNER: Owner = ("<loss>", "", 0)
+
+Span = tuple[int, float]
+Name = tuple[str, str]
+"""What a tensor from outside is ("weight", "buffer" or "batch") and its name."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor argument as it was before the op ran."""
+
+    name: str
+    reading: Reading | None
+    producer: int | None
+    known_as: Name | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    """An op as it was recorded; the readings stay on the device until they are collected."""
+
+    op: str
+    owner: Owner
+    nth: int
+    phase: Phase
+    source: tuple[str, int] | None
+    inputs: list[_Tensor]
+    outputs: list[Reading]
+    scalars: tuple[tuple[str, float], ...]
+    exam: Exam | None
+
+
+class _Writer(NamedTuple):
+    """Who wrote a tensor last, at which version, and what was read of it."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    order: int | None
+    reading: Reading | None
+
+
+_active = threading.local()
+_registration = threading.RLock()
+
+
+def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    if op_name(op) in _LOOKED_INTO:
+        return op.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
+    with unobserved():
+        return _active.tracer.observe(op, args, kwargs)
+
+
+class OpTracer:
+    """Records the ops of the current thread while `watching()` is open, in the `span` of the module tracer's clock.
+
+    `span` is the first tick after which ops are recorded and the tick that ends it. `names` maps the id of a weight, a
+    buffer or an array of the batch to
+    what it is. An op that makes non-finite values is examined on the spot, overflow judged against `low`. `gradients`
+    is shown every output, to find the graph nodes of the op.
+    """
+
+    def __init__(
+        self, *, span: Span, names: Mapping[int, Name], low: FloatFormat, gradients: GradientTracer | None = None
+    ) -> None:
+        self.phase: Phase = "forward"
+        self._span = span
+        self._armed = span[0] < 0
+        self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
+        self._names = names
+        self._low = low
+        self._gradients = gradients
+        self._recordings: list[_Recording] = []
+        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._writers: dict[int, _Writer] = {}
+        self._storage_writers: dict[int, int] = {}
+        self._num_exams = 0
+
+    @contextmanager
+    def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
+        """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
+        self._find_owner = owner
+        with ExitStack() as stack:
+            stack.enter_context(_registration)
+            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            stack.callback(library._destroy)
+            library.fallback(_observe, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+            _active.tracer = self
+            stack.callback(delattr, _active, "tracer")
+            stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+            yield
+
+    def on_tick(self, tick: int) -> None:
+        """Record from now on, or no longer, as the span says."""
+        self._armed = self._span[0] <= tick < self._span[1]
+
+    def producer_of(self, tensor: torch.Tensor) -> int | None:
+        """The order of the recorded op that wrote `tensor` last, None where it is not known."""
+        writer = self._writers.get(id(tensor))
+        if writer is not None and writer.tensor() is tensor and writer.version == _version(tensor):
+            return writer.order
+        return self._storage_writers.get(_storage(tensor)) if _version(tensor) > 0 else None
+
+    def calls(self) -> tuple[OpCall, ...]:
+        """The ops so far, in order."""
+        return tuple(_to_call(order, recording) for order, recording in enumerate(self._recordings))
+
+    def observe(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op and record it. Ops without floating-point output are run and forgotten."""
+        if not self._armed:
+            return op(*args, **kwargs)
+        operands = list(_tensor_arguments(op, args, kwargs))
+        inputs = [self._identify(name, tensor) for name, tensor in operands]
+        kept_args, kept_kwargs = _kept(op, args, kwargs)
+        rng_state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+        output = op(*args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        readings = [measure(leaf) for leaf in leaves]
+        if not any(readings):
+            return output
+        exam = None
+        if self._num_exams < MAX_EXAMS and _makes_bad(inputs, readings):
+            self._num_exams += 1
+            exam = self._examine(op, kept_args, kept_kwargs, leaves, rng_state)
+        self._record(op, args, kwargs, inputs, readings, exam)
+        if self._gradients is not None:
+            recording = self._recordings[-1]
+            self._gradients.claim(leaves, len(self._recordings) - 1, recording.op, recording.owner)
+        for leaf, reading in zip(leaves, readings, strict=True):
+            self._remember(leaf, len(self._recordings) - 1, reading)
+            if op._schema.is_mutable:
+                self._storage_writers[_storage(leaf)] = len(self._recordings) - 1
+        return output
+
+    def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
+        known_as = self._names.get(id(tensor))
+        if known_as is not None and known_as[0] == UNREAD:
+            return _Tensor(name, None, None, known_as)
+        writer = self._writers.get(id(tensor))
+        if writer is None or writer.tensor() is not tensor or writer.version != _version(tensor):
+            census_for = None if known_as is None else self._low
+            writer = self._remember(tensor, self.producer_of(tensor), measure(tensor, census_for=census_for))
+        return _Tensor(name, writer.reading, writer.order, known_as)
+
+    def _remember(self, tensor: torch.Tensor, order: int | None, reading: Reading | None) -> _Writer:
+        writer = _Writer(weakref.ref(tensor), _version(tensor), order, reading)
+        self._writers[id(tensor)] = writer
+        return writer
+
+    def _record(
+        self,
+        op: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[_Tensor],
+        readings: list[Reading | None],
+        exam: Exam | None,
+    ) -> None:
+        name, owner = op_name(op), LOSS_OWNER if self.phase == "loss" else self._find_owner()
+        if self._gradients is not None and not torch.is_grad_enabled():
+            self._gradients.owner_inside = owner
+        self._recordings.append(
+            _Recording(
+                op=name,
+                owner=owner,
+                nth=self._counts[owner, name],
+                phase=self.phase,
+                source=_find_source(sys._getframe(1)),
+                inputs=inputs,
+                outputs=[reading for reading in readings if reading is not None],
+                scalars=tuple(_scalar_arguments(op, args, kwargs)),
+                exam=exam,
+            )
+        )
+        self._counts[owner, name] += 1
+
+    def _examine(
+        self,
+        op: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[torch.Tensor],
+        rng_state: torch.Tensor | None,
+    ) -> Exam:
+        worst = next(leaf for leaf in leaves if not leaf.is_nested and not torch.isfinite(leaf).all())
+        worst = torch.view_as_real(worst) if worst.is_complex() else worst
+        floating = [(name, t) for name, t in _tensor_arguments(op, args, kwargs) if t.is_floating_point()]
+        after = torch.get_rng_state()
+        try:
+            if rng_state is not None:
+                torch.set_rng_state(rng_state)
+            return examine(op, args, kwargs, floating, worst, low=self._low)
+        finally:
+            torch.set_rng_state(after)
+
+
+def op_name(op: torch._ops.OpOverload) -> str:
+    """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
+    name = op._schema.name.partition("::")[2].removesuffix("_nd")
+    return name.rstrip("_") if not name.startswith("_") else name
+
+
+def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
+    """Whether the op turned finite inputs into non-finite output, or infinities into NaN."""
+    after = [reading.limits for reading in outputs if reading is not None]
+    if all(bool(torch.isfinite(limits).all()) for limits in after):
+        return False
+    before = [tensor.reading.limits for tensor in inputs if tensor.reading is not None]
+    if all(bool(torch.isfinite(limits).all()) for limits in before):
+        return True
+    return any(bool(torch.isnan(limits).any()) for limits in after) and not any(
+        bool(torch.isnan(limits).any()) for limits in before
+    )
+
+
+def _kept(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as they are now: copied where the op will write to them."""
+    if not op._schema.is_mutable:
+        return args, kwargs
+
+    def copy(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    return pytree.tree_map(copy, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _named_arguments(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    yield from zip((argument.name for argument in op._schema.arguments), args, strict=False)
+    yield from kwargs.items()
+
+
+def _tensor_arguments(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in _named_arguments(op, args, kwargs):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
+
+
+def _scalar_arguments(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, float]]:
+    """Plain numbers among the arguments; a 0-dim tensor on the CPU is a number that torch wrapped for the user."""
+    for name, value in _named_arguments(op, args, kwargs):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, float(value)
+        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+            yield name, float(value.detach())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Views share their storage, so a write through one of them is found from all."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+
+
+def _find_source(frame: FrameType | None) -> tuple[str, int] | None:
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _to_call(order: int, recording: _Recording) -> OpCall:
+    module, type_name, call = recording.owner
+    return OpCall(
+        op=recording.op,
+        order=order,
+        module=module,
+        type=type_name,
+        call=call,
+        nth=recording.nth,
+        phase=recording.phase,
+        source=_to_source(recording.source),
+        inputs=tuple(_to_tensor(tensor) for tensor in recording.inputs),
+        outputs=collect([("", reading) for reading in recording.outputs]),
+        scalars=recording.scalars,
+        exam=recording.exam,
+    )
+
+
+def _to_tensor(tensor: _Tensor) -> OpTensor:
+    kind, path = tensor.known_as or ("unknown" if tensor.producer is None else "op", "")
+    return OpTensor(
+        name=tensor.name,
+        stats=collect([(tensor.name, tensor.reading)])[0] if tensor.reading is not None else None,
+        producer=tensor.producer,
+        origin=kind,  # type: ignore[arg-type]
+        path=path,
+    )
+
+
+def _to_source(source: tuple[str, int] | None) -> SourceLine | None:
+    if source is None:
+        return None
+    file, line = source
+    return SourceLine(file=file, line=line, text=linecache.getline(file, line).strip())

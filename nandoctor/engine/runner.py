@@ -1,0 +1,324 @@
+"""The one expensive function: `run` a prepared model on its batch under a precision policy.
+
+In: a `Setup` and a `Policy`. Out: an `Outcome`: the `Trace` and the model's output; everything touched is put back.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from nandoctor.engine.autocast import Policy, apply_policy
+from nandoctor.engine.gradients import GradientTracer, bad_gradients
+from nandoctor.engine.models import place_of
+from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer, Span
+from nandoctor.engine.stats import collect, measure
+from nandoctor.engine.tracer import CallKey, Tracer
+from nandoctor.errors import ModelError
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import TensorStats, Trace
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A model with the dump's weights, and the calls that reproduce the failing step.
+
+    `batch` holds every array that may be needed, on the model's device; `forward` takes it and returns the model's
+    output, reading the arrays in `used`. `loss`, where there is one, makes a scalar of output and batch.
+    `description` shows the call.
+    """
+
+    model: nn.Module
+    batch: Batch
+    used: frozenset[str]
+    forward: Callable[[Batch], Any]
+    loss: Callable[[Any, Batch], torch.Tensor] | None = None
+    device: torch.device
+    description: str
+
+
+EVERYTHING: Span = (-1, math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What to record beside every module call.
+
+    `examine` names the calls that get an exact census. `ops_in` is the span of ticks in which every operation is
+    recorded too. `backward` runs the backward pass of loss x `loss_scale`, which needs `ops_in` to be everything.
+    """
+
+    examine: Collection[CallKey] = ()
+    ops_in: Span | None = None
+    backward: bool = False
+    loss_scale: float = 1.0
+
+
+MODULES_ONLY = Watch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers."""
+
+    trace: Trace
+    output: Any
+    random: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Result:
+    """What the forward, the loss and the backward pass left behind."""
+
+    output: Any = None
+    loss: torch.Tensor | None = None
+    bad_gradients: tuple[TensorStats, ...] = ()
+    raised: Exception | None = None
+    elapsed_s: float = 0.0
+
+
+class _Observers:
+    """The tracers of one run, made for one batch."""
+
+    def __init__(
+        self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
+    ) -> None:
+        names = _known_tensors(setup.model, batch)
+        self.gradients = GradientTracer(low=low) if watch.backward else None
+        self.ops = OpTracer(span=watch.ops_in, names=names, low=low, gradients=self.gradients) if watch.ops_in else None
+        self.modules = Tracer(
+            setup.model,
+            census_for=low,
+            examine=watch.examine,
+            on_call=on_call,
+            on_tick=self.ops.on_tick if self.ops else None,
+            producer_of=self.ops.producer_of if self.ops else None,
+        )
+
+    @contextmanager
+    def watching_forward(self) -> Iterator[None]:
+        with self.modules, self.ops.watching(self.modules.owner) if self.ops else nullcontext():
+            yield
+
+    def begin_loss(self) -> None:
+        if self.ops is not None:
+            self.ops.phase = "loss"
+
+
+def run(
+    setup: Setup,
+    policy: Policy,
+    *,
+    training: bool,
+    seed: int,
+    low: FloatFormat,
+    watch: Watch = MODULES_ONLY,
+    on_call: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
+
+    Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone.
+    Overflow and flushes to zero are judged against `low`. `on_call` is told how many module calls have returned.
+
+    Raises:
+        ModelError: the forward raised while everything was still finite, so the call itself is wrong.
+    """
+    for grad in (watch.backward, True):  # once more with a graph for a model that takes gradients on its way
+        outcome, error = _record(setup, policy, training, seed, low, watch, on_call, grad=grad)
+        if error is None or "does not require grad" not in str(error):
+            break
+    if error is not None and _all_finite(outcome.trace):
+        raise _explain_forward_error(error) from error
+    return outcome
+
+
+def _record(
+    setup: Setup,
+    policy: Policy,
+    training: bool,
+    seed: int,
+    low: FloatFormat,
+    watch: Watch,
+    on_call: Callable[[int], None] | None,
+    *,
+    grad: bool,
+) -> tuple[Outcome, Exception | None]:
+    """One run, with an autograd graph where `grad` says so, and the exception that ended it."""
+    batch = {name: tensor.clone() for name, tensor in setup.batch.items()}
+    with ExitStack() as stack:
+        stack.enter_context(_restored(setup.model))
+        draws = stack.enter_context(_seeded(seed, setup.device))
+        setup.model.train(training)
+        observers = _Observers(setup, batch, watch, low, on_call)
+        state = _bad_state(setup.model, low)
+        inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
+        stack.enter_context(apply_policy(policy, setup.device))
+        result = _execute(setup, batch, observers, watch, grad=grad)
+        output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, census=True)
+        drew_random = draws()
+    ops = observers.ops.calls() if observers.ops else ()
+    trace = Trace(
+        policy=policy.name,
+        format=policy.format,
+        training=training,
+        seed=seed,
+        calls=observers.modules.calls(state),
+        batch=collect(inputs),
+        output=collect(output),
+        elapsed_s=result.elapsed_s,
+        raised=None if result.raised is None else f"{type(result.raised).__name__}: {result.raised}",
+        ops=ops,
+        buffers=frozenset(name for name, _ in setup.model.named_buffers()),
+        loss=collect(loss)[0] if loss else None,
+        backward=observers.gradients.calls(ops) if observers.gradients else (),
+        bad_gradients=result.bad_gradients,
+    )
+    return Outcome(trace=trace, output=result.output, random=drew_random), result.raised
+
+
+def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *, grad: bool) -> _Result:
+    """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
+    result = _Result()
+    started = time.perf_counter()
+    try:
+        with observers.watching_forward(), torch.set_grad_enabled(grad):
+            result.output = setup.forward(batch)
+            if setup.loss is not None:
+                observers.begin_loss()
+                result.loss = setup.loss(result.output, batch)
+        if watch.backward and result.loss is not None:
+            with torch.autocast(setup.device.type, enabled=False):
+                result.bad_gradients = _backward(setup.model, result.loss * watch.loss_scale)
+    except Exception as error:
+        result.raised = error
+    finally:
+        if observers.gradients is not None:
+            observers.gradients.close()
+    result.elapsed_s = time.perf_counter() - started
+    return result
+
+
+def _backward(model: nn.Module, loss: torch.Tensor) -> tuple[TensorStats, ...]:
+    """Run the backward pass, and return the parameters' non-finite gradients; none are left on the model."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        loss.backward()  # type: ignore[no-untyped-call]
+        return bad_gradients(model)
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _known_tensors(model: nn.Module, batch: Batch) -> dict[int, Name]:
+    """What each tensor that the ops meet from outside is, by identity."""
+    unread = {
+        id(buffer): (UNREAD, name)
+        for module in model.modules()
+        if _writes_only(module)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    return {
+        **{id(tensor): ("weight", name) for name, tensor in model.named_parameters()},
+        **{id(tensor): ("buffer", name) for name, tensor in model.named_buffers()},
+        **unread,
+        **{id(tensor): ("batch", name) for name, tensor in batch.items()},
+    }
+
+
+def _all_finite(trace: Trace) -> bool:
+    calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
+    return all(stats.finite for stats in (*trace.batch, *calls))
+
+
+def _explain_forward_error(error: Exception) -> ModelError:
+    return ModelError(
+        f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}",
+        remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
+        "them by name, and --call names a function (model, batch) -> output for anything else.",
+    )
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward changes: train flags, buffers, and attributes that it set (a mask it made and kept).
+
+    A buffer may be written in place or replaced; both are undone.
+    """
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
+    # A ScriptModule keeps its attributes in C++, where its graph can write to them but not replace them.
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    registries = [(registry, dict(registry)) for module in plain for registry in (vars(module), module._buffers)]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for registry, saved in registries:
+            registry.clear()
+            registry.update(saved)
+        with torch.no_grad():
+            for buffer, saved_buffer in buffers:
+                buffer.copy_(saved_buffer)
+        for module, training in flags:
+            module.training = training
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Seeds torch, numpy and Python, and restores all three; what it yields tells whether torch's were drawn."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = _generator_states(device)
+        try:
+            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _bad_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
+    """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
+    bad: dict[str, tuple[TensorStats, ...]] = {}
+    for path, module in model.named_modules():
+        own = (*module.named_parameters(recurse=False), *_read_buffers(module))
+        suspects = [(name, tensor) for name, tensor in own if not _is_finite(tensor)]
+        readings = [(name, measure(tensor, census_for=low)) for name, tensor in suspects]
+        if readings:
+            bad[path] = collect([(name, reading) for name, reading in readings if reading is not None])
+    return bad
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    reading = measure(tensor)
+    return reading is None or bool(torch.isfinite(reading.limits).all())
+
+
+def _writes_only(module: nn.Module) -> bool:
+    """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
+    return isinstance(module, _NormBase) and module.training
+
+
+def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(()) if _writes_only(module) else module.named_buffers(recurse=False)

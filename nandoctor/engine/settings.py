@@ -1,0 +1,155 @@
+"""How to replay: the options of the command line, and their defaults from the project's pyproject.toml.
+
+In: a dump's path and a folder. Out: `Settings`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from nandoctor.errors import NanDoctorError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that a replay can be told; None means: find out.
+
+    `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
+    `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
+    `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
+    "bfloat16", `policy` "cuda" or "native".
+    """
+
+    model: str | None = None
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    call: str | Callable[..., Any] | None = None
+    loss: str | Callable[..., Any] | None = None
+    loss_scale: float | None = None
+    output: str | None = None
+    amp_dtype: str = "float16"
+    policy: Literal["cuda", "native"] = "cuda"
+    mode: str | None = None
+    device: str = "cpu"
+    seed: int = 0
+    strict: bool = True
+    directory: Path = field(default_factory=Path.cwd)
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "directory"}
+_CHOICES = {
+    "amp_dtype": ("float16", "bfloat16"),
+    "policy": ("cuda", "native"),
+    "mode": ("train", "eval"),
+}
+_KINDS: dict[str, tuple[type, str]] = {
+    "model": (str, "a SPEC"),
+    "model_args": (Mapping, "a table of names and values"),
+    "inputs": (tuple, "a list of names"),
+    "output": (str, "the name of an array"),
+    "device": (str, "the name of a device"),
+    "seed": (int, "a whole number"),
+    "strict": (bool, "true or false"),
+}
+
+
+def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """`settings` with `options` put over them.
+
+    A list or a comma-separated string may stand for a tuple, a torch dtype or device for its name, and None where None
+    is the default.
+
+    Raises:
+        NanDoctorError: there is no such option, or it cannot have this value.
+    """
+    plain = {name: _plain(name, value) for name, value in options.items()}
+    for name, value in plain.items():
+        if name not in _DEFAULTS:
+            raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(_DEFAULTS)}.")
+        if value is None and _DEFAULTS[name] is None:
+            continue
+        if name in _CHOICES and value not in _CHOICES[name]:
+            choices = ", ".join(_CHOICES[name])
+            raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is one of: {choices}.")
+        if name in _KINDS and not isinstance(value, _KINDS[name][0]):
+            raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {_KINDS[name][1]}.")
+    return dataclasses.replace(settings, **plain)
+
+
+def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
+    """Defaults for this dump from `[tool.nandoctor]` in the nearest pyproject.toml at or above `start`.
+
+    Tables in `[[tool.nandoctor.dumps]]` whose `pattern` matches the dump's path (as the project sees it, or its bare
+    name) override the general ones, the last match last. Keys are the fields of `Settings`, with "-" or "_".
+
+    Raises:
+        NanDoctorError: the file is not TOML, or holds a key or value that means nothing.
+    """
+    project = _find_project((start or Path.cwd()).resolve())
+    if project is None:
+        return Settings()
+    table = _read_table(project)
+    for matching in list(_matching_tables(dump.resolve(), table.pop("dumps", []), project)):
+        table |= matching
+    options = {key.replace("-", "_"): value for key, value in table.items()}
+    try:
+        return override(Settings(directory=project.parent), options)
+    except NanDoctorError as error:
+        raise NanDoctorError(f"{project}, [tool.nandoctor]: {error.message}", remedy=error.remedy) from error
+
+
+def _find_project(start: Path) -> Path | None:
+    """The nearest pyproject.toml that has a `[tool.nandoctor]` table."""
+    for folder in (start, *start.parents):
+        path = folder / "pyproject.toml"
+        if path.is_file() and _read_table(path):
+            return path
+    return None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise NanDoctorError(f"{path} is no readable TOML: {error}", remedy="Mend the file and run again.") from error
+    for key in ("tool", "nandoctor"):
+        table = table.get(key, {})
+        if not isinstance(table, dict):
+            raise NanDoctorError(f"{path}: {key} is no table.", remedy="Write the settings under [tool.nandoctor].")
+    return dict(table)
+
+
+def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[str, Any]]:
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
+            raise NanDoctorError(
+                f"{project}: a table of dumps has no pattern.",
+                remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
+            )
+        if _matches(dump, entry["pattern"], project.parent):
+            yield {key: value for key, value in entry.items() if key != "pattern"}
+
+
+def _matches(dump: Path, pattern: str, root: Path) -> bool:
+    seen = str(dump.relative_to(root)) if dump.is_relative_to(root) else str(dump)
+    return fnmatch(seen, pattern) or fnmatch(dump.name, pattern)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value as `Settings` keeps it. A torch dtype or device is known by its `str`, so that torch is not needed."""
+    if name == "inputs" and isinstance(value, (str, list)):
+        return tuple(str(item).strip() for item in (value.split(",") if isinstance(value, str) else value))
+    if name in ("amp_dtype", "device") and value is not None:
+        return str(value).removeprefix("torch.")
+    return value

@@ -1,0 +1,140 @@
+"""Makes a dump runnable: the model with its weights, the batch on the device, and the call.
+
+In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for each likely way to call the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.engine.calls import Binding, bind_inputs, bind_user_call, find_bindings
+from nandoctor.engine.cuda_code import cuda_code
+from nandoctor.engine.grading import saved_outputs
+from nandoctor.engine.models import build_model, find_attribute, load_state
+from nandoctor.engine.runner import Setup
+from nandoctor.engine.settings import Settings
+from nandoctor.errors import ModelError, NanDoctorError
+
+ModelSource = str | nn.Module | Callable[..., nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a replay starts from: ways to run the model, the likeliest first, and the saved output to grade against.
+
+    `output_field` is the user's name for the field of the model's output that the saved one is compared with.
+    """
+
+    setups: tuple[Setup, ...]
+    saved: tuple[str, torch.Tensor] | None
+    output_field: str | None
+    notes: tuple[str, ...]
+
+
+def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Preparation:
+    """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
+
+    Raises:
+        ModelError: no model is known, it does not fit the weights, or there is no telling how to call it.
+        DumpError: the output named in the settings is not in the dump.
+    """
+    device = _find_device(settings.device)
+    source = model if model is not None else settings.model
+    if source is None:
+        raise ModelError(
+            "The dump holds weights and arrays, not the model's code.",
+            remedy="Name the code with --model package.module:attr or --model path/to/file.py:attr, or set model in "
+            "[tool.nandoctor] of the project's pyproject.toml.",
+        )
+    with cuda_code(device):
+        net = build_model(source, settings.model_args, directory=settings.directory)
+        call, loss = (_find_function(spec, settings) for spec in (settings.call, settings.loss))
+    notes = load_state(net, dump.state, strict=settings.strict)
+    net.to(device)
+    outputs = saved_outputs(dump, settings.output)
+    batch, cast_notes = _make_batch(dump.arrays, net, device)
+    inputs = {name: array for name, array in batch.items() if name not in outputs}
+    bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
+    return Preparation(
+        setups=tuple(_make_setup(net, binding, loss, batch, dump.scalars, device) for binding in bindings),
+        saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
+        output_field=settings.output,
+        notes=(*notes, *cast_notes),
+    )
+
+
+def _find_function(spec: str | Callable[..., Any] | None, settings: Settings) -> Callable[..., Any] | None:
+    return find_attribute(spec, directory=settings.directory) if isinstance(spec, str) else spec
+
+
+def _find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise NanDoctorError(f"{name!r} is not a device.", remedy="Use --device cpu or --device cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NanDoctorError(
+            "This machine has no CUDA device that torch can use.",
+            remedy="Leave --device out: the CPU replays a CUDA run with CUDA's own autocast lists.",
+        )
+    return device
+
+
+def _make_batch(
+    arrays: Mapping[str, torch.Tensor], net: nn.Module, device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The arrays on the device. A float64 array is what numpy made of a float32 one, unless the model is float64."""
+    batch, notes = {}, []
+    keeps_float64 = any(parameter.dtype == torch.float64 for parameter in net.parameters())
+    for name, array in arrays.items():
+        narrow = array.dtype == torch.float64 and not keeps_float64
+        batch[name] = array.to(device, torch.float32 if narrow else array.dtype)
+        if narrow:
+            notes.append(f"{name} was saved as float64 and went in as float32, the model's own precision.")
+    return batch, notes
+
+
+def _find_bindings(
+    net: nn.Module,
+    call: Callable[..., Any] | None,
+    batch: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
+    settings: Settings,
+) -> list[Binding]:
+    available = {**scalars, **batch}
+    if call is not None:
+        return [bind_user_call(call, getattr(call, "__name__", "call"), list(batch))]
+    if settings.inputs:
+        return [bind_inputs(settings.inputs, available, list(batch))]
+    return find_bindings(net, available, list(batch))
+
+
+def _make_setup(
+    net: nn.Module,
+    binding: Binding,
+    loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None,
+    batch: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
+    device: torch.device,
+) -> Setup:
+    plain = {name: scalars[name] for name in binding.arrays if name in scalars and name not in batch}
+
+    def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
+        chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
+        return binding.forward(net, {**plain, **chosen})
+
+    return Setup(
+        model=net,
+        batch=batch,
+        used=frozenset(binding.arrays),
+        forward=forward,
+        loss=loss,
+        device=device,
+        description=binding.description,
+    )

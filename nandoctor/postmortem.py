@@ -1,0 +1,283 @@
+"""The main job: replays a dump under autocast and in fp32, and writes the report.
+
+In: a `Dump`, a model and `Settings`. Out: a `Report`.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from nandoctor import __version__
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.summary import summarize
+from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
+from nandoctor.engine.grading import grade
+from nandoctor.engine.runner import EVERYTHING, MODULES_ONLY, Outcome, Setup, Watch, run
+from nandoctor.engine.settings import Settings
+from nandoctor.engine.setup import ModelSource, Preparation, prepare
+from nandoctor.errors import DumpError, ModelError
+from nandoctor.evidence.census import DumpSummary
+from nandoctor.evidence.formats import FORMATS
+from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
+from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward
+from nandoctor.rules.sighting import find_sightings, needs_census, open_span
+from nandoctor.rules.summary import describe_first, summarize_runs
+from nandoctor.rules.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
+
+Progress = Callable[[str, int, int | None], None]
+"""Told (stage, module calls done, module calls in all or None where that is not known yet)."""
+
+NUM_EXTRA_SEEDS = 3
+CLOSE_ENOUGH = 0.02
+"""A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
+other hardware sums in another order, and fp16 rounds at every layer."""
+
+_GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "finite": 3}
+_WRONG_CALL = (TypeError, AttributeError, KeyError, IndexError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One replay under autocast with one train flag and seed, and its grade."""
+
+    setup: Setup
+    outcome: Outcome
+    reproduction: Reproduction
+
+    @property
+    def name(self) -> str:
+        trace = self.outcome.trace
+        return f"{'train' if trace.training else 'eval'} mode, seed {trace.seed}"
+
+    @property
+    def accepted(self) -> bool:
+        """Whether this is the failing step again, so that no other setting need be tried."""
+        if self.reproduction.grade == "no-reference":
+            return not self.outcome.trace.finite
+        close = (self.reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
+        return self.reproduction.grade == "exact" or (self.reproduction.grade == "same-mask" and close)
+
+    @property
+    def rank(self) -> tuple[int, bool, float]:
+        """Sorts the better attempt first."""
+        error = self.reproduction.max_rel_err or 0.0
+        return _GRADE_RANK[self.reproduction.grade], self.outcome.trace.finite, error
+
+
+class _Replay:
+    """The runs of one replay: the policy, the progress and the number of calls to expect are the same for all."""
+
+    def __init__(self, policy: Policy, progress: Progress) -> None:
+        self.policy = policy
+        self.low = policy.format
+        self._progress = progress
+        self._num_calls: int | None = None
+
+    def run(
+        self, stage: str, setup: Setup, policy: Policy, *, training: bool, seed: int, watch: Watch = MODULES_ONLY
+    ) -> Outcome:
+        """Run `setup` once, with progress shown as `stage`."""
+        self._progress(stage, 0, self._num_calls)
+        outcome = run(
+            setup,
+            policy,
+            training=training,
+            seed=seed,
+            low=self.low,
+            watch=watch,
+            on_call=lambda done: self._progress(stage, done, self._num_calls),
+        )
+        self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
+        return outcome
+
+    def run_both(self, stage: str, attempt: _Attempt, watch: Watch) -> tuple[Trace, Trace]:
+        """The step of `attempt` again under autocast and in fp32, with more to watch."""
+        return self.run_again(stage, attempt, self.policy, watch), self.run_again(stage, attempt, REFERENCE, watch)
+
+    def run_again(self, stage: str, attempt: _Attempt, policy: Policy, watch: Watch = MODULES_ONLY) -> Trace:
+        """The step of `attempt` again, under another policy or with more to watch."""
+        trace = attempt.outcome.trace
+        name = f"{stage} {'in fp32' if policy is REFERENCE else 'under autocast'}"
+        return self.run(name, attempt.setup, policy, training=trace.training, seed=trace.seed, watch=watch).trace
+
+
+def replay_dump(
+    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
+) -> Report:
+    """Replay `dump` under autocast and in fp32, and report.
+
+    A file of weights alone is judged by its weights, and needs no model.
+
+    Raises:
+        ModelError: no model is known, it does not fit the weights, or it cannot be called with the batch.
+        DumpError: the file holds nothing to replay.
+    """
+    summary = summarize(dump)
+    if not dump.arrays and settings.call is None:
+        return _report_weights(summary)
+    preparation = prepare(dump, model, settings)
+    replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
+    attempt = _reproduce(replay, preparation, settings)
+    trace, reference, conclusion = _examine_forward(replay, attempt)
+    verdict = judge(trace, reference, conclusion, attempt.reproduction)
+    notes = [f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes]
+    bad_gradients: tuple[TensorStats, ...] = ()
+    if attempt.setup.loss is not None:
+        backward = _examine_backward(replay, attempt, _loss_scale(dump, settings))
+        bad_gradients = backward.trace.bad_gradients
+        if trace.finite and bad_gradients:
+            verdict, conclusion = backward.verdict, backward.conclusion
+        elif not trace.finite and not bad_gradients:
+            notes.append("The loss is non-finite and every gradient is finite: GradScaler will never skip this step.")
+    shown = None if verdict in ("healthy", "not-reproduced") else conclusion
+    first, *others = shown.diagnoses if shown and shown.diagnoses else (None,)
+    sighting = shown.sighting if shown else None
+    return Report(
+        verdict=verdict,
+        headline=write_headline(verdict, trace, shown),
+        reproduction=attempt.reproduction,
+        first_nonfinite=describe_first(sighting, trace, reference) if sighting else None,
+        origin=first.origin if first else None,
+        cause=first.cause if first else None,
+        also=tuple(others),
+        chain=shown.chain if shown else (),
+        bad_gradients=bad_gradients,
+        runs=summarize_runs(trace, reference, replay.low),
+        dump=summary,
+        environment=describe_environment(attempt.setup.device),
+        notes=tuple(notes),
+        next_steps=advise(verdict, shown, summary),
+    )
+
+
+def describe_environment(device: torch.device) -> Environment:
+    """The versions and the device of this replay."""
+    return Environment(
+        nandoctor=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings) -> _Attempt:
+    """The first attempt that shows the failing step again, else the nearest to it; all attempts are named."""
+    attempts: list[_Attempt] = []
+    setups = preparation.setups
+    for training, seed in _choices(settings):
+        if seed != settings.seed and not any(attempt.outcome.random for attempt in attempts):
+            break
+        attempts.append(_attempt(replay, setups, preparation, training, seed))
+        setups = (attempts[0].setup,)
+        if attempts[-1].accepted:
+            break
+    best = min(attempts, key=lambda attempt: attempt.rank)
+    others = [attempt for attempt in attempts if attempt is not best]
+    names = tuple(f"{attempt.name}: {attempt.reproduction.grade}" for attempt in (*others, best))
+    return replace(best, reproduction=replace(best.reproduction, attempts=names))
+
+
+def _choices(settings: Settings) -> Iterator[tuple[bool, int]]:
+    """Train flags and seeds, the likeliest first: a training script wrote the dump, unless the user says otherwise."""
+    flags = [settings.mode == "train"] if settings.mode else [True, False]
+    yield from ((training, settings.seed) for training in flags)
+    yield from ((flags[0], settings.seed + extra) for extra in range(1, NUM_EXTRA_SEEDS + 1))
+
+
+def _attempt(
+    replay: _Replay, setups: tuple[Setup, ...], preparation: Preparation, training: bool, seed: int
+) -> _Attempt:
+    """Replay the first of `setups`, or the next where the model rejects the arguments themselves."""
+    setup, *others = setups
+    try:
+        outcome = replay.run("replay under autocast", setup, replay.policy, training=training, seed=seed)
+    except ModelError as error:
+        if others and isinstance(error.__cause__, _WRONG_CALL):
+            with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
+                return _attempt(replay, tuple(others), preparation, training, seed)
+        raise
+    reproduction = grade(preparation.saved, outcome.output, preparation.output_field)
+    return _Attempt(setup=setup, outcome=replace(outcome, output=None), reproduction=reproduction)
+
+
+def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, Conclusion]:
+    """The fp32 run beside the replay; then both again, op by op, where something went wrong."""
+    trace = attempt.outcome.trace
+    reference = replay.run_again("replay", attempt, REFERENCE)
+    examine = needs_census(trace, reference, replay.low)
+    if trace.finite and not is_silently_wrong(trace, reference):
+        if examine:
+            trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine))
+        return trace, reference, Conclusion()
+    conclusion = Conclusion(complete=False)
+    for span in (open_span(find_sightings(trace, reference)), EVERYTHING):
+        trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine, ops_in=span))
+        conclusion = conclude(trace, reference, replay.low)
+        if conclusion.complete:
+            break
+    return trace, reference, conclusion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Backward:
+    """The backward pass under autocast, and what it shows."""
+
+    trace: Trace
+    verdict: Verdict
+    conclusion: Conclusion
+
+
+def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Backward:
+    """The backward pass at the step's loss scale; where gradients are bad, in fp32 and at scale 1 as well."""
+    watch = Watch(ops_in=EVERYTHING, backward=True, loss_scale=loss_scale)
+    trace = replay.run_again("backward", attempt, replay.policy, watch)
+    if not trace.bad_gradients or not trace.finite:
+        return _Backward(trace=trace, verdict="healthy", conclusion=Conclusion())
+    reference = replay.run_again("backward", attempt, REFERENCE, watch)
+    cured = False
+    if loss_scale > 1:
+        unscaled = replay.run_again("backward at scale 1", attempt, replay.policy, replace(watch, loss_scale=1.0))
+        cured = not unscaled.bad_gradients
+    return _Backward(
+        trace=trace,
+        verdict=judge_backward(trace, reference, cured_by_scale=cured),
+        conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, cured_by_scale=cured),
+    )
+
+
+def _loss_scale(dump: Dump, settings: Settings) -> float:
+    """The user's word, else what the dump saved (a plain number, or GradScaler's state), else 1."""
+    if settings.loss_scale is not None:
+        return settings.loss_scale
+    saved = [value for name, value in dump.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
+    return float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
+
+
+def _report_weights(summary: DumpSummary) -> Report:
+    """The report on a file that holds no batch: its weights are bad, or there is nothing to say."""
+    bad = (*summary.bad_weights, *summary.bad_buffers)
+    if not bad:
+        raise DumpError(
+            "The file holds weights and no batch, and every weight is finite: there is nothing to replay.",
+            remedy="Save the failing batch beside the weights next time, or give --call file.py:function, a "
+            "(model, batch) -> output that makes its own.",
+        )
+    names = ", ".join(array.name for array in bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    return Report(
+        verdict="state",
+        headline=f"{len(bad)} of {summary.num_weights} saved tensors are non-finite: {names}.",
+        reproduction=Reproduction(grade="no-reference"),
+        first_nonfinite=None,
+        runs=None,
+        dump=summary,
+        environment=describe_environment(torch.device("cpu")),
+        notes=("The file holds no batch, so nothing was run.",),
+        next_steps=advise("state", None, summary),
+    )

@@ -1,0 +1,221 @@
+"""From a symptom to diagnoses: the origin as the report keeps it, the rule that explains it, the chain between them.
+
+In: the traces of both runs and the first sighting. Out: a `Conclusion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
+from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
+from nandoctor.rules import (
+    BACKWARD_RULES,
+    FORWARD_RULES,
+    poisoned_buffers,
+    poisoned_input,
+    poisoned_target,
+    poisoned_weights,
+    silent_overflow,
+)
+from nandoctor.rules.base import MOVES, PRODUCTS, Finding, GradientFinding, number
+from nandoctor.rules.origin import Birth, Lineage, find_swallowed, trace_back
+from nandoctor.rules.sighting import Sighting, find_sightings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """All diagnoses, the likeliest first, and the way from the first one's origin to the symptom.
+
+    `sighting` is where the damage first came to light. `complete` is False where the traced span was too short to
+    reach the origin.
+    """
+
+    diagnoses: tuple[Diagnosis, ...] = ()
+    chain: tuple[Link, ...] = ()
+    sighting: Sighting | None = None
+    complete: bool = True
+
+
+def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+    """What a non-finite output or loss comes from; where both are finite, what was swallowed on the way to them."""
+    sightings = find_sightings(trace, reference)
+    if trace.finite:
+        return _conclude_swallowed(trace, reference, sightings, low)
+    symptoms = _symptoms(trace, sightings)
+    if not symptoms:
+        return _conclude_untraced(trace, sightings)
+    return _conclude_lineage(trace_back(trace.ops, reference, symptoms), trace, sightings, low)
+
+
+def _symptoms(trace: Trace, sightings: list[Sighting]) -> list[int]:
+    """The ops that made the non-finite output or loss; where the forward raised, what was sighted last."""
+    ends = [*trace.output, *([trace.loss] if trace.loss else [])]
+    if trace.raised is not None:
+        ends = [sighting.value for sighting in sightings[-1:]]
+    return [stats.producer for stats in ends if not stats.finite and stats.producer is not None]
+
+
+def _conclude_untraced(trace: Trace, sightings: list[Sighting]) -> Conclusion:
+    """What module calls alone can tell: an array of the batch or the state of the first module to show it is bad."""
+    if not sightings:
+        return Conclusion(complete=False)
+    sighting, diagnoses = sightings[0], []
+    if sighting.where == "batch":
+        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace, "forward")
+    for stats in sighting.owner.state if sighting.owner else ():
+        assert sighting.owner is not None
+        name = ".".join(filter(None, (sighting.owner.module, stats.path)))
+        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace, "forward")
+    return Conclusion(diagnoses=tuple(diagnoses), sighting=sighting, complete=bool(diagnoses))
+
+
+def find_cause(finding: Finding) -> Cause | None:
+    """The word of the first rule that can decide, None where none can."""
+    causes: Iterator[Cause | None] = (rule(finding) for rule in FORWARD_RULES)
+    return next((cause for cause in causes if cause is not None), None)
+
+
+def conclude_backward(
+    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, cured_by_scale: bool
+) -> Conclusion:
+    """Where gradients stop being finite: the backward ops that make non-finite gradients of finite ones."""
+    ops = {op.order: op for op in trace.ops}
+    healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
+    sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
+    diagnoses = []
+    for op in trace.backward:
+        if op.exam is None:
+            continue
+        finding = GradientFinding(
+            op=op,
+            forward=None if op.forward is None else ops[op.forward],
+            twins_are_finite=op.key in healthy - sick,
+            cured_by_scale=cured_by_scale,
+            loss_scale=loss_scale,
+            ops=ops,
+            low=low,
+        )
+        causes = (rule(finding) for rule in BACKWARD_RULES)
+        cause = next((cause for cause in causes if cause is not None), None)
+        diagnoses.append(Diagnosis(origin=_origin(op, op.exam), cause=cause))
+    return Conclusion(diagnoses=tuple(diagnoses))
+
+
+def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
+    findings = [_finding(birth, trace, low) for birth in find_swallowed(trace, reference)]
+    causes = [(finding, silent_overflow.diagnose(finding)) for finding in findings]
+    return Conclusion(
+        diagnoses=tuple(
+            Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause) for finding, cause in causes if cause
+        ),
+        sighting=sightings[0] if sightings else None,
+    )
+
+
+def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
+    found: list[tuple[int, Diagnosis]] = []
+    outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
+    for op, tensor in outside.values():
+        assert tensor.stats is not None
+        if _is_stored_mask(tensor.stats):
+            continue
+        bad = _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase)
+        found += [(op.order, diagnosis) for diagnosis in bad]
+    for birth in lineage.births:
+        if birth.op.exam is not None:
+            finding = _finding(birth, trace, low)
+            by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=find_cause(finding))
+            found += [(birth.op.order, diagnosis) for diagnosis in _absurd_weights(finding, trace) or [by_op]]
+    diagnoses = [diagnosis for _, diagnosis in sorted(found, key=lambda item: item[0])]
+    start = lineage.births[0].op.order if lineage.births else 0
+    involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
+    return Conclusion(
+        diagnoses=tuple(diagnoses),
+        chain=_chain(lineage),
+        sighting=next(involved, sightings[0] if sightings else None),
+        complete=lineage.complete and bool(diagnoses),
+    )
+
+
+def _is_stored_mask(stats: TensorStats) -> bool:
+    """An additive mask as it is stored: -inf, and zeros."""
+    return stats.census is not None and stats.census.kinds == ("-inf",) and not stats.absmax
+
+
+def _finding(birth: Birth, trace: Trace, low: FloatFormat) -> Finding:
+    ops = {op.order: op for op in trace.ops}
+    return Finding(op=birth.op, twin=birth.twin, turned=birth.turned, ops=ops, low=low)
+
+
+def _origin(op: OpCall, exam: Exam) -> Origin:
+    return Origin(
+        phase=op.phase,
+        module=op.module,
+        type=op.type,
+        call=op.call,
+        op=op.op,
+        source=op.source,
+        kinds=exam.kinds,
+        num_bad=exam.num_bad,
+        numel=exam.numel,
+        first_index=exam.first_index,
+        samples=exam.samples,
+        would_be=exam.exact_at_worst if exam.num_exact_finite else None,
+        inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
+        output=op.outputs[0],
+    )
+
+
+def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
+    """A weight that is finite and so large that no product with it can be asked for."""
+    found: list[Diagnosis] = []
+    for tensor in finding.op.inputs:
+        if tensor.origin == "weight" and tensor.stats is not None and finding.op.op in PRODUCTS:
+            found += _from_outside("weight", tensor.path, tensor.stats, trace, finding.op.phase)
+    return found
+
+
+def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase: str) -> list[Diagnosis]:
+    """The diagnosis of a weight, a buffer or an array that was bad from the start; none where it was not."""
+    if kind == "batch":
+        rule = poisoned_target if phase != "forward" else poisoned_input
+    else:
+        rule = poisoned_weights if kind == "weight" else poisoned_buffers
+    cause = rule.diagnose(name, stats)
+    if cause is None:
+        return []
+    owner = "" if kind == "batch" else name.rpartition(".")[0]
+    census = stats.census
+    origin = Origin(
+        phase="input" if kind == "batch" else "state",
+        module=owner,
+        type=next((call.type for call in trace.calls if call.module == owner), ""),
+        call=0,
+        op=None,
+        source=None,
+        kinds=census.kinds if census else (),
+        num_bad=census.num_bad if census else 0,
+        numel=stats.numel,
+        first_index=census.first_bad_index if census else None,
+        samples=census.samples if census and kind == "batch" else (),
+        would_be=None,
+        inputs=(),
+        output=stats,
+    )
+    return [Diagnosis(origin=origin, cause=cause)]
+
+
+def _chain(lineage: Lineage) -> tuple[Link, ...]:
+    """The way from the first birth to the symptom, without the ops that only move values."""
+    carriers = tuple(_link(op, "propagated") for op in lineage.path[1:] if op.op not in MOVES)
+    return (_link(lineage.path[0], "born"), *carriers) if lineage.path else ()
+
+
+def _link(op: OpCall, event: Literal["born", "propagated"]) -> Link:
+    went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
+    text = f"of {number(went_in)}" if event == "born" and went_in is not None else ""
+    return Link(module=op.module, op=op.op, event=event, text=text)

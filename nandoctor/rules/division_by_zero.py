@@ -1,0 +1,49 @@
+"""division-by-zero: a denominator is exactly zero.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power.
+Evidence it needs
+    Exact zeros in the denominator.
+Why it happens
+    A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
+Fix
+    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format holds.
+Known problems
+    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import Operand
+from nandoctor.rules.base import DIVISIONS, Finding
+
+CODE = "division-by-zero"
+TITLE = "A division by zero"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A division with exact zeros below the line."""
+    denominator = _denominator(finding)
+    if denominator is None or finding.overflowed or not denominator.census.num_zero:
+        return None
+    zeros = denominator.census.num_zero
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {denominator.name}.",
+        evidence=(
+            Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {denominator.name} are exactly zero"),
+        ),
+    )
+
+
+def _denominator(finding: Finding) -> Operand | None:
+    op, operands = finding.op.op, finding.exam.operands
+    if op in ("rsqrt", "reciprocal") or (op == "pow" and any(value < 0 for _, value in finding.op.scalars)):
+        return operands[0] if operands else None
+    if op in DIVISIONS:
+        return finding.operand("other") or finding.operand("tensor2")
+    return None

@@ -1,0 +1,67 @@
+"""exp-overflow: an exponential grows past the format, at once or in the next multiplication.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
+    the overflow comes in the cast or in the product that follows.
+Evidence it needs
+    An exponential whose exact value is finite and does not fit; or an op that overflows with an exponential among the
+    things that made its inputs, through moves and casts alone.
+Why it happens
+    exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
+Fix
+    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
+    F.softplus or torch.logaddexp.
+Known problems
+    An exponential with exact value inf in float64 too (x > 709) is told from its argument.
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import OpCall
+from nandoctor.rules.base import EXPONENTIALS, PRODUCTS, Finding, number, overflow_evidence
+
+CODE = "exp-overflow"
+TITLE = "An exponential is too large for its format"
+
+_FLOAT64_LIMIT = 709.0
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """An exponential that does not fit, or the op that meets its value."""
+    if finding.op.op in EXPONENTIALS and _grows(finding):
+        return _explain(finding, finding.op)
+    if finding.op.op in PRODUCTS or not finding.overflowed:
+        return None
+    for tensor in finding.op.inputs:
+        for source in finding.sources(tensor):
+            if source.op in EXPONENTIALS - {"pow", "softplus"}:
+                return _explain(finding, source)
+    return None
+
+
+def _grows(finding: Finding) -> bool:
+    if finding.op.op == "pow":
+        exponent = finding.operand("exponent")
+        return finding.overflowed and exponent is not None
+    argument = finding.exam.operands[0].max if finding.exam.operands else None
+    return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
+
+
+def _explain(finding: Finding, exponential: OpCall) -> Cause:
+    argument = exponential.inputs[0].stats if exponential.inputs else None
+    largest = argument.max if argument else None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{exponential.op} of values up to {number(largest)} makes {finding.op.op} reach "
+        f"{number(finding.exam.exact_absmax)}, and {finding.format} holds at most {number(finding.format.max)}.",
+        evidence=(
+            *overflow_evidence(finding),
+            Evidence(
+                name="argument_max", value=largest, text=f"the argument of {exponential.op} reaches {number(largest)}"
+            ),
+        ),
+    )

@@ -1,0 +1,50 @@
+"""indeterminate-form: inf - inf, 0 * inf or inf / inf.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
+    hand-written entropy (0 * log 0), the difference of two infinities.
+Evidence it needs
+    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity.
+Why it happens
+    A mask is applied by arithmetic where it should be applied by selection.
+Fix
+    Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
+Known problems
+    An infinity that overflowed is not meant: its birth is reported, and this op only passes it on.
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.rules.base import Finding, GradientFinding, gradient_evidence
+
+CODE = "indeterminate-form"
+TITLE = "An operation on infinities that has no value"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """NaN made of infinities."""
+    written = [value for _, value in finding.op.scalars if value in (float("inf"), float("-inf"))]
+    if "nan" not in finding.exam.kinds or not (finding.turned or written):
+        return None
+    infinite = sum(operand.census.num_posinf + operand.census.num_neginf for operand in finding.exam.operands)
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} makes NaN of infinities: {finding.exam.num_bad} elements have no value.",
+        evidence=(Evidence(name="num_infinite", value=infinite + len(written), text=f"{infinite} infinities went in"),),
+    )
+
+
+def diagnose_gradient(finding: GradientFinding) -> Cause | None:
+    """A hand-written backward that makes NaN or Inf out of finite gradients."""
+    if finding.forward is not None:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
+        evidence=gradient_evidence(finding),
+    )

@@ -1,0 +1,123 @@
+"""Where the damage was born: from the first non-finite tensor back along the flow of data.
+
+In: the traced operations of both runs. Out: `Birth`s, the likeliest first, and the chain from the birth to the symptom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nandoctor.evidence.trace import OpCall, OpTensor, Trace
+
+_FILLS = frozenset(
+    {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "constant_pad_nd"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """An op that made non-finite values, and the same op of the fp32 run (None where that took another way).
+
+    `turned` tells that its inputs were infinite already, on purpose, and it made NaN of them.
+    """
+
+    op: OpCall
+    twin: OpCall | None
+    turned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Everything non-finite that leads to one symptom.
+
+    `births` are ranked. `outside` are the non-finite tensors that came from outside the traced ops (weights, buffers,
+    the batch), each with the op that took it. `path` leads from the first birth to the symptom,
+    `members` are the orders of all ops involved. `complete` is False
+    where a non-finite tensor came from before the traced span.
+    """
+
+    births: tuple[Birth, ...]
+    outside: tuple[tuple[OpCall, OpTensor], ...]
+    path: tuple[OpCall, ...]
+    members: frozenset[int]
+    complete: bool
+
+
+def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> Lineage:
+    """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were born."""
+    twins = {op.key: op for op in reference.ops}
+    sliced = _slice(ops, symptoms)
+    outside = tuple((op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None)
+    births, turned = [], []
+    for op in sliced:
+        birth = Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op)))
+        if not birth.turned and not _is_meant(birth, reference):
+            births.append(birth)
+        elif birth.turned and _turns_to_nan(op):
+            turned.append(birth)
+    found = births or turned
+    return Lineage(
+        births=tuple(found),
+        outside=outside,
+        path=_path(sliced, found[0].op.order, symptoms[-1]) if found else (),
+        members=frozenset(op.order for op in sliced),
+        complete=all(tensor.origin != "unknown" for _, tensor in outside),
+    )
+
+
+def find_swallowed(trace: Trace, reference: Trace) -> tuple[Birth, ...]:
+    """The births that fp32 does not have, whether or not they lead anywhere."""
+    twins = {op.key: op for op in reference.ops}
+    births = (Birth(op=op, twin=twins.get(op.key), turned=False) for op in trace.ops if op.exam and not _bad_inputs(op))
+    return tuple(birth for birth in births if not _is_meant(birth, reference))
+
+
+def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
+    """The ops that handed non-finite values on to `symptoms`, themselves included, in the order of execution."""
+    seen, waiting = set(), [*symptoms]
+    while waiting:
+        order = waiting.pop()
+        if order in seen:
+            continue
+        seen.add(order)
+        waiting += [tensor.producer for tensor in _bad_inputs(ops[order]) if tensor.producer is not None]
+    return [ops[order] for order in sorted(seen)]
+
+
+def _bad_inputs(op: OpCall) -> list[OpTensor]:
+    return [tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite]
+
+
+def _turns_to_nan(op: OpCall) -> bool:
+    """Whether infinities went in and NaN came out; only such ops are examined among those with bad inputs."""
+    return op.exam is not None and "nan" in op.exam.kinds
+
+
+def _is_meant(birth: Birth, reference: Trace) -> bool:
+    """An infinity that the code wrote down itself, or that a healthy fp32 run has at the same place."""
+    kinds = birth.op.exam.kinds if birth.op.exam else ()
+    if "nan" in kinds:
+        return False
+    written = any(math.isinf(value) for _, value in birth.op.scalars)
+    if written and birth.op.op in _FILLS:
+        return True
+    twin = birth.twin
+    return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)
+
+
+def _path(sliced: list[OpCall], start: int, symptom: int) -> tuple[OpCall, ...]:
+    """One way along which the damage went from `start` to `symptom`, the shortest."""
+    followers: dict[int, list[int]] = {op.order: [] for op in sliced}
+    for op in sliced:
+        for tensor in _bad_inputs(op):
+            if tensor.producer in followers:
+                followers[tensor.producer].append(op.order)
+    by_order = {op.order: op for op in sliced}
+    ways: dict[int, tuple[int, ...]] = {start: (start,)}
+    for order in sorted(by_order):
+        for follower in followers[order]:
+            if order in ways and (follower not in ways or len(ways[order]) + 1 < len(ways[follower])):
+                ways[follower] = (*ways[order], follower)
+    return tuple(by_order[order] for order in ways.get(symptom, (start,)))

@@ -1,0 +1,35 @@
+"""poisoned-target: the target that the loss compares with is non-finite.
+
+In: an array of the batch. Out: a `Cause`, or None.
+
+What it is
+    A NaN or an infinity in the mask, the label or the regression target: the model's output is fine, its loss is not.
+Evidence it needs
+    A non-finite array of the batch that only the loss reads.
+Why it happens
+    A missing annotation, the logarithm of a zero label, a division in the making of the target.
+Fix
+    Leave such samples out of the loss by selection (`loss[mask].mean()`), or mend the annotation.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import TensorStats
+
+CODE = "poisoned-target"
+TITLE = "The target is bad already"
+
+
+def diagnose(name: str, stats: TensorStats) -> Cause | None:
+    """A target that is bad before the loss reads it."""
+    if stats.finite:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The batch's {name}, which only the loss reads, holds non-finite values.",
+        evidence=(Evidence(name="array", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
+    )

@@ -1,0 +1,102 @@
+"""Where a non-finite value first came to light.
+
+In: a trace, and the fp32 trace to tell a meant infinity from a disease. Out: a `Sighting`, or None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+
+Where = Literal["output", "between", "batch", "loss"]
+Place = tuple[str, int, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """The first non-finite tensor and the call that owns it.
+
+    `where` as in `FirstNonfinite`: for a value made between modules, `owner` is the module whose forward made it and
+    `seen_in` the call that received it. `owner` is None for the batch and for the loss.
+    """
+
+    where: Where
+    owner: ModuleCall | None
+    seen_in: ModuleCall | None
+    value: TensorStats
+
+
+def find_sightings(trace: Trace, reference: Trace) -> list[Sighting]:
+    """The non-finite tensors of `trace` that can matter, in the order of execution; the loss comes last.
+
+    Values of the same kinds at the same place in a reference whose output is finite are meant (attention masks) and
+    passed over.
+    """
+    meant = {_place(sighting): sighting.value for sighting in _sightings(reference)} if reference.finite else {}
+    return [sighting for sighting in _sightings(trace) if not _is_meant(sighting.value, meant.get(_place(sighting)))]
+
+
+def _is_meant(value: TensorStats, other: TensorStats | None) -> bool:
+    """Whether the reference has the same kinds of value here; before the census any non-finite value counts."""
+    if other is None or value.census is None or other.census is None:
+        return other is not None
+    return set(value.census.kinds) <= set(other.census.kinds)
+
+
+def _sightings(trace: Trace) -> Iterator[Sighting]:
+    for stats in trace.batch:
+        if not stats.finite:
+            yield Sighting(where="batch", owner=None, seen_in=None, value=stats)
+    parents = _parents(trace)
+    events = [(call.enter, call, call.inputs) for call in trace.calls]
+    events += [(call.leave, call, call.outputs) for call in trace.calls if call.leave is not None]
+    for tick, call, tensors in sorted(events, key=lambda event: event[0]):
+        for stats in tensors:
+            if stats.finite:
+                continue
+            if tick == call.leave:
+                yield Sighting(where="output", owner=call, seen_in=None, value=stats)
+            else:
+                yield Sighting(where="between", owner=parents[call.key], seen_in=call, value=stats)
+    if trace.loss is not None and not trace.loss.finite:
+        yield Sighting(where="loss", owner=None, seen_in=None, value=trace.loss)
+
+
+def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
+    parents: dict[tuple[str, int], ModuleCall | None] = {}
+    ancestors: list[ModuleCall] = []
+    for call in trace.calls:
+        del ancestors[call.depth :]
+        parents[call.key] = ancestors[-1] if ancestors else None
+        ancestors.append(call)
+    return parents
+
+
+def _place(sighting: Sighting) -> Place:
+    call = sighting.seen_in or sighting.owner
+    module, number = call.key if call else ("", -1)
+    return (module, number, sighting.where, sighting.value.path)
+
+
+def needs_census(trace: Trace, reference: Trace, low: FloatFormat) -> frozenset[tuple[str, int]]:
+    """The calls that deserve exact counts: something in them is non-finite, or small enough for `low` to flush."""
+
+    def asks(stats: TensorStats) -> bool:
+        return not stats.finite or (stats.p05 is not None and stats.p05 < low.smallest_normal)
+
+    calls = (*trace.calls, *reference.calls)
+    return frozenset(call.key for call in calls if any(asks(stats) for stats in (*call.inputs, *call.outputs)))
+
+
+def open_span(sightings: list[Sighting]) -> tuple[int, float]:
+    """The ticks in which the damage can have been done: from the entry of the call that shows it first, to the end.
+
+    At every module boundary before that, everything was finite.
+    """
+    owner = sightings[0].owner if sightings else None
+    return (owner.enter if owner else -1, math.inf)
