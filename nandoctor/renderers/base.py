@@ -1,0 +1,26 @@
+"""Writes a report to a file, in the form that the file's ending asks for.
+
+In: a report and a path. Out: the file. Each renderer is imported only when its ending is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nandoctor.evidence.report import Report
+
+
+def save_report(report: Report, path: Path) -> None:
+    """Write the report (.json) or its ranges plot (.png, .svg, .pdf).
+
+    Raises:
+        NanDoctorError: there is no such form, there is nothing to draw, or the file cannot be written.
+    """
+    if path.suffix == ".json":
+        from nandoctor.renderers.jsonfile import write_json
+
+        write_json(report, path)
+    else:
+        from nandoctor.renderers.figures import draw_ranges, save_figure
+
+        save_figure(draw_ranges(report), path)

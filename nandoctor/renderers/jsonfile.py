@@ -1,0 +1,76 @@
+"""Reports as JSON files, the contract `nandoctor.report/1` that other tools read.
+
+In: a `Report`, or the path of a saved one. Out: the file, or the same `Report` again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.evidence.plain import from_plain, to_plain
+from nandoctor.evidence.report import SCHEMA, Report
+
+
+def dumps(report: Report) -> str:
+    """The report as JSON text, ASCII only: names in a dump may hold what no terminal or encoding can take."""
+    return json.dumps(to_plain(report), indent=1, allow_nan=False)
+
+
+def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the report; a reader sees the old file or the whole new one. Raises NanDoctorError if it cannot."""
+    target = Path(path).resolve()  # through links: the file they name is replaced, not the link
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(dumps(report) + "\n", encoding="ascii")
+        draft.replace(target)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise NanDoctorError(
+            f"The report cannot be written to {path}: {error.strerror or error}.",
+            remedy="Name a file in a folder that exists and that you may write to.",
+        ) from error
+
+
+def read_report(path: str | os.PathLike[str]) -> Report:
+    """Read a saved report; raises ReportError if the file is no report, or one that this version cannot read."""
+    data = _parse(path)
+    _check_schema(data, path)
+    try:
+        return from_plain(Report, data)
+    except ReportError as error:
+        raise ReportError(f"{path} is damaged: {error.message}", remedy=error.remedy) from error
+
+
+def _parse(path: str | os.PathLike[str]) -> Any:
+    try:
+        # Bytes, not text: json finds out UTF-8, UTF-16 or UTF-32 by itself, and PowerShell's `>` writes UTF-16.
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ReportError(
+            f"{path} cannot be read: {error.strerror or error}.", remedy="Check the path of the saved report."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(
+            f"{path} is not JSON.", remedy="A report is the .json file that `nandoctor replay -o report.json` writes."
+        ) from error
+
+
+def _check_schema(data: Any, path: str | os.PathLike[str]) -> None:
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema == SCHEMA:
+        return
+    family, _, version = SCHEMA.partition("/")
+    found = str(schema).partition("/")
+    if found[0] == family and found[2].isdecimal() and int(found[2]) > int(version):
+        raise ReportError(
+            f"{path} was written by a newer nandoctor: its schema is {schema}, this version reads {SCHEMA}.",
+            remedy="Upgrade nandoctor, or make the report again with this version.",
+        )
+    raise ReportError(
+        f"{path} is not a nandoctor report: its schema is {schema!r}, not {SCHEMA!r}.",
+        remedy="A report is the .json file that `nandoctor replay -o report.json` writes.",
+    )

@@ -1,0 +1,139 @@
+"""The layers that a picture or a table shows, both runs side by side.
+
+In: a `Report`. Out: `LayerPair` records in the order in which the calls returned, and the place of the first bad one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.trace import TensorStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPair:
+    """One module call in the autocast run and in the fp32 run; a run that never reached the call has None."""
+
+    autocast: LayerRow | None
+    fp32: LayerRow | None
+
+    @property
+    def either(self) -> LayerRow:
+        """The row of the run that has one: what both runs share (names, depth) may be read from it."""
+        row = self.autocast or self.fp32
+        assert row is not None
+        return row
+
+    @property
+    def label(self) -> str:
+        """The module path with its call number."""
+        return self.either.label
+
+    @property
+    def rows(self) -> tuple[LayerRow, ...]:
+        """The rows there are, autocast first."""
+        return tuple(row for row in (self.autocast, self.fp32) if row is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The layers worth showing. `first_bad` is the index of the one where non-finite values first came to light.
+
+    `before_bad` is True where the value came to light on its way into that layer, not in its output.
+    """
+
+    pairs: tuple[LayerPair, ...]
+    first_bad: int | None
+    before_bad: bool
+
+    def window(self, center: int, before: int, after: int) -> range:
+        """The indices around `center`, moved inwards at either end so that as many layers are shown there."""
+        size = min(before + after + 1, len(self.pairs))
+        start = min(max(center - before, 0), len(self.pairs) - size)
+        return range(start, start + size)
+
+    def tightest(self) -> int | None:
+        """The index of the layer with the least headroom, in either run; None where no layer has a finite value."""
+        headrooms = {
+            index: min(row.headroom_bits for row in pair.rows if row.headroom_bits is not None)
+            for index, pair in enumerate(self.pairs)
+            if any(row.headroom_bits is not None for row in pair.rows)
+        }
+        return min(headrooms, key=headrooms.__getitem__, default=None)
+
+
+def select_layers(report: Report) -> Layers:
+    """The calls with floating-point outputs, less the containers that only pass on what a layer inside them made.
+
+    A container that computes something in its own forward (a residual add) is kept: its output is that of no child.
+    """
+    if report.runs is None:
+        return Layers(pairs=(), first_bad=None, before_bad=False)
+    pairs = _align(report.runs)
+    bad = _find_bad(report, pairs)
+    repeats = _repeats(pairs) - {bad}
+    shown = [index for index, pair in enumerate(pairs) if index not in repeats and _has_output(pair)]
+    first = next((place for place, index in enumerate(shown) if bad is not None and index >= bad), None)
+    where = report.first_nonfinite.where if report.first_nonfinite else "output"
+    return Layers(pairs=tuple(pairs[index] for index in shown), first_bad=first, before_bad=where != "output")
+
+
+def _align(runs: Runs) -> tuple[LayerPair, ...]:
+    """Both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
+    autocast = {(row.module, row.call): row for row in runs.autocast.modules}
+    fp32 = {(row.module, row.call): row for row in runs.fp32.modules}
+    longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
+    return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
+
+
+def _has_output(pair: LayerPair) -> bool:
+    return any(row.outputs for row in pair.rows)
+
+
+def _find_bad(report: Report, pairs: Sequence[LayerPair]) -> int | None:
+    """The index of the call whose output was the first bad one, or of the first to return after it was seen."""
+    first = report.first_nonfinite
+    if first is None or not pairs:
+        return None
+    if first.where == "batch":
+        return 0
+    for index, pair in enumerate(pairs):
+        if first.where == "between" and pair.label == first.seen_in:
+            return _first_inside(pairs, index)
+        if first.where == "output" and (pair.either.module, pair.either.call) == (first.module, first.call):
+            return index
+    return None
+
+
+def _first_inside(pairs: Sequence[LayerPair], index: int) -> int:
+    """Where the call at `index` began: a container returns after all the calls inside it."""
+    depth = pairs[index].either.depth
+    while index > 0 and pairs[index - 1].either.depth > depth:
+        index -= 1
+    return index
+
+
+def _repeats(pairs: Sequence[LayerPair]) -> set[int]:
+    """The indices of containers all of whose outputs came out of a call directly inside them."""
+    repeats: set[int] = set()
+    returned: list[LayerPair] = []  # calls whose own container has not returned yet
+    for index, pair in enumerate(pairs):
+        inside: list[LayerPair] = []
+        while returned and returned[-1].either.depth > pair.either.depth:
+            inside.append(returned.pop())
+        if inside and _passes_on(pair, inside):
+            repeats.add(index)
+        returned.append(pair)
+    return repeats
+
+
+def _passes_on(container: LayerPair, inside: Sequence[LayerPair]) -> bool:
+    made = {_fingerprint(stats) for call in inside for row in call.rows for stats in row.outputs}
+    return all(_fingerprint(stats) in made for row in container.rows for stats in row.outputs)
+
+
+def _fingerprint(stats: TensorStats) -> tuple[object, ...]:
+    """What tells a tensor from others whatever its place and shape: a reshaped output is still the same one."""
+    return (stats.dtype.name, stats.numel, stats.finite, stats.min, stats.max)

@@ -1,0 +1,129 @@
+"""The layers around the first non-finite one, as the cells of a table.
+
+In: a `Report`. Out: a `LayerTable` of strings and flags, for the terminal and the notebook to dress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.renderers.layers import LayerPair, Layers, select_layers
+from nandoctor.renderers.words import number, printable
+
+LAYERS_BEFORE = 5
+LAYERS_AFTER = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """One layer. `headroom_bits` is that of the fp32 value, or of autocast's where fp32 has none; inf for all zero.
+
+    `first_bad` marks the first non-finite layer, `unholdable` the first whose fp32 value the format cannot hold.
+    """
+
+    layer: str
+    type: str
+    autocast: str
+    fp32: str
+    rel_err: str
+    headroom_bits: float | None
+    finite: bool
+    first_bad: bool
+    unholdable: bool
+
+    @property
+    def mark(self) -> str:
+        """One letter: ">" first non-finite, "!" first that does not fit, "*" both at once."""
+        return {(True, True): "*", (True, False): ">", (False, True): "!"}.get((self.first_bad, self.unholdable), " ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTable:
+    """A few rows out of all layers. `full_bits` is the headroom, in bits, of values near one: a full bar.
+
+    `common` is the module path that every name begins with, and that may be left off where room is scarce.
+    """
+
+    title: str
+    common: str
+    headings: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    legend: str
+    full_bits: int
+
+
+def make_table(report: Report) -> LayerTable | None:
+    """The layers around the first bad one, or around the tightest where none is bad; None where nothing was run."""
+    layers = select_layers(report)
+    center = layers.tightest() if layers.first_bad is None else layers.first_bad
+    if report.runs is None or center is None:
+        return None
+    shown = layers.window(center, LAYERS_BEFORE, LAYERS_AFTER)
+    rows = tuple(_row(report.runs, layers, index) for index in shown)
+    low = report.runs.autocast.dtype
+    what = "the one with the least headroom" if layers.first_bad is None else "the first non-finite one"
+    return LayerTable(
+        title=f"absmax around {what}: {shown.start + 1} to {shown.stop} of {len(layers.pairs)}, in order of return",
+        common=_common_path(layers, shown),
+        headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
+        rows=rows,
+        legend="; ".join(_legend(rows, layers, report.runs)),
+        full_bits=low.max_exponent + 1,
+    )
+
+
+def _common_path(layers: Layers, shown: range) -> str:
+    """The path of the module that holds all the layers shown, with its dot; the root itself does not count."""
+    modules = [layers.pairs[index].either.module for index in shown]
+    owners = [module.split(".")[:-1] for module in modules if module]
+    shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
+    return printable("".join(f"{steps[0]}." for steps in shared))
+
+
+def _row(runs: Runs, layers: Layers, index: int) -> TableRow:
+    pair = layers.pairs[index]
+    rel_err = pair.autocast.rel_err if pair.autocast else None
+    return TableRow(
+        layer=printable(pair.label),
+        type=printable(pair.either.type),
+        autocast=_range(pair.autocast),
+        fp32=_range(pair.fp32),
+        rel_err="-" if rel_err is None else number(rel_err),
+        headroom_bits=_headroom(pair),
+        finite=all(row.finite for row in pair.rows),
+        first_bad=index == layers.first_bad,
+        unholdable=pair.label == runs.first_unholdable,
+    )
+
+
+def _headroom(pair: LayerPair) -> float | None:
+    known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
+    return known[0] if known else None
+
+
+def _range(row: LayerRow | None) -> str:
+    """The largest magnitude, or which non-finite values there are; "-" for a call that the run never finished."""
+    if row is None or not row.outputs:
+        return "-"
+    if row.finite:
+        return "-" if row.absmax is None else number(row.absmax)
+    kinds = {kind for stats in row.outputs if stats.census for kind in stats.census.kinds}
+    if not kinds:
+        return "NaN/Inf"
+    signs = "".join(sign for sign in "+-" if f"{sign}inf" in kinds).replace("+-", "±")
+    return " ".join(word for word in ("NaN" * ("nan" in kinds), f"{signs}Inf" * bool(signs)) if word)
+
+
+def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> Iterator[str]:
+    marks = {row.mark for row in rows}
+    first = "first non-finite, on its way in" if layers.before_bad else "first non-finite"
+    too_large = f"first whose fp32 value {runs.autocast.dtype} cannot hold"
+    if ">" in marks:
+        yield f"> {first}"
+    if "!" in marks:
+        yield f"! {too_large}"
+    if "*" in marks:
+        yield f"* {first}, and {too_large}"

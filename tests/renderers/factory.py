@@ -1,0 +1,270 @@
+"""Synthetic reports: a network of any depth that fails in any of the ways a report can tell."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nandoctor.evidence.census import ArraySummary, DumpSummary
+from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.report import (
+    Environment,
+    FirstNonfinite,
+    LayerRow,
+    Report,
+    Reproduction,
+    Runs,
+    RunSummary,
+)
+from nandoctor.evidence.trace import Census, TensorStats
+
+BATCH = 4
+
+
+def census(num_bad, *, kind="nan", samples=(2,)):
+    return Census(
+        num_nan=num_bad if kind == "nan" else 0,
+        num_posinf=num_bad if kind == "+inf" else 0,
+        num_neginf=num_bad if kind == "-inf" else 0,
+        num_zero=0,
+        num_subnormal=0,
+        smallest=1e-3,
+        flushed_share=0.0,
+        first_bad_index=(samples[0], 0, 0, 0),
+        samples=samples,
+    )
+
+
+def tensor(absmax=1.0, *, path="", dtype=FP16, bad=None, shape=(BATCH, 16, 32, 32)):
+    """Statistics of a tensor of this absmax; `bad` is its census, `absmax` None one without a finite value."""
+    spread = {} if not absmax else {"p05": absmax / 300, "median": absmax / 12, "p95": absmax / 2}
+    return TensorStats(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        numel=math.prod(shape),
+        finite=bad is None,
+        min=None if absmax is None else -absmax / 2,
+        max=absmax,
+        absmax=absmax,
+        census=bad,
+        **spread,
+    )
+
+
+def row(module, type_name, output, *, depth=2, call=0, inputs=(), rel_err=3e-4, low=FP16):
+    """One module call with one output, or with none where `output` is None."""
+    outputs = () if output is None else (output,)
+    known = output is not None and output.absmax is not None
+    return LayerRow(
+        module=module,
+        type=type_name,
+        call=call,
+        depth=depth,
+        inputs=tuple(inputs),
+        outputs=outputs,
+        headroom_bits=low.headroom_bits(output.absmax) if known else None,
+        rel_err=rel_err,
+    )
+
+
+def run(rows, *, dtype, policy="cuda", raised=None):
+    output = rows[-1].outputs if rows else ()
+    return RunSummary(
+        dtype=dtype,
+        policy=policy,
+        training=True,
+        seed=0,
+        finite=all(row.finite for row in rows),
+        raised=raised,
+        elapsed_s=0.25,
+        output=output,
+        modules=tuple(rows),
+    )
+
+
+def magnitude(index):
+    """A smooth and uneven profile of activations: no two neighbours alike."""
+    return 3.0 * 2 ** (2.5 * math.sin(index / 5) + 1.2 * math.sin(index * 1.7))
+
+
+def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
+    """The rows of both runs of `num_layers` leaves in blocks of four; from `bad_from` on autocast is non-finite."""
+    autocast, fp32 = [], []
+    for index in range(num_layers):
+        block, place = divmod(index, 4)
+        module = f"encoder.blocks.{block}.{('norm', 'attention', 'project', 'mlp')[place]}"
+        type_name = ("ChannelNorm", "MultiheadAttention", "Linear", "Conv2d")[place]
+        size = magnitude(index) * growth**index
+        bad = census(8192) if bad_from is not None and index >= bad_from else None
+        autocast.append(
+            row(module, type_name, tensor(size, bad=bad, dtype=low), rel_err=None if bad else 3e-4, low=low)
+        )
+        fp32.append(row(module, type_name, tensor(size, dtype=FP32), low=low))
+        if place == 3:  # the block returns what its last layer made
+            name = f"encoder.blocks.{block}"
+            autocast.append(replace(autocast[-1], module=name, type="Block", depth=1))
+            fp32.append(replace(fp32[-1], module=name, type="Block", depth=1))
+    autocast.append(replace(autocast[-1], module="", type="UNet", depth=0))
+    fp32.append(replace(fp32[-1], module="", type="UNet", depth=0))
+    return Runs(autocast=run(autocast, dtype=low), fp32=run(fp32, dtype=FP32))
+
+
+def first(bad_row, **changes):
+    """The record of a first non-finite output, as the row has it."""
+    value = bad_row.outputs[0]
+    record = FirstNonfinite(
+        run="autocast",
+        phase="forward",
+        module=bad_row.module,
+        type=bad_row.type,
+        call=bad_row.call,
+        where="output",
+        seen_in=None,
+        kinds=value.census.kinds,
+        num_bad=value.census.num_bad,
+        numel=value.numel,
+        first_index=value.census.first_bad_index,
+        samples=value.census.samples,
+        inputs=(tensor(0.31, path="[0][0]"),),
+        value=value,
+        would_be=0.83,
+    )
+    return replace(record, **changes)
+
+
+def array(name="logit", num_nan=0, *, shape=(BATCH, 1, 32, 32), role="output"):
+    return ArraySummary(name=name, shape=shape, dtype="float32", role=role, num_nan=num_nan, num_posinf=0, num_neginf=0)
+
+
+def dump(**changes):
+    summary = DumpSummary(
+        path="NaN.pth",
+        nbytes=187_000,
+        layout="plain",
+        num_weights=62,
+        num_parameters=46_113,
+        prefix="",
+        arrays=(array("image", role="input", shape=(BATCH, 3, 32, 32)), array(num_nan=1024)),
+        scalars=(("step", "49"),),
+        bad_weights=(),
+        bad_buffers=(),
+        missing=(),
+    )
+    return replace(summary, **changes)
+
+
+def report(runs=None, **changes):
+    """A report on these runs, healthy unless `changes` say otherwise."""
+    made = Report(
+        verdict="healthy",
+        headline="Nothing non-finite: the output is finite under fp16 autocast and in fp32.",
+        reproduction=Reproduction(
+            grade="exact", output="logit", num_bad_saved=0, num_bad_replayed=0, numel=4096, max_rel_err=0.0
+        ),
+        first_nonfinite=None,
+        runs=runs,
+        dump=dump(),
+        environment=Environment(nandoctor="0.1.0", torch="2.13.0", python="3.12.1", platform="Linux", device="cpu"),
+        notes=("Called as model(image) in train mode, seed 0.",),
+        next_steps=("nandoctor plot NaN.pth -o ranges.png",),
+    )
+    return replace(made, **changes)
+
+
+def bad_row(runs):
+    return next(row for row in runs.autocast.modules if not row.finite)
+
+
+AGREES = Reproduction(
+    grade="exact", output="logit", num_bad_saved=1024, num_bad_replayed=1024, numel=4096, max_rel_err=0.0
+)
+
+
+def precision(num_layers=20, *, bad_from=9, would_be=81234.0, low=FP16):
+    """Non-finite from the layer `bad_from` on under autocast, finite in fp32."""
+    runs = network(num_layers, bad_from=bad_from, low=low)
+    origin = bad_row(runs)
+    return report(
+        runs,
+        verdict="precision",
+        headline=f"{origin.label} ({origin.type}) is the first to go non-finite under {low} autocast: NaN in 8192 of "
+        "65536 elements (sample 2); fp32 stays finite.",
+        reproduction=AGREES,
+        first_nonfinite=first(origin, would_be=would_be),
+    )
+
+
+def numerics():
+    """Non-finite in both runs."""
+    runs = network(20, bad_from=9)
+    fp32 = tuple(
+        replace(row, outputs=other.outputs) for row, other in zip(runs.fp32.modules, runs.autocast.modules, strict=True)
+    )
+    runs = replace(runs, fp32=replace(runs.fp32, modules=fp32, finite=False))
+    return replace(precision(), runs=runs, verdict="numerics", headline="fp32 goes non-finite as well.")
+
+
+def residual():
+    """A sum made in a block's own forward, first seen going into a layer of the next block."""
+    made = precision()
+    seen = first(bad_row(made.runs), module="encoder.blocks.1", type="Block", where="between", kinds=("+inf",))
+    return replace(made, first_nonfinite=replace(seen, seen_in="encoder.blocks.2.norm"))
+
+
+def state():
+    """Poisoned buffers."""
+    made = precision()
+    buffers = tuple(array(f"norm{i}.running_var", 64, shape=(64,), role=None) for i in range(5))
+    return replace(made, verdict="state", headline="norm0 holds non-finite state.", dump=dump(bad_buffers=buffers))
+
+
+def weights_only():
+    """A file without a batch: nothing was run."""
+    return report(
+        verdict="state",
+        headline="1 of 62 saved tensors is non-finite: head.weight.",
+        reproduction=Reproduction(grade="no-reference"),
+        dump=dump(layout="weights-only", arrays=(), bad_weights=(array("head.weight", 3, shape=(64, 64), role=None),)),
+    )
+
+
+def bad_input():
+    """A batch that was bad before the first layer."""
+    made = precision(bad_from=0)
+    seen = first(
+        bad_row(made.runs),
+        phase="input",
+        module="",
+        type="",
+        where="batch",
+        inputs=(),
+        would_be=None,
+        value=tensor(1.0, path="image", dtype=FP32, bad=census(12), shape=(BATCH, 3, 32, 32)),
+    )
+    return replace(made, verdict="input", headline="The batch itself is bad.", first_nonfinite=seen)
+
+
+def healthy(num_layers=20):
+    """Nothing is wrong."""
+    return report(network(num_layers))
+
+
+def not_reproduced():
+    """The saved output is non-finite, the replay is not."""
+    attempts = tuple(f"train mode, seed {seed}: finite" for seed in range(4))
+    reproduction = replace(AGREES, grade="finite", num_bad_replayed=0, attempts=attempts)
+    headline = "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
+    return report(network(20), verdict="not-reproduced", headline=headline, reproduction=reproduction)
+
+
+VERDICTS = {
+    "precision": precision,
+    "numerics": numerics,
+    "residual": residual,
+    "state": state,
+    "weights-only": weights_only,
+    "input": bad_input,
+    "healthy": healthy,
+    "not-reproduced": not_reproduced,
+}

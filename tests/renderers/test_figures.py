@@ -1,0 +1,301 @@
+import itertools
+import struct
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import factory
+import matplotlib
+import pytest
+from matplotlib.collections import PathCollection
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import BF16, FP16, FP32
+from nandoctor.evidence.report import Runs
+from nandoctor.renderers.figures import draw_ranges, save_figure
+from nandoctor.renderers.ranges import MAX_BARS, spread_of
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def names(axes):
+    return [label.get_text() for label in axes.get_xticklabels()]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def marks(axes, marker_name):
+    """Where the marks of one kind stand."""
+    found = [c for c in axes.collections if isinstance(c, PathCollection) and c.get_label() == marker_name]
+    return [x for collection in found for x, _ in collection.get_offsets()]
+
+
+def bars(axes):
+    return [(bar.get_y(), bar.get_y() + bar.get_height()) for box in axes.containers for bar in box]
+
+
+def report_on(*pairs, **changes):
+    """A report on layers given as (autocast tensor, fp32 tensor)."""
+    autocast = [factory.row(f"layer{i}", "Linear", a, depth=1) for i, (a, _) in enumerate(pairs)]
+    fp32 = [factory.row(f"layer{i}", "Linear", b, depth=1) for i, (_, b) in enumerate(pairs)]
+    runs = Runs(autocast=factory.run(autocast, dtype=FP16), fp32=factory.run(fp32, dtype=FP32))
+    return factory.report(runs, **changes)
+
+
+def test_twenty_layers_all_have_names_and_bars():
+    figure = draw_ranges(factory.precision())
+    (axes,) = figure.axes
+    shown = [f"encoder.blocks.{i // 4}.{('norm', 'attention', 'project', 'mlp')[i % 4]}" for i in range(20)]
+    assert names(axes) == shown
+    assert len(bars(axes)) == 40
+    first = factory.network(20).fp32.modules[0].outputs[0]
+    assert bars(axes)[0] == pytest.approx((first.p05, first.absmax))
+    assert figure.get_suptitle().startswith("encoder.blocks.2.attention (MultiheadAttention) is the first")
+    assert legend(figure) == ["fp32", "fp16 autocast", "non-finite, fp16 autocast"]
+
+
+def test_the_bands_are_those_of_the_format():
+    (axes,) = draw_ranges(factory.precision()).axes
+    assert "fp16 overflow\n> 65504" in texts(axes)
+    assert "subnormal\n< 6.1e-05" in texts(axes)
+    assert "zero\n< 2.98e-08" in texts(axes)
+    edges = {round(edge, 12) for patch in axes.patches for edge in (patch.get_y(), patch.get_y() + patch.get_height())}
+    assert {65504.0, round(2.0**-14, 12), round(2.0**-25, 12)} <= edges
+
+
+def test_the_first_bad_layer_and_those_after_it_are_marked():
+    (axes,) = draw_ranges(factory.precision()).axes
+    assert marks(axes, "non-finite, fp16 autocast") == list(range(9, 20))
+    assert "first non-finite: NaN in the output of encoder.blocks.2.attention" in texts(axes)
+    assert [9, 9] in [list(line.get_xdata()) for line in axes.lines]
+    bold = [label.get_text() for label in axes.get_xticklabels() if label.get_weight() == "bold"]
+    assert bold == ["encoder.blocks.2.attention"]
+
+
+def test_both_runs_are_marked_where_fp32_is_bad_too():
+    figure = draw_ranges(factory.numerics())
+    assert marks(figure.axes[0], "non-finite, fp32") == list(range(9, 20))
+    assert "non-finite, fp32" in legend(figure)
+
+
+def test_a_value_made_between_layers_is_marked_between_them():
+    (axes,) = draw_ranges(factory.residual()).axes
+    assert "first non-finite: +Inf in the forward of encoder.blocks.1" in texts(axes)
+    assert [7.5, 7.5] in [list(line.get_xdata()) for line in axes.lines]
+
+
+def test_a_bad_batch_is_marked_before_all_layers():
+    (axes,) = draw_ranges(factory.bad_input()).axes
+    assert "first non-finite: NaN in the saved batch" in texts(axes)
+    assert [-0.5, -0.5] in [list(line.get_xdata()) for line in axes.lines]
+
+
+def test_four_hundred_layers_get_an_overview_and_a_closer_look():
+    figure = draw_ranges(factory.precision(400, bad_from=250))
+    whole, part = figure.axes
+    assert figure.get_figwidth() <= 16
+    assert whole.get_ylim() == part.get_ylim()
+    assert "encoder.blocks.62.project" in names(whole)
+    assert "encoder.blocks.0" in names(whole)
+    assert 20 <= len(names(whole)) <= 70
+    assert "encoder.blocks.62.attention" in names(part)
+    assert "encoder.blocks.62.mlp" in names(part)
+    assert len(names(part)) == 40
+    for axes in (whole, part):
+        assert any("encoder.blocks.62.project" in text for text in texts(axes))
+
+
+@pytest.mark.parametrize("num_layers", [400, MAX_BARS, 20])
+def test_names_do_not_run_into_each_other(num_layers):
+    figure = draw_ranges(factory.precision(num_layers, bad_from=num_layers // 2))
+    figure.canvas.draw()
+    for axes in figure.axes:
+        boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
+        assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
+
+
+def test_a_model_of_one_flat_list_is_thinned_too():
+    flat = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]
+    whole, _ = draw_ranges(report_on(*flat)).axes
+    assert 20 <= len(names(whole)) <= 70
+
+
+def test_healthy_and_long_looks_closer_at_the_tightest_layer():
+    runs = factory.network(400)
+    _, part = draw_ranges(factory.report(runs)).axes
+    tightest = max(runs.fp32.modules, key=lambda row: row.absmax)
+    assert tightest.label in names(part)
+
+
+def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
+    (axes,) = draw_ranges(report_on((factory.tensor(None, bad=factory.census(9)), factory.tensor(2.0)))).axes
+    assert len(bars(axes)) == 1
+    assert marks(axes, "non-finite, fp16 autocast") == [0]
+
+
+def test_nothing_but_nan_can_be_drawn():
+    bad = factory.tensor(None, bad=factory.census(9))
+    figure = draw_ranges(report_on((bad, bad)))
+    figure.canvas.draw()
+    assert bars(figure.axes[0]) == []
+
+
+def test_layers_of_zeros_have_circles():
+    figure = draw_ranges(report_on((factory.tensor(0.0), factory.tensor(1e-9)), (factory.tensor(), factory.tensor())))
+    assert marks(figure.axes[0], "all zero, fp16 autocast") == [0]
+    assert marks(figure.axes[0], "all zero, fp32") == []
+
+
+def test_a_constant_layer_still_shows():
+    constant = replace(factory.tensor(1.0), p05=1.0, median=1.0)
+    (axes,) = draw_ranges(report_on((constant, constant))).axes
+    edges = [segment for lines in axes.collections for segment in getattr(lines, "get_segments", list)()]
+    assert any(segment[0][1] == 1.0 for segment in edges)
+
+
+def test_a_wide_format_is_not_drawn_to_its_limits():
+    (axes,) = draw_ranges(factory.precision(low=BF16, would_be=1.0)).axes
+    bottom, top = axes.get_ylim()
+    assert bottom > 1e-6
+    assert top < 1e6
+    assert any("bf16 overflows\nfar above, at\n3.39e+38" in text for text in texts(axes))
+
+
+def test_a_huge_fp32_value_does_not_flatten_the_rest():
+    (axes,) = draw_ranges(report_on((factory.tensor(1.0), factory.tensor(1e30, dtype=FP32)))).axes
+    assert axes.get_ylim()[1] <= 65504 * 1e8
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("low", [FP16, BF16])
+def test_any_magnitude_leaves_an_axis(size, low):
+    report = report_on((factory.tensor(size, dtype=low), factory.tensor(size, dtype=FP32)))
+    runs = replace(report.runs, autocast=replace(report.runs.autocast, dtype=low))
+    figure = draw_ranges(replace(report, runs=runs))
+    figure.canvas.draw()
+    bottom, top = figure.axes[0].get_ylim()
+    assert 0 < bottom < top < float("inf")
+
+
+def test_a_layer_whose_maximum_is_unknown_reaches_to_its_95_percent_quantile():
+    sampled = replace(factory.tensor(8.0), finite=False, min=None, max=None, absmax=None)
+    (axes,) = draw_ranges(report_on((sampled, factory.tensor(8.0)))).axes
+    assert bars(axes)[1] == pytest.approx((8.0 / 300, 4.0))
+
+
+def test_all_outputs_of_a_call_count():
+    row = factory.row("a", "LSTM", factory.tensor(8.0))
+    row = replace(row, outputs=(*row.outputs, factory.tensor(100.0, shape=(1,)), factory.tensor(0.0, shape=(2,))))
+    spread = spread_of(row)
+    assert (spread.high, spread.median, spread.low) == (100.0, 8.0 / 12, 8.0 / 300)
+    assert spread.finite
+
+
+def test_nothing_was_run():
+    with pytest.raises(NanDoctorError, match="nothing was run") as caught:
+        draw_ranges(factory.weights_only())
+    assert "nandoctor inspect" in caught.value.remedy
+    with pytest.raises(NanDoctorError, match="no layer gave numbers"):
+        draw_ranges(report_on())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
+)
+def test_files_by_suffix(suffix, magic, tmp_path):
+    path = tmp_path / f"ranges{suffix}"
+    save_figure(draw_ranges(factory.precision()), path)
+    assert path.read_bytes().startswith(magic)
+
+
+def test_svg_text_stays_text(tmp_path):
+    save_figure(draw_ranges(factory.precision()), tmp_path / "ranges.svg")
+    text = (tmp_path / "ranges.svg").read_text()
+    assert ">encoder.blocks.2.attention</text>" in text
+    assert ">fp16 autocast</text>" in text
+
+
+def test_png_has_the_size_of_the_figure(tmp_path):
+    figure = draw_ranges(factory.precision())
+    save_figure(figure, tmp_path / "ranges.png")
+    width, _ = struct.unpack(">II", (tmp_path / "ranges.png").read_bytes()[16:24])
+    assert width == round(figure.get_figwidth() * 150)
+
+
+@pytest.mark.parametrize("name", ["ranges.jpg", "ranges", "ranges.png.exe"])
+def test_other_suffixes_are_refused(name, tmp_path):
+    with pytest.raises(NanDoctorError, match="the end of the name says no format") as caught:
+        save_figure(draw_ranges(factory.healthy(3)), tmp_path / name)
+    assert ".png, .svg, .pdf" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(NanDoctorError, match=r"cannot be written to .* No such file"):
+        save_figure(draw_ranges(factory.healthy(3)), tmp_path / "missing" / "ranges.png")
+
+
+def test_hostile_names_are_drawn_as_they_are(tmp_path):
+    hostile = "$\\frac{$x^\x1b\n_{"
+    made = factory.precision()
+    rows = tuple(replace(row, module=hostile) for row in made.runs.autocast.modules[9:10])
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
+    report = replace(
+        made, runs=runs, headline=hostile, dump=factory.dump(path=hostile),
+        first_nonfinite=replace(made.first_nonfinite, module=hostile),
+    )  # fmt: skip
+    save_figure(draw_ranges(report), tmp_path / "ranges.svg")
+    text = (tmp_path / "ranges.svg").read_text()
+    assert text.count(r"$\frac{$x^\x1b\n_{") >= 4
+
+
+def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):
+    made = factory.precision()
+    name = "stage." * 60
+    rows = tuple(replace(row, module=name) if not row.finite else row for row in made.runs.autocast.modules)
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
+    seen = replace(made.first_nonfinite, module=name)
+    figure = draw_ranges(replace(made, headline="word " * 900, runs=runs, first_nonfinite=seen))
+    figure.canvas.draw()
+    panel = figure.axes[0].get_window_extent()
+    assert panel.width > 0.6 * figure.bbox.width
+    assert panel.height > 0.3 * figure.bbox.height
+
+
+def test_the_users_style_is_neither_used_nor_changed():
+    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "black", "figure.dpi": 17}):
+        before = dict(matplotlib.rcParams)
+        figure = draw_ranges(factory.healthy(3))
+        assert dict(matplotlib.rcParams) == before
+    assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
+    assert not figure.axes[0].get_xticklabels()[0].get_usetex()
+
+
+DRAWS_ALONE = """
+import sys
+import matplotlib
+before = matplotlib.rcParams._get("backend")
+import factory
+from nandoctor.renderers.figures import draw_ranges, save_figure
+save_figure(draw_ranges(factory.healthy(3)), sys.argv[1])
+assert matplotlib.rcParams._get("backend") is before
+assert not {"matplotlib.pyplot", "torch"} & sys.modules.keys()
+"""
+
+
+def test_drawing_leaves_pyplot_and_the_backend_alone(tmp_path):
+    command = [sys.executable, "-c", DRAWS_ALONE, str(tmp_path / "ranges.png")]
+    assert subprocess.run(command, check=False, cwd=Path(factory.__file__).parent).returncode == 0
+
+
+def test_no_warning_is_raised(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in (factory.precision, factory.bad_input, lambda: factory.precision(400, bad_from=250)):
+            save_figure(draw_ranges(make()), tmp_path / "ranges.png")

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+
+import factory
+import pytest
+
+from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.renderers.jsonfile import dumps, read_report, write_json
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "report.json"
+    write_json(factory.precision(), path)
+    return path
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_a_report_comes_back_as_it_was(make, tmp_path):
+    report = make()
+    write_json(report, tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json") == report
+
+
+def test_names_are_those_of_the_contract():
+    data = json.loads(dumps(factory.precision()))
+    contract = {
+        "schema", "verdict", "reproduction", "first_nonfinite", "origin", "cause", "also", "chain", "prescriptions",
+        "headroom", "eps_audit", "runs", "dump", "environment",
+    }  # fmt: skip
+    assert contract <= data.keys()
+    assert next(iter(data)) == "schema"
+    assert data["schema"] == "nandoctor.report/1"
+    assert data["reproduction"]["grade"] == "exact"
+    assert {"run", "phase", "module", "type", "call"} <= data["first_nonfinite"].keys()
+    assert {"dtype", "policy", "modules"} <= data["runs"]["autocast"].keys()
+    assert data["runs"]["autocast"]["dtype"] == "float16"
+    assert data["runs"]["fp32"]["dtype"] == "float32"
+    assert data["origin"] is None
+    assert data["cause"] is None
+
+
+def test_hostile_names_are_ascii_in_the_file_and_come_back(tmp_path):
+    hostile = factory.report(dump=factory.dump(path="\x1b[31m\ud800\n层"))
+    assert dumps(hostile).isascii()
+    write_json(hostile, tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json") == hostile
+
+
+def test_a_report_redirected_by_powershell_is_read(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(dumps(factory.precision()), encoding="utf-16")
+    assert read_report(path) == factory.precision()
+
+
+def test_writing_leaves_no_draft(saved):
+    write_json(factory.healthy(), saved)
+    assert [path.name for path in saved.parent.iterdir()] == ["report.json"]
+    assert read_report(saved).verdict == "healthy"
+
+
+def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(NanDoctorError, match=r"cannot be written .* No space left"):
+        write_json(factory.healthy(), saved)
+    assert read_report(saved).verdict == "precision"
+    assert len(list(saved.parent.iterdir())) == 1
+
+
+def test_a_link_still_points_to_the_report(saved):
+    link = saved.with_name("latest.json")
+    link.symlink_to(saved)
+    write_json(factory.healthy(), link)
+    assert link.is_symlink()
+    assert read_report(saved).verdict == "healthy"
+
+
+def test_writing_into_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(NanDoctorError, match="cannot be written") as caught:
+        write_json(factory.healthy(), tmp_path / "missing" / "report.json")
+    assert "folder that exists" in caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04\x00", b"{", b"[" * 100_000, b"\xff\xfe\x00", b"9" * 5000])
+def test_a_file_that_is_not_json_says_so(content, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_bytes(content)
+    with pytest.raises(ReportError, match="is not JSON") as caught:
+        read_report(path)
+    assert "nandoctor replay" in caught.value.remedy
+
+
+def test_a_missing_file_and_a_folder_say_so(tmp_path):
+    with pytest.raises(ReportError, match="cannot be read: No such file"):
+        read_report(tmp_path / "report.json")
+    with pytest.raises(ReportError, match="cannot be read: Is a directory"):
+        read_report(tmp_path)
+
+
+@pytest.mark.parametrize("data", [[], None, 3, {}, {"schema": None}, {"schema": "other/1"}, {"schema": ["x"]}])
+def test_json_that_is_no_report_says_so(data, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ReportError, match="is not a nandoctor report"):
+        read_report(path)
+
+
+def test_a_newer_report_asks_for_an_upgrade(saved):
+    change(saved, schema="nandoctor.report/2")
+    with pytest.raises(ReportError, match="newer nandoctor") as caught:
+        read_report(saved)
+    assert "Upgrade" in caught.value.remedy
+
+
+def test_a_damaged_report_names_file_and_place(saved):
+    change(saved, verdict="unwell")
+    with pytest.raises(ReportError, match=r"report\.json is damaged: Report\.verdict should be one of precision, "):
+        read_report(saved)
+
+
+def test_a_report_cut_at_any_key_is_refused_or_filled_by_its_default(saved):
+    whole = json.loads(saved.read_text())
+    required = {"verdict", "headline", "reproduction", "first_nonfinite", "runs", "dump", "environment"}
+    for key in whole.keys() - {"schema"}:
+        saved.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        if key in required:
+            with pytest.raises(ReportError, match=rf"Report\.{key} is missing"):
+                read_report(saved)
+        else:
+            assert read_report(saved).verdict == "precision"

@@ -1,0 +1,122 @@
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Runs
+from nandoctor.renderers.layers import Layers, select_layers
+
+
+def runs_of(*rows, fp32=None):
+    return Runs(
+        autocast=factory.run(rows, dtype=factory.FP16), fp32=factory.run(fp32 if fp32 is not None else rows, dtype=FP32)
+    )
+
+
+def labels(layers):
+    return [pair.label for pair in layers.pairs]
+
+
+def block(residual):
+    """A block of two layers that returns what the second made, or what it made of that itself."""
+    return (
+        factory.row("block.a", "Linear", factory.tensor(1.0), depth=2),
+        factory.row("block.b", "Linear", factory.tensor(2.0), depth=2),
+        factory.row("block", "Block", factory.tensor(3.0 if residual else 2.0), depth=1),
+        factory.row("", "Net", factory.tensor(3.0 if residual else 2.0), depth=0),
+    )
+
+
+def test_containers_that_pass_on_are_left_out():
+    assert labels(select_layers(factory.report(runs_of(*block(residual=False))))) == ["block.a", "block.b"]
+
+
+def test_a_container_that_computes_is_shown():
+    assert labels(select_layers(factory.report(runs_of(*block(residual=True))))) == ["block.a", "block.b", "block"]
+
+
+def test_a_container_that_differs_in_fp32_alone_is_shown():
+    rows = block(residual=False)
+    fp32 = (*rows[:2], *(replace(row, outputs=(factory.tensor(9.0),)) for row in rows[2:]))
+    assert labels(select_layers(factory.report(runs_of(*rows, fp32=fp32)))) == ["block.a", "block.b", "block"]
+
+
+def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
+    a = factory.row("a", "Linear", factory.tensor(1.0), depth=1)
+    b = factory.row("b", "Linear", factory.tensor(2.0), depth=1)
+    flat = factory.tensor(2.0, path=".features", shape=(4 * 16 * 32 * 32,))
+    root = replace(factory.row("", "Net", flat, depth=0), outputs=(flat, factory.tensor(1.0, path=".logit")))
+    assert labels(select_layers(factory.report(runs_of(a, b, root)))) == ["a", "b"]
+
+
+def test_a_bad_container_is_shown_even_if_it_passes_on():
+    rows = block(residual=False)
+    seen = factory.first(replace(rows[2], outputs=(factory.tensor(bad=factory.census(1)),)))
+    layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
+    assert labels(layers) == ["block.a", "block.b", "block"]
+    assert layers.first_bad == 2
+    assert not layers.before_bad
+
+
+def test_calls_without_numbers_are_left_out():
+    rows = (factory.row("embed", "Lookup", None, depth=1), factory.row("head", "Linear", factory.tensor(), depth=1))
+    assert labels(select_layers(factory.report(runs_of(*rows)))) == ["head"]
+
+
+def test_repeated_calls_are_told_apart():
+    rows = [factory.row("act", "GELU", factory.tensor(1.0 + call), call=call) for call in range(3)]
+    layers = select_layers(factory.report(runs_of(*rows)))
+    assert labels(layers) == ["act", "act (call 1)", "act (call 2)"]
+
+
+def test_a_run_that_raised_is_filled_up_from_the_other():
+    fp32 = block(residual=True)
+    autocast = (fp32[0], replace(fp32[3], outputs=()), replace(fp32[2], outputs=()))
+    layers = select_layers(factory.report(runs_of(*autocast, fp32=fp32)))
+    assert labels(layers) == ["block.a", "block.b", "block"]
+    assert layers.pairs[1].autocast is None
+    assert layers.pairs[1].fp32 == fp32[1]
+
+
+def test_a_value_seen_going_into_a_container_is_marked_before_its_first_layer():
+    first_block = block(residual=True)[:3]
+    second = tuple(replace(row, module=row.module.replace("block", "next")) for row in first_block)
+    made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in="next")
+    layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
+    assert layers.pairs[layers.first_bad].label == "next.a"
+    assert layers.before_bad
+
+
+def test_a_bad_batch_is_marked_before_the_first_layer():
+    layers = select_layers(factory.bad_input())
+    assert (layers.first_bad, layers.before_bad) == (0, True)
+
+
+def test_a_first_bad_call_that_the_runs_lack_is_not_marked():
+    report = factory.precision()
+    lost = replace(report.first_nonfinite, module="gone")
+    assert select_layers(replace(report, first_nonfinite=lost)).first_bad is None
+
+
+def test_nothing_was_run():
+    layers = select_layers(factory.weights_only())
+    assert layers == Layers(pairs=(), first_bad=None, before_bad=False)
+    assert layers.tightest() is None
+
+
+@pytest.mark.parametrize(
+    ("center", "expected"), [(9, range(4, 12)), (0, range(8)), (19, range(12, 20)), (2, range(8)), (17, range(12, 20))]
+)
+def test_windows_stay_inside_and_full(center, expected):
+    assert select_layers(factory.healthy(20)).window(center, 5, 2) == expected
+
+
+def test_a_window_on_few_layers_shows_them_all():
+    assert select_layers(factory.healthy(3)).window(1, 5, 2) == range(3)
+
+
+def test_the_tightest_layer_has_the_largest_value():
+    layers = select_layers(factory.healthy(20))
+    largest = max(range(20), key=lambda index: layers.pairs[index].fp32.absmax)
+    assert layers.tightest() == largest

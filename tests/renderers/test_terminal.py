@@ -1,0 +1,176 @@
+import io
+import re
+from dataclasses import replace
+
+import factory
+import pytest
+from rich.console import Console
+
+from nandoctor.renderers.terminal import one_line, print_report
+
+HOSTILE = "x[red]y[/]\x1b[31mz\nnew:smile: line\u202e"
+
+
+def printed(report, *, width=80, **options):
+    console = Console(file=io.StringIO(), width=width, **options)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def table_rows(text):
+    """The lines of the table, by layer, as lists of cells."""
+    lines = text[text.index("  layer ") :].splitlines()[1:]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[: lines.index("")] if "." in line]
+    return {row[0].removeprefix("> "): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_a_report_fits_one_screen(make):
+    lines = printed(make()).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_verdict_and_headline_come_first(make):
+    report = make()
+    first, rest = printed(report, width=300).split("\n", 1)
+    assert report.verdict.upper() in first
+    assert rest.startswith(report.headline)
+
+
+def test_the_table_shows_five_layers_before_and_two_after():
+    rows = table_rows(printed(factory.precision(), width=120))
+    assert list(rows) == [
+        "encoder.blocks.1.norm",
+        "encoder.blocks.1.attention",
+        "encoder.blocks.1.project",
+        "encoder.blocks.1.mlp",
+        "encoder.blocks.2.norm",
+        "encoder.blocks.2.attention",
+        "encoder.blocks.2.project",
+        "encoder.blocks.2.mlp",
+    ]
+    assert rows["encoder.blocks.2.norm"] == ["ChannelNorm", "34.7", "34.7", "0.0003", "10.9 ███░░"]
+    assert rows["encoder.blocks.2.attention"] == ["MultiheadAttention", "NaN", "22.6", "-", "11.5 ████░"]
+
+
+def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
+    made = factory.precision(400, bad_from=250)
+    deep = "backbone.stages.3.blocks." + "x" * 80 + ".attention.project"
+    runs = made.runs
+    rows = tuple(replace(row, module=deep, type="T" * 60) if not row.finite else row for row in runs.autocast.modules)
+    report = replace(made, runs=replace(runs, autocast=replace(runs.autocast, modules=rows)))
+    lines = printed(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 30
+
+
+def test_names_lose_the_path_they_share_where_room_is_scarce():
+    made = factory.precision()
+    runs = made.runs
+    rows = [
+        tuple(replace(row, module=f"backbone.transformer.{row.module}") for row in run.modules if row.module)
+        for run in (runs.autocast, runs.fp32)
+    ]
+    seen = replace(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.module}")
+    runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
+    text = printed(replace(made, runs=runs, first_nonfinite=seen))
+    assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("absmax around") :]
+    assert "  in back….encoder.blocks " in text
+    assert "> 2.attention " in text
+    assert "> backbone.transformer.encoder.blocks.2.attention " in printed(
+        replace(made, runs=runs, first_nonfinite=seen), width=130
+    )
+
+
+def test_the_first_layer_that_does_not_fit_is_marked():
+    made = factory.precision()
+    before = replace(made, runs=replace(made.runs, first_unholdable="encoder.blocks.1.mlp"))
+    assert "! encoder.blocks.1.mlp" in printed(before, width=120)
+    assert "! first whose fp32 value fp16 cannot hold" in printed(before)
+    same = replace(made, runs=replace(made.runs, first_unholdable="encoder.blocks.2.attention"))
+    assert "* encoder.blocks.2.attention" in printed(same, width=120)
+    assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in printed(same)
+
+
+def test_the_kinds_of_a_bad_layer_stand_in_its_cell():
+    made = factory.precision()
+    both = replace(factory.census(3), num_posinf=1, num_neginf=2)
+    for census, text in ((both, "NaN ±Inf"), (factory.census(3, kind="-inf"), "-Inf"), (None, "NaN/Inf")):
+        stats = replace(factory.tensor(1.0), finite=False, census=census)
+        rows = tuple(replace(row, outputs=(stats,)) if not row.finite else row for row in made.runs.autocast.modules)
+        report = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
+        assert table_rows(printed(report, width=120))["encoder.blocks.2.attention"][1] == text
+
+
+def test_a_layer_past_the_format_has_negative_headroom_and_an_empty_bar():
+    made = factory.network(4, growth=32.0)
+    text = printed(factory.report(made))
+    assert re.search(r"mlp .* -\d+\.\d ░░░░░", text)
+
+
+def test_no_layers_where_nothing_was_run():
+    text = printed(factory.weights_only())
+    assert "absmax" not in text
+    assert "headroom" not in text
+
+
+def test_notes_beyond_a_few_are_counted():
+    text = printed(factory.report(notes=tuple(f"note number {i}" for i in range(9))))
+    assert "note number 3" in text
+    assert "note number 4" not in text
+    assert "5 more in the report" in text
+
+
+def test_colour_only_on_a_terminal(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" not in printed(factory.precision())
+    assert "\x1b[1;31m" in printed(factory.precision(), force_terminal=True, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", printed(factory.precision(), force_terminal=True))
+
+
+def hostile_report():
+    made = factory.precision()
+    runs = made.runs
+    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in runs.autocast.modules[5:10])
+    return replace(
+        made,
+        headline=HOSTILE,
+        reproduction=replace(made.reproduction, output=HOSTILE, grade="finite", attempts=(HOSTILE,)),
+        first_nonfinite=replace(made.first_nonfinite, module=HOSTILE, type=HOSTILE, call=0),
+        runs=replace(runs, autocast=replace(runs.autocast, modules=rows, raised=HOSTILE), first_unholdable=HOSTILE),
+        dump=factory.dump(path=HOSTILE, bad_weights=(factory.array(HOSTILE, 1),)),
+        notes=(HOSTILE,),
+        next_steps=(HOSTILE,),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
+def test_hostile_names_are_shown_as_they_are(options):
+    text = printed(hostile_report(), width=300, **options)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert text.count(r"x[red]y[/]\x1b[31mz\nnew:smile: line\u202e") >= 6
+    assert len(text.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437", "latin-1"])
+def test_any_encoding_can_take_the_report(encoding):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    made = factory.precision()
+    report = replace(made, headline="层 is first", notes=("Größe",))
+    print_report(report, Console(file=file, width=80))
+    file.flush()
+    text = file.buffer.getvalue().decode(encoding)
+    assert "? is first" in text
+    assert "11.5 ####." in text
+
+
+def test_one_line_is_one_line():
+    assert one_line(factory.healthy()) == (
+        "NaN.pth: healthy: Nothing non-finite: the output is finite under fp16 autocast and in fp32."
+    )
+    line = one_line(hostile_report())
+    assert line.isprintable()
