@@ -1,0 +1,81 @@
+"""Traces made by hand: a few calls with the numbers that matter, the rest filled in."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.trace import Census, ModuleCall, TensorStats, Trace
+
+NAN, INF = math.nan, math.inf
+
+
+def stats(*values, path="", shape=None):
+    """The statistics of a tensor of these values, with a census."""
+    finite = [value for value in values if math.isfinite(value)]
+    bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
+    magnitudes = sorted(abs(value) for value in finite if value)
+    return TensorStats(
+        path=path,
+        shape=shape or (len(values),),
+        dtype=FP32,
+        numel=len(values),
+        finite=not bad,
+        min=min(finite, default=None),
+        max=max(finite, default=None),
+        absmax=max(map(abs, finite), default=None),
+        p05=magnitudes[0] if magnitudes else None,
+        census=Census(
+            num_nan=sum(math.isnan(value) for value in values),
+            num_posinf=values.count(INF),
+            num_neginf=values.count(-INF),
+            num_zero=values.count(0.0),
+            num_subnormal=0,
+            smallest=magnitudes[0] if magnitudes else None,
+            flushed_share=0.0,
+            first_bad_index=(bad[0],) if bad else None,
+            samples=tuple(bad),
+        ),
+        sample=np.array(values, dtype=np.float32),
+    )
+
+
+GOOD = stats(1.0)
+
+
+def call(module, enter, leave, *, inputs=(GOOD,), outputs=(GOOD,), depth=None, number=0, state=()):
+    """A call of a module; the depth is that of its dotted path unless given."""
+    return ModuleCall(
+        module=module,
+        type=module.rpartition(".")[2].capitalize() or "Net",
+        call=number,
+        depth=len(module.split(".")) if depth is None and module else depth or 0,
+        enter=enter,
+        leave=leave,
+        inputs=inputs,
+        outputs=() if leave is None else outputs,
+        state=state,
+    )
+
+
+def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields):
+    """A trace of these calls, in fp16 under autocast or as the fp32 reference."""
+    return Trace(
+        policy="cuda" if low else "fp32",
+        format=FP16 if low else FP32,
+        training=True,
+        seed=0,
+        calls=calls,
+        batch=batch,
+        output=output,
+        elapsed_s=0.0,
+        raised=raised,
+        **fields,
+    )
+
+
+def reference(*calls, **fields):
+    """A trace of the fp32 reference."""
+    return trace(*calls, low=False, **fields)

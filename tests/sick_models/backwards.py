@@ -1,0 +1,449 @@
+"""Gradients that only fp16 cannot hold, custom Functions with a careless backward, and loss scales that are too high.
+
+In: nothing. Out: `CASES` of the rows "fp16 gradient", "custom Function" and "loss scale".
+"""
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from sick_models.case import Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
+
+GRADIENT = "fp16 gradient"
+FUNCTION = "custom Function"
+SCALE = "loss scale"
+
+
+class LongMemory(nn.Module):
+    """A tanh recurrence over nearly silent input: the state stays small, its gradient doubles at every step."""
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.hear = nn.Linear(4, 16, bias=False)
+        self.recur = nn.Linear(16, 16, bias=False)
+        self.read = nn.Linear(16, 2)
+        with torch.no_grad():
+            nn.init.orthogonal_(self.recur.weight).mul_(radius)
+
+    def forward(self, signal: Tensor) -> Tensor:
+        state = torch.tanh(self.hear(signal[:, 0]))
+        for step in range(1, signal.shape[1]):
+            memory = self.recur(state)
+            state = torch.tanh(memory + self.hear(signal[:, step]))
+        return self.read(state)
+
+
+def classes(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output, batch["label"])
+
+
+class HousePrices(nn.Module):
+    """A table [rows, 8] whose hidden features are large, under a loss that sums over the rows."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.features = scaled(nn.Linear(8, 16), gain)
+        self.price = scaled(nn.Linear(16, 1), 1 / gain)
+
+    def forward(self, table: Tensor) -> dict[str, Tensor]:
+        return {"price": self.price(F.relu(self.features(table))).squeeze(-1)}
+
+
+def summed_error(output: Batch, batch: Batch) -> Tensor:
+    return F.mse_loss(output["price"], batch["price"], reduction="sum")
+
+
+class NormalisedMix(nn.Module):
+    """Weights over their sum: where the sum is small, d/dx of 1/x is its square."""
+
+    def __init__(self, width: int, small: float) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(width, width)
+        self.small = small
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.sigmoid(self.weigh(x)) * self.small
+        return weights / weights.mean(dim=-1, keepdim=True)
+
+
+class PatchMixer(nn.Module):
+    """Images [batch, 3, 8, 8] -> logits, with a mixing whose weights are tiny before they are normalised."""
+
+    def __init__(self, small: float) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 4, stride=4)
+        self.mix = NormalisedMix(12, small)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        return self.head((x * self.mix(x)).sum(dim=1))
+
+
+class EdgeStrength(nn.Module):
+    """sqrt(dx * dx + dy * dy + eps) of a picture: eps is there for the gradient where the picture is flat."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.sobel = nn.Conv2d(1, 2, 3, bias=False)
+        self.eps = eps
+
+    def forward(self, picture: Tensor) -> Tensor:
+        across, down = self.sobel(picture).chunk(2, dim=1)
+        return torch.sqrt(across * across + down * down + self.eps)
+
+
+class EdgeNetwork(nn.Module):
+    """Pictures [batch, 1, 10, 10] in a dict -> {"edges"}."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.strength = EdgeStrength(eps)
+        self.thin = nn.Conv2d(1, 1, 1)
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"edges": self.thin(self.strength(inputs["picture"]))}
+
+
+def mean_edge(output: Batch, _batch: Batch) -> Tensor:
+    return output["edges"].float().mean()
+
+
+class CarefulSwish(Function):
+    """x * sigmoid(x), saving memory: the backward is written with exp(x) on both sides of the fraction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grown_x = torch.exp(x.float())
+        return gradient * (grown_x * (grown_x + x + 1) / (grown_x + 1) ** 2).to(gradient.dtype)
+
+
+class Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return CarefulSwish.apply(x)
+
+
+class Depthwise(nn.Module):
+    """Images [batch, 3, 8, 8] through an inverted bottleneck -> logits."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.expand = nn.Conv2d(3, 12, 1)
+        self.filter = scaled(nn.Conv2d(12, 12, 3, groups=12), gain)
+        self.activate = Swish()
+        self.head = nn.Sequential(nn.Flatten(), nn.LayerNorm(12 * 36), nn.Linear(12 * 36, 4))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.activate(self.filter(self.expand(image))))
+
+
+class LogCosh(Function):
+    """log(cosh(x)), stable forward, with tanh spelled out in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.abs() + torch.log1p(torch.exp(-2 * x.abs())) - 0.6931471805599453
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        up, down = torch.exp(x.float()), torch.exp(-x.float())
+        return gradient * ((up - down) / (up + down)).to(gradient.dtype)
+
+
+class LoadForecast(nn.Module):
+    """A day of load [batch, 24, 2] -> the cost of tomorrow's error, which the model computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.LSTM(2, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, load: Tensor, tomorrow: Tensor) -> tuple[Tensor, Tensor]:
+        forecast = self.head(self.read(load)[0][:, -1]).squeeze(-1).float()
+        cost = LogCosh.apply(forecast - tomorrow)
+        return cost.mean(), forecast
+
+
+def its_own_cost(output: tuple[Tensor, Tensor], _batch: Batch) -> Tensor:
+    return output[0]
+
+
+class GumbelMax(Function):
+    """The hard choice forward, a softmax without its maximum subtracted backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        weights = torch.exp(logits.float())
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        inner = (gradient.float() * weights).sum(dim=-1, keepdim=True)
+        return (weights * (gradient.float() - inner)).to(gradient.dtype)
+
+
+class Router(nn.Module):
+    """Tokens [batch, length] sent to one of three experts each."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(18, 12)
+        self.gate = scaled(nn.Linear(12, 3), gain)
+        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.head = nn.Linear(12, 18)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        choice = GumbelMax.apply(self.gate(x))
+        mixed = sum(choice[..., index : index + 1] * expert(x) for index, expert in enumerate(self.experts))
+        return self.head(mixed)
+
+
+def next_token(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["tokens"].roll(-1, dims=1).flatten())
+
+
+class BikeCounts(nn.Module):
+    """A table [batch, 6] whose hidden features are around a hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = scaled(nn.Linear(6, 32), 100.0)
+        self.count = scaled(nn.Linear(32, 1), 0.01)
+
+    def forward(self, weather: Tensor) -> Tensor:
+        return self.count(F.relu(self.hidden(weather))).squeeze(-1)
+
+
+def counted(output: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(output, batch["count"])
+
+
+class RoadSegmenter(nn.Module):
+    """Images [batch, 3, 16, 16] -> {"logit"}: the gradient of the last bias-free convolution sums over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.loud = biased(nn.Conv2d(8, 8, 1), 60.0)
+        self.logit = scaled(nn.Conv2d(8, 1, 1), 1 / 60)
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"logit": self.logit(self.loud(self.body(inputs["image"])))}
+
+
+def road(output: Batch, batch: Batch) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output["logit"], batch["road"])
+
+
+class TwoTowers(nn.Module):
+    """Songs [batch, 20] and covers [batch, 9] -> similarities over a fixed temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.song = nn.Linear(20, 8)
+        self.cover = nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 8))
+
+    def forward(self, song: Tensor, cover: Tensor) -> Tensor:
+        left, right = F.normalize(self.song(song), dim=-1), F.normalize(self.cover(cover), dim=-1)
+        return torch.einsum("sd,cd->sc", left, right) / 0.05
+
+
+def matched(output: Tensor, _batch: Batch) -> Tensor:
+    return F.cross_entropy(output, torch.arange(len(output), device=output.device))
+
+
+def bicycles() -> Batch:
+    return {"weather": randn(8, 6), "count": 2.0 + rand(8)}
+
+
+def roads() -> Batch:
+    return {"image": rand(2, 3, 16, 16), "road": torch.ones(2, 1, 16, 16)}
+
+
+CASES = (
+    Case(
+        name="gradient/long-memory",
+        mechanism=GRADIENT,
+        build=seeded(LongMemory, radius=2.0),
+        batch=lambda: {"signal": 1e-9 * randn(3, 26, 4), "label": torch.tensor([0, 1, 0])},
+        call=positional("signal"),
+        loss=classes,
+        phase="backward",
+        verdict="precision",
+        module="recur",
+        op="linear",
+        line="memory = self.recur(state)",
+        cause="gradient-overflow",
+        fixes=("keep recur in fp32", "a spectral radius of one"),
+        cure={"build": seeded(LongMemory, radius=1.0)},
+    ),
+    Case(
+        name="gradient/summed-error",
+        mechanism=GRADIENT,
+        build=seeded(HousePrices, gain=1000.0),
+        batch=lambda: {"table": randn(64, 8), "price": 20.0 + rand(64)},
+        call=positional("table"),
+        loss=summed_error,
+        phase="backward",
+        verdict="precision",
+        module="price",
+        op="linear",
+        line="self.price(F.relu(self.features(table)))",
+        cause="gradient-overflow",
+        fixes=('reduction="mean"', "keep price in fp32"),
+        cure={"build": seeded(HousePrices, gain=1.0)},
+    ),
+    Case(
+        name="gradient/small-denominator",
+        mechanism=GRADIENT,
+        build=seeded(PatchMixer, small=2e-6),
+        batch=lambda: {"image": 3.0 * randn(2, 3, 8, 8), "label": torch.tensor([0, 2])},
+        call=positional("image"),
+        loss=classes,
+        phase="backward",
+        verdict="precision",
+        module="mix",
+        op="div",
+        line="weights / weights.mean(dim=-1, keepdim=True)",
+        cause="gradient-overflow",
+        fixes=("keep mix in fp32",),
+        cure={"build": seeded(PatchMixer, small=1.0)},
+    ),
+    Case(
+        name="gradient/flat-picture-edges",
+        mechanism=GRADIENT,
+        build=seeded(EdgeNetwork, eps=1e-8),
+        batch=lambda: {"picture": torch.zeros(2, 1, 10, 10)},
+        call=whole,
+        loss=mean_edge,
+        phase="backward",
+        verdict="precision",
+        module="strength",
+        op="sqrt",
+        line="torch.sqrt(across * across + down * down + self.eps)",
+        cause="eps-underflow",
+        near_causes=("gradient-singularity",),
+        fixes=("eps=1e-6", "keep strength in fp32"),
+        cure={"build": seeded(EdgeNetwork, eps=1e-6)},
+    ),
+    Case(
+        name="function/swish",
+        mechanism=FUNCTION,
+        build=seeded(Depthwise, gain=400.0),
+        batch=lambda: {"image": randn(2, 3, 8, 8), "label": torch.tensor([1, 3])},
+        call=positional("image"),
+        loss=classes,
+        phase="backward",
+        verdict="numerics",
+        module="activate",
+        op="CarefulSwish",
+        line="CarefulSwish.apply(x)",
+        cause="indeterminate-form",
+        near_causes=("exp-overflow",),
+        fixes=("write the backward with sigmoid", "torch.nn.SiLU"),
+        cure={"build": seeded(Depthwise, gain=1.0)},
+    ),
+    Case(
+        name="function/log-cosh",
+        mechanism=FUNCTION,
+        build=seeded(LoadForecast),
+        batch=lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-120.0, 3.0])},
+        call=positional("load", "tomorrow"),
+        loss=its_own_cost,
+        phase="backward",
+        verdict="numerics",
+        module="",
+        op="LogCosh",
+        line="cost = LogCosh.apply(forecast - tomorrow)",
+        cause="indeterminate-form",
+        near_causes=("exp-overflow",),
+        fixes=("tanh in the backward",),
+        cure={"batch": lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-12.0, 3.0])}},
+    ),
+    Case(
+        name="function/router",
+        mechanism=FUNCTION,
+        build=seeded(Router, gain=200.0),
+        batch=lambda: {"tokens": torch.arange(18).view(2, 9)},
+        call=positional("tokens"),
+        loss=next_token,
+        phase="backward",
+        verdict="numerics",
+        module="",
+        op="GumbelMax",
+        line="choice = GumbelMax.apply(self.gate(x))",
+        cause="indeterminate-form",
+        near_causes=("exp-overflow",),
+        fixes=("softmax in the backward",),
+        cure={"build": seeded(Router, gain=1.0)},
+    ),
+    Case(
+        name="scale/bike-counts",
+        mechanism=SCALE,
+        build=seeded(BikeCounts),
+        batch=bicycles,
+        call=positional("weather"),
+        loss=counted,
+        loss_scale=8192.0,
+        phase="backward",
+        verdict="loss-scale",
+        module="count",
+        op="linear",
+        line="self.count(F.relu(self.hidden(weather)))",
+        cause="loss-scale-overflow",
+        fixes=("let GradScaler halve the scale",),
+        cure={"loss_scale": 16.0},
+    ),
+    Case(
+        name="scale/road-segmenter",
+        mechanism=SCALE,
+        build=seeded(RoadSegmenter),
+        batch=roads,
+        call=whole,
+        loss=road,
+        loss_scale=65536.0,
+        phase="backward",
+        verdict="loss-scale",
+        module="logit",
+        op="conv2d",
+        line="self.logit(self.loud(self.body(",
+        cause="loss-scale-overflow",
+        fixes=("let GradScaler halve the scale",),
+        cure={"loss_scale": 16.0},
+    ),
+    Case(
+        name="scale/two-towers",
+        mechanism=SCALE,
+        build=seeded(TwoTowers),
+        batch=lambda: {"song": randn(4, 20), "cover": randn(4, 9, seed=1)},
+        call=positional("song", "cover"),
+        loss=matched,
+        loss_scale=65536.0,
+        phase="backward",
+        verdict="loss-scale",
+        module="",
+        op="div",
+        line='torch.einsum("sd,cd->sc", left, right) / 0.05',
+        cause="loss-scale-overflow",
+        fixes=("let GradScaler halve the scale",),
+        cure={"loss_scale": 1024.0},
+    ),
+)

@@ -1,0 +1,309 @@
+"""Sums and products of two branches that each fit: residual streams, gates, scales, dropout.
+
+In: nothing. Out: `CASES` of the rows "residual too large" and "gate or scale too large".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sick_models.case import Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
+
+RESIDUAL = "residual too large"
+GATE = "gate or scale too large"
+
+
+class VisionBlock(nn.Module):
+    """A pre-norm block; one channel of its output bias is a "massive activation"."""
+
+    def __init__(self, width: int, outlier: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        last = biased(nn.Linear(2 * width, width), outlier, unit=3)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class VisionTransformer(nn.Module):
+    """Patches [batch, 9, 48] -> (logits, features)."""
+
+    def __init__(self, outlier: float) -> None:
+        super().__init__()
+        self.patch = nn.Linear(48, 32)
+        self.blocks = nn.Sequential(*(VisionBlock(32, outlier) for _ in range(4)))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.norm(self.blocks(self.patch(patches)))
+        return self.head(features[:, 0]), features
+
+
+class PlainResidual(nn.Module):
+    """A residual block without normalisation, as in super-resolution networks; adds in place."""
+
+    def __init__(self, channels: int, loud: float) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, padding_mode="replicate")
+        self.second = biased(nn.Conv2d(channels, channels, 3, padding=1, padding_mode="replicate"), loud)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(F.relu(self.first(x)))
+        out += x
+        return out
+
+
+class Upscaler(nn.Module):
+    """Small images [batch, 3, 8, 8] -> [batch, 3, 16, 16]; its blocks are checkpointed."""
+
+    def __init__(self, loud: float) -> None:
+        super().__init__()
+        self.entry = biased(nn.Conv2d(3, 12, 1), loud)
+        self.trunk = nn.ModuleList([PlainResidual(12, loud), PlainResidual(12, loud)])
+        self.norm = nn.GroupNorm(3, 12)
+        self.exit = nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.PixelShuffle(2))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.entry(image)
+        for block in self.trunk:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.exit(self.norm(x))
+
+
+class DilatedLayer(nn.Module):
+    def __init__(self, channels: int, dilation: int, loud: float) -> None:
+        super().__init__()
+        self.wave = nn.Conv1d(channels, channels, 2, dilation=dilation, padding=dilation)
+        self.skip = biased(nn.Conv1d(channels, channels, 1), loud)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.wave(x))[..., : x.shape[-1]]
+        return x + y, self.skip(y)
+
+
+class Vocoder(nn.Module):
+    """Audio frames [batch, 1, 40] in a dict -> {"wave"}; sums one skip connection per layer in its own forward."""
+
+    def __init__(self, loud: float) -> None:
+        super().__init__()
+        self.entry = nn.Conv1d(1, 8, 1)
+        self.layers = nn.ModuleList([DilatedLayer(8, 2**power, loud) for power in range(5)])
+        self.norm = nn.GroupNorm(1, 8)
+        self.exit = nn.Conv1d(8, 1, 1)
+
+    def forward(self, inputs: Batch) -> Batch:
+        x = self.entry(inputs["frames"])
+        skips = torch.zeros_like(x)
+        for layer in self.layers:
+            x, skip = layer(x)
+            skips = skips + skip
+        return {"wave": self.exit(self.norm(skips))}
+
+
+class GatedUnit(nn.Module):
+    """gelu(a) * b: both halves fit, their product does not."""
+
+    def __init__(self, width: int, gain: float) -> None:
+        super().__init__()
+        self.wide = scaled(nn.Linear(width, 4 * width), gain)
+        self.narrow = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.wide(x).chunk(2, dim=-1)
+        return self.narrow(F.gelu(gate) * value)
+
+
+class Reader(nn.Module):
+    """Tokens [batch, length] through gated units; one unit serves twice."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 24)
+        self.norms = nn.ModuleList([nn.LayerNorm(24) for _ in range(3)])
+        self.early = GatedUnit(24, 1.0)
+        self.late = GatedUnit(24, gain)
+        self.head = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 30))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, unit in zip(self.norms, (self.early, self.early, self.late), strict=True):
+            x = x + unit(norm(x))
+        return self.head(x)
+
+
+class FactorisedEmbedding(nn.Module):
+    """A small embedding projected up, then multiplied by sqrt(width) as the first transformer did."""
+
+    def __init__(self, loud: float) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.lift = scaled(nn.Linear(8, 64), loud)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lift(self.table(tokens)) * self.lift.out_features**0.5
+
+
+class Translator(nn.Module):
+    """Tokens [batch, length] -> logits, with a GRU between."""
+
+    def __init__(self, loud: float) -> None:
+        super().__init__()
+        self.source = FactorisedEmbedding(loud)
+        self.norm = nn.LayerNorm(64)
+        self.encode = nn.GRU(64, 16, batch_first=True)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _last = self.encode(self.norm(self.source(tokens)))
+        return self.head(states)
+
+
+class Churn(nn.Module):
+    """A table [batch, 10]; the survivors of the dropout are multiplied by 1 / (1 - p)."""
+
+    def __init__(self, loud: float) -> None:
+        super().__init__()
+        self.hidden = biased(nn.Linear(10, 64), loud * torch.linspace(0.7, 1.0, 64))
+        self.drop = nn.Dropout(0.5)
+        self.scale = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, table: Tensor) -> Tensor:
+        return self.head(self.scale(self.drop(F.relu(self.hidden(table)))))
+
+
+class StyledLayer(nn.Module):
+    """A convolution modulated by the style vector: x * (1 + gain) + shift."""
+
+    def __init__(self, channels: int, strength: float) -> None:
+        super().__init__()
+        self.conv = scaled(nn.Conv2d(channels, channels, 3, padding=1), 20.0)
+        self.affine = scaled(nn.Linear(6, 2 * channels), strength)
+        self.norm = nn.InstanceNorm2d(channels)
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        gain, shift = self.affine(style)[:, :, None, None].chunk(2, dim=1)
+        return self.norm(self.conv(x) * (1 + gain) + shift)
+
+
+class Generator(nn.Module):
+    """Noise [batch, 6] -> image [batch, 3, 8, 8]."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.randn(1, 8, 8, 8))
+        self.calm = StyledLayer(8, 1.0)
+        self.wild = StyledLayer(8, strength)
+        self.paint = nn.Conv2d(8, 3, 1)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        x = self.calm(self.seed.expand(len(noise), -1, -1, -1), noise)
+        return torch.sigmoid(self.paint(self.wild(x, noise)))
+
+
+CASES = (
+    Case(
+        name="residual/vision-transformer",
+        mechanism=RESIDUAL,
+        build=seeded(VisionTransformer, outlier=3e4),
+        batch=lambda: {"patches": randn(2, 9, 48)},
+        call=positional("patches"),
+        verdict="precision",
+        module="blocks.2",
+        op="add",
+        line="x + self.mlp(self.norm(x))",
+        cause="elementwise-overflow",
+        fixes=("keep the residual stream in fp32",),
+        cure={"build": seeded(VisionTransformer, outlier=300.0)},
+    ),
+    Case(
+        name="residual/upscaler-in-place",
+        mechanism=RESIDUAL,
+        build=seeded(Upscaler, loud=3.5e4),
+        batch=lambda: {"image": rand(2, 3, 8, 8)},
+        call=positional("image"),
+        verdict="precision",
+        module="trunk.0",
+        op="add",
+        line="out += x",
+        cause="elementwise-overflow",
+        fixes=("keep the residual stream in fp32", "scale the branch by 0.1"),
+        cure={"build": seeded(Upscaler, loud=0.5)},
+    ),
+    Case(
+        name="residual/vocoder-skips",
+        mechanism=RESIDUAL,
+        build=seeded(Vocoder, loud=1.5e4),
+        batch=lambda: {"frames": randn(2, 1, 40)},
+        call=whole,
+        verdict="precision",
+        module="",
+        op="add",
+        line="skips = skips + skip",
+        cause="elementwise-overflow",
+        fixes=("sum the skips in fp32",),
+        cure={"build": seeded(Vocoder, loud=15.0)},
+    ),
+    Case(
+        name="gate/geglu",
+        mechanism=GATE,
+        build=seeded(Reader, gain=500.0),
+        batch=lambda: {"tokens": torch.arange(20).view(2, 10)},
+        call=positional("tokens"),
+        verdict="precision",
+        module="late",
+        op="mul",
+        line="F.gelu(gate) * value",
+        cause="elementwise-overflow",
+        fixes=("keep the product in fp32",),
+        cure={"build": seeded(Reader, gain=1.0)},
+    ),
+    Case(
+        name="gate/embedding-scale",
+        mechanism=GATE,
+        build=seeded(Translator, loud=1.5e4),
+        batch=lambda: {"tokens": torch.arange(16).view(2, 8)},
+        call=positional("tokens"),
+        verdict="precision",
+        module="source",
+        op="mul",
+        line="self.lift(self.table(tokens)) * self.lift.out_features**0.5",
+        cause="elementwise-overflow",
+        fixes=("scale in fp32",),
+        cure={"build": seeded(Translator, loud=1.0)},
+    ),
+    Case(
+        name="gate/dropout-scale",
+        mechanism=GATE,
+        build=seeded(Churn, loud=5e4),
+        batch=lambda: {"table": randn(3, 10)},
+        call=positional("table"),
+        verdict="precision",
+        module="drop",
+        op="dropout",
+        line="self.scale(self.drop(F.relu(self.hidden(table))))",
+        cause="elementwise-overflow",
+        fixes=("keep drop in fp32", "normalise before the dropout"),
+        cure={"build": seeded(Churn, loud=50.0)},
+    ),
+    Case(
+        name="gate/style-modulation",
+        mechanism=GATE,
+        build=seeded(Generator, strength=6000.0),
+        batch=lambda: {"noise": randn(2, 6)},
+        call=positional("noise"),
+        verdict="precision",
+        module="wild",
+        op="mul",
+        line="self.conv(x) * (1 + gain) + shift",
+        cause="elementwise-overflow",
+        fixes=("keep the modulation in fp32", "demodulate the weights"),
+        cure={"build": seeded(Generator, strength=1.0)},
+    ),
+)

@@ -1,0 +1,119 @@
+"""`Case`: one small sick model, with everything that is known about its illness.
+
+In: what a family of cases writes down. Out: records, and the few helpers with which the families build them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+Phase = Literal["forward", "loss", "backward", "state", "input", "optimizer"]
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+LOSS = "<loss>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A sick model, the batch that it dies on, and the diagnosis that is true.
+
+    `mechanism` is a row of the table of mechanisms. `build` and `batch` are deterministic; `batch` gives the arrays of
+    the dump and `call` runs the model on them. `module` is the dotted path that owns the origin, "" the root and
+    "<loss>" the loss function; for a bad weight or buffer its owner, for a bad batch "". `op` is the aten name without
+    overload, backend prefix or in-place underscore, "" where the origin is no operation; for a custom autograd
+    Function its class name. `line` is a piece of the source line that makes it, found on no other line of that file.
+    `near_causes` are codes that a good doctor could defend as well, where a mechanism touches two of them. `fixes` are
+    accepted cures in words, smallest first. `cure` holds the fields in which the healthy twin differs.
+    """
+
+    name: str
+    mechanism: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    call: Callable[[nn.Module, Batch], Any]
+    loss: Callable[[Any, Batch], Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    train: bool = True
+    loss_scale: float = 1.0
+    phase: Phase = "forward"
+    verdict: str
+    module: str = ""
+    op: str = ""
+    line: str = ""
+    cause: str = ""
+    near_causes: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
+    cure: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Every cause code that is right."""
+        return (self.cause, *self.near_causes)
+
+    def twin(self) -> Case:
+        """The nearest healthy case: the first fix applied, or the data changed."""
+        assert self.cure, f"{self.name} is healthy already"
+        return healthy(dataclasses.replace(self, name=f"{self.name} (healthy)", **self.cure))
+
+
+def healthy(case: Case) -> Case:
+    """The same case with nothing to blame."""
+    return dataclasses.replace(
+        case, verdict="healthy", module="", op="", line="", cause="", near_causes=(), fixes=(), cure={}
+    )
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    """A `build` that makes the same weights every time and leaves the global random state alone."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return make(*args, **kwargs)
+
+    return build
+
+
+def positional(*names: str) -> Callable[[nn.Module, Batch], Any]:
+    """A `call` that passes these arrays by position."""
+    return lambda model, batch: model(*(batch[name] for name in names))
+
+
+def whole(model: nn.Module, batch: Batch) -> Any:
+    """A `call` that passes the batch as one dict."""
+    return model(batch)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    """Uniform numbers in [0, 1), the same every time."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scaled(layer: Layer, factor: float) -> Layer:
+    """The layer with its weights multiplied, as too many steps at too high a learning rate leave it."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(factor)
+    return layer
+
+
+def biased(layer: Layer, value: float | Tensor, *, unit: int | slice = slice(None)) -> Layer:
+    """The layer with its bias set, or that of some of its units."""
+    bias = layer.bias
+    assert isinstance(bias, Tensor)
+    with torch.no_grad():
+        bias[unit] = value
+    return layer

@@ -1,0 +1,344 @@
+"""Values outside a function's domain, and the indeterminate forms inf - inf and 0 * inf.
+
+In: nothing. Out: `CASES` of the rows "outside the domain" and "inf - inf, 0 * inf".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import LOSS, Batch, Case, biased, positional, randn, scaled, seeded, whole
+
+DOMAIN = "outside the domain"
+FORM = "inf - inf, 0 * inf"
+
+
+class Forecast(nn.Module):
+    """Sales [batch, time, 3] -> the logarithm of tomorrow's, of a number that nothing keeps positive."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.read = nn.LSTM(3, 10, batch_first=True)
+        self.last = biased(nn.Linear(10, 2), level)
+
+    def forward(self, sales: Tensor) -> Tensor:
+        states, _last = self.read(sales)
+        return torch.log(self.last(states[:, -1]))
+
+
+class Moments(nn.Module):
+    """Deviation by E[x^2] - E[x]^2, which fp16 rounds to below zero where x hardly varies."""
+
+    def __init__(self, *, two_pass: bool) -> None:
+        super().__init__()
+        self.two_pass = two_pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=-1, keepdim=True)
+        if self.two_pass:
+            spread = (x - mean).square().mean(dim=-1, keepdim=True) + 1e-3
+        else:
+            spread = (x * x).mean(dim=-1, keepdim=True) - mean * mean
+        return torch.cat([mean, torch.sqrt(spread)], dim=-1)
+
+
+class MotorMonitor(nn.Module):
+    """Vibration [batch, 2, 64] -> {"fault"}, from the statistics of filtered channels that hum evenly."""
+
+    def __init__(self, *, two_pass: bool) -> None:
+        super().__init__()
+        self.filter = biased(nn.Conv1d(2, 12, 5), torch.linspace(20.0, 60.0, 12))
+        self.moments = Moments(two_pass=two_pass)
+        self.fault = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"fault": self.fault(self.moments(self.filter(inputs["vibration"])))}
+
+
+class GammaCurve(nn.Module):
+    """value ** gamma: a fraction of a negative value is no real number."""
+
+    def __init__(self, *, signed: bool) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.tensor(0.45))
+        self.signed = signed
+
+    def forward(self, light: Tensor) -> Tensor:
+        return (light.clamp(min=1e-2) if self.signed else light) ** self.gamma
+
+
+class RawDeveloper(nn.Module):
+    """Sensor mosaics [batch, 4, 6, 6] -> pictures [batch, 3, 12, 12]."""
+
+    def __init__(self, *, signed: bool) -> None:
+        super().__init__()
+        self.mosaic = nn.ConvTranspose2d(4, 6, 2, stride=2)
+        self.curve = GammaCurve(signed=signed)
+        self.colour = nn.Conv2d(6, 3, 1)
+
+    def forward(self, mosaic: Tensor) -> Tensor:
+        return torch.sigmoid(self.colour(self.curve(self.mosaic(mosaic))))
+
+
+class Angle(nn.Module):
+    """The angle between unit vectors; a margin that is enough for the rounding of fp32 is not for that of fp16."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        cosine = left @ right.transpose(-2, -1)
+        return torch.acos(cosine.clamp(-self.limit, self.limit) * 0.9999)
+
+
+class SoundSource(nn.Module):
+    """Recordings [batch, 40] against known ones [places, 40] -> angles [batch, places] between their directions."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(40, 32), nn.Tanh(), nn.Linear(32, 3))
+        self.angle = Angle(limit)
+
+    def forward(self, recording: Tensor, known: Tensor) -> Tensor:
+        return self.angle(self.direction(recording), self.direction(known))
+
+    def direction(self, sound: Tensor) -> Tensor:
+        x = self.embed(sound)
+        return x / x.norm(dim=-1, keepdim=True).type_as(x)
+
+
+class MultipliedMask(nn.Module):
+    """(1 - mask) * -inf, which is NaN exactly where the mask lets through."""
+
+    def __init__(self, width: int, *, fill: bool) -> None:
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+        self.fill = fill
+
+    def forward(self, frames: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score(frames).squeeze(-1)
+        scores = scores.masked_fill(mask == 0, -torch.inf) if self.fill else scores + (1 - mask) * -torch.inf
+        return (scores.softmax(dim=-1).unsqueeze(-1) * frames).sum(dim=1)
+
+
+class ClipClassifier(nn.Module):
+    """Video frames [batch, time, 10] -> logits."""
+
+    def __init__(self, *, fill: bool) -> None:
+        super().__init__()
+        self.frame = nn.Linear(10, 12)
+        self.attend = MultipliedMask(12, fill=fill)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, frames: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.attend(torch.tanh(self.frame(frames)), mask))
+
+
+class ForwardAlgorithm(nn.Module):
+    """The forward pass of a left-to-right hidden Markov model with a log-sum-exp of two by hand."""
+
+    def __init__(self, states: int, start: float) -> None:
+        super().__init__()
+        self.states = states
+        self.start = start
+
+    def forward(self, emissions: Tensor) -> Tensor:
+        alpha = torch.full((len(emissions), self.states), self.start, device=emissions.device)
+        alpha[:, 0] = 0.0
+        for step in range(emissions.shape[1]):
+            moved = F.pad(alpha, (1, 0), value=self.start)[:, :-1]
+            alpha = alpha + F.softplus(moved - alpha) + emissions[:, step]
+        return alpha[:, -1]
+
+
+class Aligner(nn.Module):
+    """Speech [batch, time, 7] -> log-likelihood of the five states in order."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.acoustic = nn.Linear(7, 5)
+        self.align = ForwardAlgorithm(5, start)
+
+    def forward(self, speech: Tensor) -> Tensor:
+        return self.align(self.acoustic(speech).log_softmax(dim=-1))
+
+
+class SlopedAttention(nn.Module):
+    """A -inf causal buffer, meant and innocent, multiplied by a learned gate per head; a gate of zero spoils it."""
+
+    causal: Tensor
+
+    def __init__(self, width: int, length: int, low: float) -> None:
+        super().__init__()
+        self.qk = nn.Linear(width, 2 * width)
+        self.gate = nn.Parameter(torch.tensor([1.0, 0.0]).view(2, 1, 1))
+        self.register_buffer("causal", torch.full((length, length), low).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qk(x).chunk(2, dim=-1))
+        scores = query @ key.transpose(-2, -1) / key.shape[-1] ** 0.5
+        weights = (scores + self.gate * self.causal).softmax(dim=-1)
+        return weights.mean(dim=1) @ x
+
+
+class MusicModel(nn.Module):
+    """Notes [batch, 6] -> logits of the next note."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        self.notes = nn.Embedding(12, 8)
+        self.blend = SlopedAttention(8, 6, low)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, notes: Tensor) -> Tensor:
+        return self.head(self.blend(self.notes(notes)))
+
+
+class ActionModel(nn.Module):
+    """Observations [batch, 6] -> action probabilities, saturated enough for exact zeros."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh())
+        self.actions = scaled(nn.Linear(20, 4), gain)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.actions(self.body(observation)).softmax(dim=-1)
+
+
+def negative_entropy(output: Tensor, _batch: Batch) -> Tensor:
+    return (output * torch.log(output)).sum(dim=-1).mean()
+
+
+def frames_and_mask() -> Batch:
+    mask = torch.ones(2, 6)
+    mask[0, 4:] = 0
+    return {"frames": randn(2, 6, 10), "mask": mask}
+
+
+def the_same_recordings() -> Batch:
+    known = randn(40, 40)
+    return {"recording": known.clone(), "known": known}
+
+
+CASES = (
+    Case(
+        name="domain/log-of-a-forecast",
+        mechanism=DOMAIN,
+        build=seeded(Forecast, level=-0.3),
+        batch=lambda: {"sales": randn(3, 6, 3)},
+        call=positional("sales"),
+        verdict="numerics",
+        module="",
+        op="log",
+        line="torch.log(self.last(states[:, -1]))",
+        cause="invalid-domain",
+        fixes=("softplus before the log", "predict the logarithm itself"),
+        cure={"build": seeded(Forecast, level=3.0)},
+    ),
+    Case(
+        name="domain/one-pass-variance",
+        mechanism=DOMAIN,
+        build=seeded(MotorMonitor, two_pass=False),
+        batch=lambda: {"vibration": randn(3, 2, 64)},
+        call=whole,
+        verdict="precision",
+        module="moments",
+        op="sqrt",
+        line="torch.cat([mean, torch.sqrt(spread)], dim=-1)",
+        cause="invalid-domain",
+        fixes=("x.var()", "the moments in fp32"),
+        cure={"build": seeded(MotorMonitor, two_pass=True)},
+    ),
+    Case(
+        name="domain/gamma-curve",
+        mechanism=DOMAIN,
+        build=seeded(RawDeveloper, signed=False),
+        batch=lambda: {"mosaic": randn(2, 4, 6, 6)},
+        call=positional("mosaic"),
+        verdict="numerics",
+        module="curve",
+        op="pow",
+        line="if self.signed else light) ** self.gamma",
+        cause="invalid-domain",
+        fixes=("clamp at a small positive value",),
+        cure={"build": seeded(RawDeveloper, signed=True)},
+    ),
+    Case(
+        name="domain/angle-with-itself",
+        mechanism=DOMAIN,
+        build=seeded(SoundSource, limit=2.0),
+        batch=the_same_recordings,
+        call=positional("recording", "known"),
+        verdict="precision",
+        module="angle",
+        op="acos",
+        line="torch.acos(cosine.clamp(-self.limit, self.limit)",
+        cause="invalid-domain",
+        fixes=("clamp to less than one", "the cosine in fp32"),
+        cure={"build": seeded(SoundSource, limit=0.999)},
+    ),
+    Case(
+        name="form/multiplied-mask",
+        mechanism=FORM,
+        build=seeded(ClipClassifier, fill=False),
+        batch=frames_and_mask,
+        call=positional("frames", "mask"),
+        verdict="numerics",
+        module="attend",
+        op="mul",
+        line="scores + (1 - mask) * -torch.inf",
+        cause="indeterminate-form",
+        fixes=("masked_fill",),
+        cure={"build": seeded(ClipClassifier, fill=True)},
+    ),
+    Case(
+        name="form/forward-algorithm",
+        mechanism=FORM,
+        build=seeded(Aligner, start=float("-inf")),
+        batch=lambda: {"speech": randn(2, 9, 7)},
+        call=positional("speech"),
+        verdict="numerics",
+        module="align",
+        op="sub",
+        line="alpha + F.softplus(moved - alpha) + emissions[:, step]",
+        cause="indeterminate-form",
+        fixes=("a large finite start", "torch.logaddexp"),
+        cure={"build": seeded(Aligner, start=-1e4)},
+    ),
+    Case(
+        name="form/gated-mask",
+        mechanism=FORM,
+        build=seeded(MusicModel, low=float("-inf")),
+        batch=lambda: {"notes": torch.arange(12).view(2, 6)},
+        call=positional("notes"),
+        verdict="numerics",
+        module="blend",
+        op="mul",
+        line="(scores + self.gate * self.causal).softmax(dim=-1)",
+        cause="indeterminate-form",
+        fixes=("a finite mask constant", "masked_fill after the gate"),
+        cure={"build": seeded(MusicModel, low=-1e4)},
+    ),
+    Case(
+        name="form/entropy",
+        mechanism=FORM,
+        build=seeded(ActionModel, gain=300.0),
+        batch=lambda: {"observation": randn(5, 6)},
+        call=positional("observation"),
+        loss=negative_entropy,
+        phase="loss",
+        verdict="numerics",
+        module=LOSS,
+        op="log",  # log 0 = -inf is the birth; 0 * -inf makes the NaN of it
+        line="(output * torch.log(output)).sum(dim=-1).mean()",
+        cause="log-of-zero",
+        near_causes=("indeterminate-form",),
+        fixes=("torch.special.entr", "log_softmax of the logits"),
+        cure={"build": seeded(ActionModel, gain=1.0)},
+    ),
+)

@@ -1,0 +1,208 @@
+"""Small constants that fp16 rounds to zero or absorbs: 0/0, log 0, rsqrt 0.
+
+In: nothing. Out: `CASES` of the row "eps lost".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import Batch, Case, biased, positional, rand, randn, seeded, whole
+
+MECHANISM = "eps lost"
+
+
+class ChannelNorm(nn.Module):
+    """(x - mean) / (deviation + eps) over the picture, which a blank tile makes 0 / eps."""
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(channels, 1, 1))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(dim=(2, 3), keepdim=True)
+        return self.gain * (centred / (x.std(dim=(2, 3), keepdim=True) + self.eps))
+
+
+class TileSegmenter(nn.Module):
+    """A two-level U-Net: images [batch, 1, 16, 16] in a dict -> {"logit"}; normalises with one shared layer."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 8, 3, padding=1, padding_mode="replicate")
+        self.even = ChannelNorm(8, eps)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, padding_mode="replicate")
+        self.up = nn.Conv2d(16, 1, 1)
+
+    def forward(self, inputs: Batch) -> Batch:
+        fine = F.relu(self.even(self.down(inputs["image"])))
+        coarse = F.relu(self.even(self.deep(F.max_pool2d(fine, 2))))
+        joined = torch.cat([fine, F.interpolate(coarse, scale_factor=2.0)], dim=1)
+        return {"logit": self.up(joined)}
+
+
+class RowNorm(nn.Module):
+    """A layer norm by hand, with the eps of a fp32 paper inside the root."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.var(dim=-1, keepdim=True, unbiased=False)
+        return (x - x.mean(dim=-1, keepdim=True)) * torch.rsqrt(spread + self.eps)
+
+
+class Questionnaire(nn.Module):
+    """Answers [batch, 9]; a row of missing answers is all zero, and so is its projection without bias."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.entry = nn.Linear(9, 20, bias=False)
+        self.scale = RowNorm(eps)
+        self.exit = nn.Sequential(nn.GELU(), nn.Linear(20, 2))
+
+    def forward(self, answers: Tensor) -> Tensor:
+        return self.exit(self.scale(self.entry(answers)))
+
+
+class LogBands(nn.Module):
+    """log(energy + eps) of a filter bank: digital silence has no energy at all."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.bank = nn.Conv1d(1, 8, 20, stride=10, bias=False)
+        self.eps = eps
+
+    def forward(self, audio: Tensor) -> Tensor:
+        energy = self.bank(audio).abs()
+        return torch.log(energy + self.eps)
+
+
+class Listener(nn.Module):
+    """Audio [batch, 1, 200] -> (logits, bands)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.bands = LogBands(eps)
+        self.read = nn.LSTM(8, 10, batch_first=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, audio: Tensor) -> tuple[Tensor, Tensor]:
+        bands = self.bands(audio)
+        centred = bands - bands.mean(dim=-1, keepdim=True)
+        states, _last = self.read(centred.transpose(1, 2))
+        return self.head(states[:, -1]), bands
+
+
+class ReluAttention(nn.Module):
+    """Attention whose weights are relu(q) . relu(k), divided by their sum: all of them can be zero."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.qkv = biased(nn.Linear(width, 3 * width), -30.0, unit=slice(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        query, key = F.relu(query), F.relu(key)
+        context = key.transpose(-2, -1) @ value / x.shape[1]
+        total = query @ key.mean(dim=1).unsqueeze(-1)
+        return (query @ context) / (total + self.eps)
+
+
+class DenseDepth(nn.Module):
+    """Images [batch, 3, 12, 12] -> depth at a quarter of the size; eps 1e-12 of the LayerNorm is harmless in fp32."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 4, stride=4)
+        self.norm = nn.LayerNorm(12, eps=1e-12)
+        self.mix = ReluAttention(12, eps)
+        self.depth = nn.Linear(12, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        return F.softplus(self.depth(x + self.mix(self.norm(x)))).squeeze(-1)
+
+
+def with_a_blank_tile() -> Batch:
+    image = rand(3, 1, 16, 16)
+    image[2] = 0.25
+    return {"image": image}
+
+
+def with_missing_answers() -> Batch:
+    answers = randn(4, 9)
+    answers[1] = 0.0
+    return {"answers": answers}
+
+
+def with_silence() -> Batch:
+    audio = randn(2, 1, 200)
+    audio[0, :, 60:140] = 0.0
+    return {"audio": audio}
+
+
+CASES = (
+    Case(
+        name="eps/blank-tile",
+        mechanism=MECHANISM,
+        build=seeded(TileSegmenter, eps=1e-8),
+        batch=with_a_blank_tile,
+        call=whole,
+        verdict="precision",
+        module="even",
+        op="div",
+        line="self.gain * (centred / (x.std(",
+        cause="eps-underflow",
+        fixes=("eps=1e-4", "keep even in fp32"),
+        cure={"build": seeded(TileSegmenter, eps=1e-3)},
+    ),
+    Case(
+        name="eps/missing-answers",
+        mechanism=MECHANISM,
+        build=seeded(Questionnaire, eps=1e-8),
+        batch=with_missing_answers,
+        call=positional("answers"),
+        verdict="precision",
+        module="scale",
+        op="rsqrt",
+        line="torch.rsqrt(spread + self.eps)",
+        cause="eps-underflow",
+        fixes=("eps=1e-5", "keep scale in fp32"),
+        cure={"build": seeded(Questionnaire, eps=1e-5)},
+    ),
+    Case(
+        name="eps/digital-silence",
+        mechanism=MECHANISM,
+        build=seeded(Listener, eps=1e-8),
+        batch=with_silence,
+        call=positional("audio"),
+        verdict="precision",
+        module="bands",
+        op="log",
+        line="torch.log(energy + self.eps)",
+        cause="eps-underflow",
+        fixes=("eps=1e-5", "add the eps in fp32"),
+        cure={"build": seeded(Listener, eps=1e-5)},
+    ),
+    Case(
+        name="eps/relu-attention",
+        mechanism=MECHANISM,
+        build=seeded(DenseDepth, eps=1e-12),
+        batch=lambda: {"image": randn(2, 3, 12, 12)},
+        call=positional("image"),
+        verdict="precision",
+        module="mix",
+        op="div",
+        line="(query @ context) / (total + self.eps)",
+        cause="eps-underflow",
+        fixes=("eps=1e-4", "keep the division in fp32"),
+        cure={"build": seeded(DenseDepth, eps=1e-4)},
+    ),
+)

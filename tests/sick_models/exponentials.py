@@ -1,0 +1,344 @@
+"""Exponentials that overflow and sigmoids that saturate until the logarithm meets a zero.
+
+In: nothing. Out: `CASES` of the rows "exp too large" and "saturated sigmoid".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import LOSS, Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
+
+EXPONENTIAL = "exp too large"
+SIGMOID = "saturated sigmoid"
+
+
+class Reparametrised(nn.Module):
+    """mean + exp(logvar / 2) * noise, with or without a bound on the log-variance."""
+
+    def __init__(self, width: int, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+        self.mean = nn.Linear(width, 4)
+        self.logvar = biased(nn.Linear(width, 4), 230.0, unit=2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = self.mean(x)
+        logvar = self.logvar(x).clamp(-self.bound, self.bound)
+        spread = torch.exp(0.5 * logvar)
+        return mean + spread * torch.randn_like(mean), mean, logvar
+
+
+class Autoencoder(nn.Module):
+    """Digits [batch, 1, 8, 8] -> (picture, mean, logvar)."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
+        self.sample = Reparametrised(16, bound)
+        self.decode = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64), nn.Unflatten(1, (1, 8, 8)))
+
+    def forward(self, digit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        code, mean, logvar = self.sample(self.encode(digit))
+        return torch.sigmoid(self.decode(code)), mean, logvar
+
+
+class Loudness(nn.Module):
+    """A gain in octaves: exp2 is on none of autocast's lists, so it stays in fp16."""
+
+    def __init__(self, octaves: float) -> None:
+        super().__init__()
+        self.control = biased(nn.Conv1d(4, 1, 1), octaves)
+
+    def forward(self, wave: Tensor) -> Tensor:
+        return wave * torch.exp2(self.control(wave))
+
+
+class Mastering(nn.Module):
+    """Audio [batch, 4, 30] -> {"audio"}, levelled."""
+
+    def __init__(self, octaves: float) -> None:
+        super().__init__()
+        self.filter = nn.Conv1d(4, 4, 5, padding=2, groups=4)
+        self.loudness = Loudness(octaves)
+        self.level = nn.GroupNorm(1, 4)
+
+    def forward(self, audio: Tensor) -> Batch:
+        return {"audio": self.level(self.loudness(self.filter(audio)))}
+
+
+class YoloHead(nn.Module):
+    """Boxes from a feature map: width and height are exp(raw) * anchor."""
+
+    anchors: Tensor
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.raw = biased(nn.Conv2d(8, 6, 1), 120.0, unit=3)
+        self.register_buffer("anchors", torch.tensor([0.1, 0.2]).view(1, 2, 1, 1))
+        self.bound = bound
+
+    def forward(self, features: Tensor) -> dict[str, Tensor]:
+        centre, size, score = self.raw(features).split(2, dim=1)
+        boxes = torch.exp(size.clamp(max=self.bound)) * self.anchors
+        return {"centre": torch.sigmoid(centre), "size": boxes, "score": score}
+
+
+class YoloTiny(nn.Module):
+    """Images [batch, 3, 16, 16] -> a dict of maps."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+        self.head = YoloHead(bound)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        return self.head(self.backbone(image))
+
+
+class HandSoftplus(nn.Module):
+    """log(1 + exp(x)), as the formula says, or as torch does it."""
+
+    def __init__(self, *, stable: bool) -> None:
+        super().__init__()
+        self.stable = stable
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softplus(x) if self.stable else torch.log(1 + torch.exp(x))
+
+
+class RateModel(nn.Module):
+    """Counts per hour from a table [batch, 6]; the same positive function serves both of its ends."""
+
+    def __init__(self, *, stable: bool) -> None:
+        super().__init__()
+        self.positive = HandSoftplus(stable=stable)
+        self.early = nn.Linear(6, 12)
+        self.late = biased(nn.Linear(12, 1), 140.0)
+
+    def forward(self, table: Tensor) -> Tensor:
+        return self.positive(self.late(self.positive(self.early(table))))
+
+
+class Contrast(nn.Module):
+    """Images against captions, with a learned temperature exp(logit_scale) that nothing bounds."""
+
+    def __init__(self, logit_scale: float) -> None:
+        super().__init__()
+        self.image = nn.Linear(20, 8)
+        self.text = nn.Embedding(9, 8)
+        self.logit_scale = nn.Parameter(torch.tensor(logit_scale))
+
+    def forward(self, image: Tensor, caption: Tensor) -> Tensor:
+        left = F.normalize(self.image(image), dim=-1)
+        right = F.normalize(self.text(caption).mean(dim=1), dim=-1)
+        similarity = left @ right.T
+        return (similarity * self.logit_scale.exp()).softmax(dim=-1)
+
+
+class Spam(nn.Module):
+    """A table [batch, 7] -> {"probability"}, a sigmoid at the end as tutorials have it."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(7, 16)
+        self.last = scaled(nn.Linear(16, 1), gain)
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"probability": torch.sigmoid(self.last(F.relu(self.hidden(inputs["words"])))).squeeze(-1)}
+
+
+def hand_written_cross_entropy(output: Batch, batch: Batch) -> Tensor:
+    probability, target = output["probability"], batch["spam"]
+    return -(target * torch.log(probability) + (1 - target) * torch.log(1 - probability)).mean()
+
+
+class Judge(nn.Module):
+    """A critic of pictures [batch, 3, 8, 8] -> the probability that they are real."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.look = nn.Sequential(nn.Conv2d(3, 8, 4, stride=2), nn.LeakyReLU(0.2), nn.Flatten())
+        self.verdict = scaled(nn.Linear(72, 1), gain)
+
+    def forward(self, picture: Tensor) -> Tensor:
+        return torch.sigmoid(self.verdict(self.look(picture)).float())
+
+
+def saturating_generator_loss(output: Tensor, _batch: Batch) -> Tensor:
+    return torch.log(1.0 - output).mean()
+
+
+class StickBreaking(nn.Module):
+    """Mixture weights from sigmoids: log of what is left of the stick after each break."""
+
+    def __init__(self, width: int, pieces: int, gain: float) -> None:
+        super().__init__()
+        self.breaks = scaled(nn.Linear(width, pieces), gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = torch.sigmoid(self.breaks(x))
+        left = torch.cumsum(torch.log(1 - taken), dim=-1)
+        return torch.log(taken[..., :1]) + left
+
+
+class MixtureDensity(nn.Module):
+    """Sequences [batch, time, 6] -> log-weights of a mixture at every step."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.read = nn.GRU(6, 16, batch_first=True)
+        self.weights = StickBreaking(16, 4, gain)
+
+    def forward(self, strokes: Tensor) -> Tensor:
+        return self.weights(self.read(strokes)[0])
+
+
+class Chooser(nn.Module):
+    """Items [batch, 5, 8] -> log-probability of each, as the log of a softmax that can underflow."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), scaled(nn.Linear(16, 1), gain))
+
+    def forward(self, items: Tensor) -> Tensor:
+        scores = self.score(items).squeeze(-1)
+        return torch.log(scores.softmax(dim=-1))
+
+
+CASES = (
+    Case(
+        name="exponential/reparametrised",
+        mechanism=EXPONENTIAL,
+        build=seeded(Autoencoder, bound=1e3),
+        batch=lambda: {"digit": rand(2, 1, 8, 8)},
+        call=positional("digit"),
+        verdict="numerics",
+        module="sample",
+        op="exp",
+        line="spread = torch.exp(0.5 * logvar)",
+        cause="exp-overflow",
+        fixes=("clamp the log-variance to [-30, 20]",),
+        cure={"build": seeded(Autoencoder, bound=10.0)},
+    ),
+    Case(
+        name="exponential/octaves",
+        mechanism=EXPONENTIAL,
+        build=seeded(Mastering, octaves=17.0),
+        batch=lambda: {"audio": randn(2, 4, 30)},
+        call=positional("audio"),
+        verdict="precision",
+        module="loudness",
+        op="exp2",
+        line="wave * torch.exp2(self.control(wave))",
+        cause="exp-overflow",
+        fixes=("keep loudness in fp32", "clamp the octaves"),
+        cure={"build": seeded(Mastering, octaves=3.0)},
+    ),
+    Case(
+        name="exponential/box-size",
+        mechanism=EXPONENTIAL,
+        build=seeded(YoloTiny, bound=1e3),
+        batch=lambda: {"image": randn(2, 3, 16, 16)},
+        call=positional("image"),
+        verdict="numerics",
+        module="head",
+        op="exp",
+        line="torch.exp(size.clamp(max=self.bound)) * self.anchors",
+        cause="exp-overflow",
+        fixes=("clamp the raw size, as torchvision does at log(1000 / 16)",),
+        cure={"build": seeded(YoloTiny, bound=4.0)},
+    ),
+    Case(
+        name="exponential/softplus-by-hand",
+        mechanism=EXPONENTIAL,
+        build=seeded(RateModel, stable=False),
+        batch=lambda: {"table": randn(4, 6)},
+        call=positional("table"),
+        verdict="numerics",
+        module="positive",
+        op="exp",
+        line="torch.log(1 + torch.exp(x))",
+        cause="exp-overflow",
+        fixes=("torch.nn.functional.softplus",),
+        cure={"build": seeded(RateModel, stable=True)},
+    ),
+    Case(
+        name="exponential/temperature",
+        mechanism=EXPONENTIAL,
+        build=seeded(Contrast, logit_scale=12.5),
+        batch=lambda: {"image": randn(4, 20), "caption": torch.arange(12).view(4, 3) % 9},
+        call=positional("image", "caption"),
+        verdict="precision",
+        module="",
+        op="mul",
+        line="(similarity * self.logit_scale.exp())",
+        cause="exp-overflow",  # the product overflows, but its factor is e ** 12.5: CLIP clamps it at e ** 4.6
+        near_causes=("elementwise-overflow",),
+        fixes=("clamp logit_scale at log(100)", "multiply in fp32"),
+        cure={"build": seeded(Contrast, logit_scale=2.7)},
+    ),
+    Case(
+        name="sigmoid/spam",
+        mechanism=SIGMOID,
+        build=seeded(Spam, gain=-40.0),
+        batch=lambda: {"words": rand(6, 7), "spam": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])},
+        call=whole,
+        loss=hand_written_cross_entropy,
+        phase="loss",
+        verdict="precision",
+        module=LOSS,
+        op="log",
+        line="(1 - target) * torch.log(1 - probability)",
+        cause="log-of-zero",
+        fixes=("binary_cross_entropy_with_logits", "the sigmoid in fp32"),
+        cure={"build": seeded(Spam, gain=1.0)},
+    ),
+    Case(
+        name="sigmoid/critic",
+        mechanism=SIGMOID,
+        build=seeded(Judge, gain=400.0),
+        batch=lambda: {"picture": randn(4, 3, 8, 8)},
+        call=positional("picture"),
+        loss=saturating_generator_loss,
+        phase="loss",
+        verdict="numerics",
+        module=LOSS,
+        op="log",
+        line="torch.log(1.0 - output).mean()",
+        cause="log-of-zero",
+        fixes=("logsigmoid(-logit)",),
+        cure={"build": seeded(Judge, gain=1.0)},
+    ),
+    Case(
+        name="sigmoid/stick-breaking",
+        mechanism=SIGMOID,
+        build=seeded(MixtureDensity, gain=30.0),
+        batch=lambda: {"strokes": randn(2, 5, 6)},
+        call=positional("strokes"),
+        verdict="precision",
+        module="weights",
+        op="log",
+        line="torch.cumsum(torch.log(1 - taken), dim=-1)",
+        cause="log-of-zero",
+        fixes=("logsigmoid(-x)", "the sigmoid in fp32"),
+        cure={"build": seeded(MixtureDensity, gain=1.0)},
+    ),
+    Case(
+        name="sigmoid/log-of-softmax",
+        mechanism=SIGMOID,
+        build=seeded(Chooser, gain=400.0),
+        batch=lambda: {"items": randn(3, 5, 8)},
+        call=positional("items"),
+        verdict="numerics",
+        module="",
+        op="log",
+        line="torch.log(scores.softmax(dim=-1))",
+        cause="log-of-zero",
+        fixes=("log_softmax",),
+        cure={"build": seeded(Chooser, gain=1.0)},
+    ),
+)

@@ -1,0 +1,281 @@
+"""Forward passes without a fault whose gradients are infinite in every precision: singular points and where traps.
+
+In: nothing. Out: `CASES` of the rows "gradient singularity" and "where trap".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import LOSS, Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
+
+SINGULARITY = "gradient singularity"
+TRAP = "where trap"
+
+
+class Signatures(nn.Module):
+    """Two signatures [batch, 1, 8, 8] -> their distance, by the same tower; a pair can be the same picture twice."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10))
+        self.eps = eps
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        difference = self.tower(left) - self.tower(right)
+        return torch.sqrt(difference.square().sum(dim=-1) + self.eps)
+
+
+def contrastive(output: Tensor, batch: Batch) -> Tensor:
+    return torch.where(batch["same"], output.square(), F.relu(1 - output).square()).mean()
+
+
+class BilinearPooling(nn.Module):
+    """The roots of all products of two channels; a channel that is dead everywhere puts them at the singular point."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        products = flat @ flat.transpose(1, 2) / flat.shape[-1]
+        return (products + self.eps).pow(0.5).flatten(1)
+
+
+class BirdSpecies(nn.Module):
+    """Photos [batch, 3, 8, 8] in a dict -> {"vector"}."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.body = nn.Sequential(biased(nn.Conv2d(3, 8, 3, padding=1), -50.0, unit=2), nn.ReLU())
+        self.pool = BilinearPooling(eps)
+        self.project = nn.Linear(64, 5)
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"vector": self.project(self.pool(self.body(inputs["photo"])))}
+
+
+def length_of_the_vector(output: Batch, _batch: Batch) -> Tensor:
+    return output["vector"].float().square().mean()
+
+
+class PoseHead(nn.Module):
+    """Points [batch, n, 3] -> a rotation [batch, 3, 3] near the identity."""
+
+    def __init__(self, spin: float) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(3, 16), nn.ReLU())
+        self.twist = biased(scaled(nn.Linear(16, 3), spin), spin)
+
+    def forward(self, points: Tensor) -> Tensor:
+        x, y, z = self.twist(self.encode(points).amax(dim=1)).float().unbind(dim=-1)
+        zero = torch.zeros_like(x)
+        generator = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1)
+        return torch.matrix_exp(generator.view(-1, 3, 3))
+
+
+def geodesic(output: Tensor, _batch: Batch) -> Tensor:
+    """The angle of the rotation: exactly zero for a head that was initialised with zeros."""
+    trace = output.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+    return torch.acos((trace - 1) / 2).mean()
+
+
+class LogReturns(nn.Module):
+    """log of the positive part, zero elsewhere: the hidden branch still has a gradient."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.guarded = guarded
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x > 0
+        safe = torch.where(positive, x, 1.0) if self.guarded else x
+        return torch.where(positive, torch.log(safe), 0.0)
+
+
+class Portfolio(nn.Module):
+    """Prices [batch, time, 4] -> weights; on a day without a change the factors are exactly zero."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.factors = nn.Linear(4, 12, bias=False)
+        self.returns = LogReturns(guarded=guarded)
+        self.read = nn.GRU(12, 12, batch_first=True)
+        self.weights = nn.Linear(12, 4)
+
+    def forward(self, prices: Tensor) -> Tensor:
+        volumes = self.factors(prices.diff(dim=1)).abs()
+        states, _last = self.read(self.returns(volumes))
+        return self.weights(states[:, -1]).softmax(dim=-1)
+
+
+def spread_of_weights(output: Tensor, _batch: Batch) -> Tensor:
+    return output.square().sum(dim=-1).mean()
+
+
+class PairDistances(nn.Module):
+    """Distances between all atoms; the diagonal is zero and hidden by a where."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.guarded = guarded
+
+    def forward(self, places: Tensor) -> Tensor:
+        squared = (places[:, None] - places[None]).square().sum(dim=-1)
+        apart = squared > 0
+        safe = torch.where(apart, squared, 1.0) if self.guarded else squared
+        return torch.where(apart, torch.sqrt(safe), 0.0)
+
+
+class ForceField(nn.Module):
+    """Atoms {"atoms": [n, 5]} -> {"energy"}, from distances in a learned space."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.place = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3))
+        self.distances = PairDistances(guarded=guarded)
+        self.radial = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, inputs: Batch) -> Batch:
+        distances = self.distances(self.place(inputs["atoms"]))
+        return {"energy": self.radial(distances.unsqueeze(-1)).mean()}
+
+
+def squared_energy(output: Batch, _batch: Batch) -> Tensor:
+    return output["energy"].float().square()
+
+
+class ClickRate(nn.Module):
+    """Clicks over views from two heads of a table [batch, 6]; the rate is hidden where there were no views."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.clicks = nn.Linear(6, 3)
+        self.views = biased(nn.Linear(6, 3), -20.0, unit=1)
+        self.guarded = guarded
+
+    def forward(self, table: Tensor) -> Tensor:
+        clicks, views = F.relu(self.clicks(table)), F.relu(self.views(table))
+        divisor = torch.where(views > 0, views, 1.0) if self.guarded else views
+        return torch.where(views > 0, clicks / divisor, 0.0)
+
+
+def error_of_the_rate(output: Tensor, batch: Batch) -> Tensor:
+    return F.l1_loss(output, batch["rate"])
+
+
+def signatures(*, same_picture: bool) -> Batch:
+    left, right = randn(3, 1, 8, 8), randn(3, 1, 8, 8, seed=1)
+    if same_picture:
+        right[1] = left[1]
+    return {"left": left, "right": right, "same": torch.tensor([False, True, True])}
+
+
+def prices_of_a_holiday() -> Batch:
+    prices = randn(3, 6, 4)
+    prices[1, 3] = prices[1, 2]
+    return {"prices": prices}
+
+
+CASES = (
+    Case(
+        name="singularity/same-signature",
+        mechanism=SINGULARITY,
+        build=seeded(Signatures, eps=0.0),
+        batch=lambda: signatures(same_picture=True),
+        call=positional("left", "right"),
+        loss=contrastive,
+        phase="backward",
+        verdict="numerics",
+        module="",
+        op="sqrt",
+        line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
+        cause="gradient-singularity",
+        fixes=("an eps under the root", "use the squared distance"),
+        cure={"build": seeded(Signatures, eps=1e-6)},
+    ),
+    Case(
+        name="singularity/dead-channel",
+        mechanism=SINGULARITY,
+        build=seeded(BirdSpecies, eps=0.0),
+        batch=lambda: {"photo": rand(2, 3, 8, 8)},
+        call=whole,
+        loss=length_of_the_vector,
+        phase="backward",
+        verdict="numerics",
+        module="pool",
+        op="pow",
+        line="(products + self.eps).pow(0.5).flatten(1)",
+        cause="gradient-singularity",
+        fixes=("an eps under the root",),
+        cure={"build": seeded(BirdSpecies, eps=1e-3)},
+    ),
+    Case(
+        name="singularity/identity-rotation",
+        mechanism=SINGULARITY,
+        build=seeded(PoseHead, spin=0.0),
+        batch=lambda: {"points": randn(2, 9, 3)},
+        call=positional("points"),
+        loss=geodesic,
+        phase="backward",
+        verdict="numerics",
+        module=LOSS,
+        op="acos",
+        line="torch.acos((trace - 1) / 2).mean()",
+        cause="gradient-singularity",
+        fixes=("clamp the cosine to less than one", "atan2 of sine and cosine"),
+        cure={"build": seeded(PoseHead, spin=0.5)},
+    ),
+    Case(
+        name="where/log-returns",
+        mechanism=TRAP,
+        build=seeded(Portfolio, guarded=False),
+        batch=prices_of_a_holiday,
+        call=positional("prices"),
+        loss=spread_of_weights,
+        phase="backward",
+        verdict="numerics",
+        module="returns",
+        op="log",
+        line="torch.where(positive, torch.log(safe), 0.0)",
+        cause="where-gradient-trap",
+        fixes=("a second where inside the log",),
+        cure={"build": seeded(Portfolio, guarded=True)},
+    ),
+    Case(
+        name="where/pair-distances",
+        mechanism=TRAP,
+        build=seeded(ForceField, guarded=False),
+        batch=lambda: {"atoms": randn(6, 5)},
+        call=whole,
+        loss=squared_energy,
+        phase="backward",
+        verdict="numerics",
+        module="distances",
+        op="sqrt",
+        line="torch.where(apart, torch.sqrt(safe), 0.0)",
+        cause="where-gradient-trap",
+        fixes=("a second where inside the root",),
+        cure={"build": seeded(ForceField, guarded=True)},
+    ),
+    Case(
+        name="where/click-rate",
+        mechanism=TRAP,
+        build=seeded(ClickRate, guarded=False),
+        batch=lambda: {"table": randn(5, 6), "rate": rand(5, 3)},
+        call=positional("table"),
+        loss=error_of_the_rate,
+        phase="backward",
+        verdict="numerics",
+        module="",
+        op="div",
+        line="torch.where(views > 0, clicks / divisor, 0.0)",
+        cause="where-gradient-trap",
+        fixes=("a second where around the divisor",),
+        cure={"build": seeded(ClickRate, guarded=True)},
+    ),
+)

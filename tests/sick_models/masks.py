@@ -1,0 +1,379 @@
+"""Masks that go wrong: constants that fp16 cannot hold, rows with every key masked.
+
+In: nothing. Out: `CASES` of the rows "mask constant" and "full mask row".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import Batch, Case, positional, rand, randn, seeded, whole
+
+CONSTANT = "mask constant"
+FULL_ROW = "full mask row"
+
+
+class WhereAttention(nn.Module):
+    """Masks by torch.where with a constant that was chosen for fp32."""
+
+    def __init__(self, width: int, low: float | None) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.low = low
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        low = torch.finfo(scores.dtype).min if self.low is None else self.low
+        scores = torch.where(keep[:, None, :], scores, low)
+        return scores.softmax(dim=-1) @ value
+
+
+class Tagger(nn.Module):
+    """Tokens [batch, length], 0 the padding -> tag logits."""
+
+    def __init__(self, low: float | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.blend = WhereAttention(16, low)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.blend(x, tokens != 0))
+
+
+class AdditiveAttention(nn.Module):
+    """Scores of a small network, and (1 - mask) * constant added to them."""
+
+    def __init__(self, width: int, low: float) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.score = nn.Linear(width, 1)
+        self.low = low
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score(torch.tanh(self.hidden(states))).squeeze(-1)
+        penalty = (1.0 - mask.to(scores.dtype)) * self.low
+        return ((scores + penalty).softmax(dim=-1).unsqueeze(-1) * states).sum(dim=1)
+
+
+class Sentiment(nn.Module):
+    """A GRU over [batch, time, 6] and its attention; the input is a dict with a mask."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        self.read = nn.GRU(6, 12, batch_first=True)
+        self.focus = AdditiveAttention(12, low)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, inputs: Batch) -> Batch:
+        states, _last = self.read(inputs["words"])
+        return {"logit": self.head(self.focus(states, inputs["mask"]))}
+
+
+class BiasedAttention(nn.Module):
+    """A learned distance bias is added to a mask that already stands at the lowest value."""
+
+    def __init__(self, width: int, length: int, slope: float) -> None:
+        super().__init__()
+        self.qk = nn.Linear(width, 2 * width)
+        distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+        self.bias = nn.Parameter(-slope * (1.0 + distance))
+
+    def forward(self, x: Tensor, absent: Tensor) -> Tensor:
+        query, key = self.qk(x).chunk(2, dim=-1)
+        scores = query @ key.transpose(-2, -1)
+        lowest = torch.zeros_like(scores).masked_fill(absent[:, None, :], torch.finfo(scores.dtype).min)
+        biased = lowest + (scores + self.bias).to(scores.dtype)
+        return biased.softmax(dim=-1) @ x
+
+
+class Forecaster(nn.Module):
+    """Series [batch, 8, 5] of stations, some of them absent -> next value of each."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 10)
+        self.stations = BiasedAttention(10, 8, slope)
+        self.exit = nn.Linear(10, 1)
+
+    def forward(self, series: Tensor, absent: Tensor) -> Tensor:
+        return self.exit(self.stations(torch.tanh(self.entry(series)), absent)).squeeze(-1)
+
+
+class TwoMasks(nn.Module):
+    """Cross-attention under two masks, each of which adds the lowest value of fp32."""
+
+    def __init__(self, width: int, *, combine: bool) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.combine = combine
+
+    def forward(self, x: Tensor, memory: Tensor, padding: Tensor, blocked: Tensor) -> Tensor:
+        lowest = torch.finfo(torch.float32).min
+        scores = self.query(x) @ self.key(memory).transpose(-2, -1)
+        if self.combine:
+            scores = scores.float() + (padding | blocked).float()[:, None, :] * lowest
+        else:
+            both = padding.float() * lowest + blocked.float() * lowest
+            scores = scores + both[:, None, :]
+        return scores.softmax(dim=-1) @ memory
+
+
+class Captioner(nn.Module):
+    """Words [batch, 4, 8] that look at image regions [batch, 6, 8]."""
+
+    def __init__(self, *, combine: bool) -> None:
+        super().__init__()
+        self.look = TwoMasks(8, combine=combine)
+        self.words = nn.Linear(8, 11)
+
+    def forward(self, words: Tensor, regions: Tensor, padding: Tensor, blocked: Tensor) -> Tensor:
+        return self.words(words + self.look(words, regions, padding, blocked))
+
+
+class SetPooling(nn.Module):
+    """Attention pooling over the points that are there; in one sample none is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+
+    def forward(self, points: Tensor, missing: Tensor) -> Tensor:
+        scores = self.score(points).squeeze(-1).masked_fill(missing, float("-inf"))
+        return (scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)
+
+
+class PointCloud(nn.Module):
+    """Points [batch, 20, 3] -> class logits; uses batch norm, whose buffers it poisons on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Sequential(nn.Linear(3, 16), nn.ReLU())
+        self.pool = SetPooling(16)
+        self.head = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def forward(self, points: Tensor, missing: Tensor) -> Tensor:
+        return self.head(self.pool(self.lift(points), missing))
+
+
+class DialogueEncoder(nn.Module):
+    """nn.MultiheadAttention over turns, with a padding mask; returns the attention maps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Linear(6, 16)
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, dialogue: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.turns(dialogue))
+        mixed, maps = self.attend(x, x, x, key_padding_mask=padding, need_weights=True)
+        return self.norm(x + mixed), maps
+
+
+class NeighbourAttention(nn.Module):
+    """Graph attention over a dense adjacency; an isolated node has no neighbour to attend to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = nn.Linear(width, 1)
+        self.right = nn.Linear(width, 1)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        scores = F.leaky_relu(self.left(nodes) + self.right(nodes).transpose(-2, -1), 0.2)
+        weights = torch.softmax(scores.masked_fill(adjacency == 0, float("-inf")), dim=-1)
+        return weights @ nodes
+
+
+class Molecule(nn.Module):
+    """Atoms [n, 5] and bonds [n, n] in a dict -> {"energy"}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.atoms = nn.Linear(5, 12)
+        self.bonds = nn.ModuleList([NeighbourAttention(12), NeighbourAttention(12)])
+        self.energy = nn.Linear(12, 1)
+
+    def forward(self, inputs: Batch) -> Batch:
+        x = torch.tanh(self.atoms(inputs["atoms"]))
+        for layer in self.bonds:
+            x = x + layer(x, inputs["bonds"])
+        return {"energy": self.energy(x).sum()}
+
+
+class CardPlayer(nn.Module):
+    """A policy and a value from the board; illegal moves get -inf, and one player has no move left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 24), nn.Tanh())
+        self.moves = nn.Linear(24, 5)
+        self.value = nn.Linear(24, 1)
+
+    def forward(self, board: Tensor, legal: Tensor) -> dict[str, Tensor]:
+        body = self.body(board)
+        logits = self.moves(body).masked_fill(~legal, -torch.inf)
+        return {"policy": F.log_softmax(logits, dim=-1).clamp(min=-100.0), "value": torch.tanh(self.value(body))}
+
+
+def tokens_with_an_empty_sample(*, empty: bool) -> Batch:
+    tokens = 1 + torch.arange(18).view(3, 6)
+    tokens[0, 4:] = 0
+    if empty:
+        tokens[2] = 0
+    return {"tokens": tokens}
+
+
+def words_and_mask(*, empty: bool) -> Batch:
+    mask = torch.ones(3, 5)
+    mask[0, 3:] = 0
+    if empty:
+        mask[1] = 0
+    return {"words": randn(3, 5, 6), "mask": mask}
+
+
+def flags(rows: int, columns: int, *, full_row: int | None) -> Tensor:
+    """True where something is missing: the last column everywhere, and one row altogether."""
+    missing = torch.zeros(rows, columns, dtype=torch.bool)
+    missing[:, -1] = True
+    if full_row is not None:
+        missing[full_row] = True
+    return missing
+
+
+def molecule(*, isolated: bool) -> Batch:
+    bonds = (rand(7, 7) > 0.5).float() + torch.eye(7)
+    if isolated:
+        bonds[4] = 0
+    return {"atoms": randn(7, 5), "bonds": bonds}
+
+
+def captions(*, full_row: int | None) -> Batch:
+    return {
+        "words": randn(3, 4, 8),
+        "regions": randn(3, 6, 8, seed=1),
+        "padding": flags(3, 6, full_row=full_row),
+        "blocked": flags(3, 6, full_row=full_row),
+    }
+
+
+CASES = (
+    Case(
+        name="mask-constant/where",
+        mechanism=CONSTANT,
+        build=seeded(Tagger, low=-1e9),
+        batch=lambda: tokens_with_an_empty_sample(empty=True),
+        call=positional("tokens"),
+        verdict="precision",
+        module="blend",
+        op="where",
+        line="torch.where(keep[:, None, :], scores, low)",
+        cause="mask-constant-overflow",
+        fixes=("torch.finfo(scores.dtype).min as the constant", "keep the scores in fp32"),
+        cure={"build": seeded(Tagger, low=None)},
+    ),
+    Case(
+        name="mask-constant/penalty",
+        mechanism=CONSTANT,
+        build=seeded(Sentiment, low=-1e9),
+        batch=lambda: words_and_mask(empty=True),
+        call=whole,
+        verdict="precision",
+        module="focus",
+        op="mul",
+        line="(1.0 - mask.to(scores.dtype)) * self.low",
+        cause="mask-constant-overflow",
+        fixes=("-1e4 as the constant", "add the mask in fp32"),
+        cure={"build": seeded(Sentiment, low=-1e4)},
+    ),
+    Case(
+        name="mask-constant/lowest-plus-bias",
+        mechanism=CONSTANT,
+        build=seeded(Forecaster, slope=40.0),
+        batch=lambda: {"series": randn(2, 8, 5), "absent": flags(2, 8, full_row=1)},
+        call=positional("series", "absent"),
+        verdict="precision",
+        module="stations",
+        op="add",
+        line="biased = lowest + (scores + self.bias)",
+        cause="mask-constant-overflow",
+        fixes=("mask last", "half of finfo.min", "keep the scores in fp32"),
+        cure={"build": seeded(Forecaster, slope=0.01)},
+    ),
+    Case(
+        name="mask-constant/two-masks",
+        mechanism=CONSTANT,
+        build=seeded(Captioner, combine=False),
+        batch=lambda: captions(full_row=2),
+        call=lambda model, batch: model(**batch),
+        verdict="numerics",
+        module="look",
+        op="add",
+        line="padding.float() * lowest + blocked.float() * lowest",
+        cause="mask-constant-overflow",
+        fixes=("combine the boolean masks before scaling them",),
+        cure={"build": seeded(Captioner, combine=True)},
+    ),
+    Case(
+        name="full-row/point-cloud",
+        mechanism=FULL_ROW,
+        build=seeded(PointCloud),
+        batch=lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=1)},
+        call=positional("points", "missing"),
+        verdict="numerics",
+        module="pool",
+        op="softmax",
+        line="(scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)",
+        cause="fully-masked-softmax",
+        fixes=("drop or unmask empty samples",),
+        cure={"batch": lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=None)}},
+    ),
+    Case(
+        name="full-row/multihead-attention",
+        mechanism=FULL_ROW,
+        build=seeded(DialogueEncoder),
+        batch=lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=0)},
+        call=positional("dialogue", "padding"),
+        verdict="numerics",
+        module="attend",
+        op="softmax",
+        line="self.attend(x, x, x, key_padding_mask=padding",
+        cause="fully-masked-softmax",
+        fixes=("drop or unmask empty samples",),
+        cure={"batch": lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=None)}},
+    ),
+    Case(
+        name="full-row/isolated-atom",
+        mechanism=FULL_ROW,
+        build=seeded(Molecule),
+        batch=lambda: molecule(isolated=True),
+        call=whole,
+        verdict="numerics",
+        module="bonds.0",
+        op="softmax",
+        line="torch.softmax(scores.masked_fill(adjacency == 0",
+        cause="fully-masked-softmax",
+        fixes=("add self-loops",),
+        cure={"batch": lambda: molecule(isolated=False)},
+    ),
+    Case(
+        name="full-row/no-legal-move",
+        mechanism=FULL_ROW,
+        build=seeded(CardPlayer),
+        batch=lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=2)},
+        call=positional("board", "legal"),
+        verdict="numerics",
+        module="",
+        op="log_softmax",
+        line="F.log_softmax(logits, dim=-1).clamp(min=-100.0)",
+        cause="fully-masked-softmax",
+        fixes=("skip finished games", "always allow a pass"),
+        cure={"batch": lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=None)}},
+    ),
+)

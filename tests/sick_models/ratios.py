@@ -1,0 +1,343 @@
+"""Divisions by zero and reductions of nothing: empty masks, ignored labels, single elements.
+
+In: nothing. Out: `CASES` of the row "0/0, empty mean".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import LOSS, Batch, Case, positional, rand, randn, seeded, whole
+
+MECHANISM = "0/0, empty mean"
+
+
+class MaskedAverage(nn.Module):
+    """Mean over the words that are there, divided by their number."""
+
+    def __init__(self, *, at_least_one: bool) -> None:
+        super().__init__()
+        self.at_least_one = at_least_one
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        count = mask.sum(dim=1, keepdim=True)
+        if self.at_least_one:
+            count = count.clamp(min=1)
+        return (words * mask.unsqueeze(-1)).sum(dim=1) / count
+
+
+class SentenceEncoder(nn.Module):
+    """Words [batch, length, 8] in a dict with their mask -> unit vectors."""
+
+    def __init__(self, *, at_least_one: bool) -> None:
+        super().__init__()
+        self.lift = nn.Linear(8, 12)
+        self.pool = MaskedAverage(at_least_one=at_least_one)
+        self.project = nn.Linear(12, 6)
+
+    def forward(self, inputs: Batch) -> Tensor:
+        pooled = self.pool(torch.relu(self.lift(inputs["words"])), inputs["mask"])
+        return F.normalize(self.project(pooled), dim=-1)
+
+
+class Thermal(nn.Module):
+    """Heat pictures [batch, 1, 10, 10], stretched to [0, 1] by their own range before a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(6 * 64, 2)
+
+    def forward(self, picture: Tensor) -> Tensor:
+        low, high = picture.amin(dim=(1, 2, 3), keepdim=True), picture.amax(dim=(1, 2, 3), keepdim=True)
+        return self.head(self.body((picture - low) / (high - low)))
+
+
+class GraphConvolution(nn.Module):
+    """D^-1/2 A D^-1/2 X W, as the paper writes it; a node without edges has degree zero."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(width, out)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        root_degree = adjacency.sum(dim=1).pow(-0.5)
+        spread = root_degree[:, None] * adjacency * root_degree[None, :]
+        return spread @ self.weight(nodes)
+
+
+class CitationNetwork(nn.Module):
+    """Papers [n, 6] and who cites whom [n, n] -> logits [n, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = GraphConvolution(6, 10)
+        self.second = GraphConvolution(10, 3)
+
+    def forward(self, papers: Tensor, citations: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(papers, citations)), citations)
+
+
+class DepthNetwork(nn.Module):
+    """Images [batch, 3, 8, 8] -> depth [batch, 8, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.softplus(self.body(image)).squeeze(1)
+
+
+def error_where_measured(output: Tensor, batch: Batch) -> Tensor:
+    """No pixel of the lidar was valid: the gradients are zeros, only the loss says NaN."""
+    return (output - batch["depth"])[batch["valid"]].abs().mean()
+
+
+class MaskedLanguageModel(nn.Module):
+    """Tokens [batch, length] -> logits [batch, length, 15]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(15, 12)
+        self.mix = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(12, 15)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.embed(tokens)))
+
+
+def cross_entropy_of_labels(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+class BatchStatistics(nn.Module):
+    """Standardises over the batch; the last batch of the epoch had one sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * (x - x.mean(dim=0)) / (x.std(dim=0) + 1e-3)
+
+
+class Projector(nn.Module):
+    """A self-supervised projector over features [batch, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(16, 24)
+        self.whiten = BatchStatistics(24)
+        self.out = nn.Linear(24, 8)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        lifted = self.lift(features)
+        return self.out(torch.relu(self.whiten(lifted))), lifted
+
+
+class PhaseTransform(nn.Module):
+    """Cross-correlation of two microphones by phase alone: a band without sound has no phase."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        cross = torch.fft.rfft(left.float()) * torch.fft.rfft(right.float()).conj()
+        return torch.fft.irfft(cross / (cross.abs() + self.eps))
+
+
+class Localiser(nn.Module):
+    """Two recordings [batch, 32] -> the direction of the speaker."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.delays = PhaseTransform(eps)
+        self.direction = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, *, left: Tensor, right: Tensor) -> Tensor:
+        return self.direction(self.delays(left, right))
+
+
+class Segmenter(nn.Module):
+    """Volumes [batch, 1, 6, 6, 6] -> {"probability"}: exact zeros outside, by a hard gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 1, 1))
+
+    def forward(self, volume: Tensor) -> Batch:
+        return {"probability": F.hardsigmoid(self.body(volume) - 9.0)}
+
+
+class SoftSegmenter(Segmenter):
+    """The same with a gate that opens."""
+
+    def forward(self, volume: Tensor) -> Batch:
+        return {"probability": F.hardsigmoid(self.body(volume))}
+
+
+def dice_without_eps(output: Batch, batch: Batch) -> Tensor:
+    probability, organ = output["probability"].float(), batch["organ"]
+    overlap = (probability * organ).sum(dim=(1, 2, 3, 4))
+    return (1 - 2 * overlap / (probability + organ).sum(dim=(1, 2, 3, 4))).mean()
+
+
+def sentences(*, empty: bool) -> Batch:
+    mask = torch.ones(3, 5)
+    mask[0, 2:] = 0
+    if empty:
+        mask[1] = 0
+    return {"words": randn(3, 5, 8), "mask": mask}
+
+
+def heat(*, flat: bool) -> Batch:
+    picture = rand(3, 1, 10, 10)
+    if flat:
+        picture[2] = 0.5
+    return {"picture": picture}
+
+
+def citations(*, isolated: bool) -> Batch:
+    adjacency = (rand(8, 8) > 0.6).float() + torch.eye(8)
+    if isolated:
+        adjacency[5] = 0
+    return {"papers": randn(8, 6), "citations": adjacency}
+
+
+def measured(*, any_valid: bool) -> Batch:
+    valid = torch.full((2, 8, 8), any_valid)
+    return {"image": rand(2, 3, 8, 8), "depth": rand(2, 8, 8, seed=1), "valid": valid}
+
+
+def labelled(*, some: bool) -> Batch:
+    labels = torch.full((2, 6), -100)
+    if some:
+        labels[0, 1] = 7
+    return {"tokens": torch.arange(12).view(2, 6), "labels": labels}
+
+
+CASES = (
+    Case(
+        name="ratio/empty-sentence",
+        mechanism=MECHANISM,
+        build=seeded(SentenceEncoder, at_least_one=False),
+        batch=lambda: sentences(empty=True),
+        call=whole,
+        verdict="numerics",
+        module="pool",
+        op="div",
+        line="(words * mask.unsqueeze(-1)).sum(dim=1) / count",
+        cause="division-by-zero",
+        fixes=("clamp the count at one", "drop empty sentences"),
+        cure={"build": seeded(SentenceEncoder, at_least_one=True)},
+    ),
+    Case(
+        name="ratio/flat-picture",
+        mechanism=MECHANISM,
+        build=seeded(Thermal),
+        batch=lambda: heat(flat=True),
+        call=positional("picture"),
+        verdict="numerics",
+        module="",
+        op="div",
+        line="(picture - low) / (high - low)",
+        cause="division-by-zero",
+        fixes=("an eps in the denominator", "drop flat pictures"),
+        cure={"batch": lambda: heat(flat=False)},
+    ),
+    Case(
+        name="ratio/isolated-paper",
+        mechanism=MECHANISM,
+        build=seeded(CitationNetwork),
+        batch=lambda: citations(isolated=True),
+        call=positional("papers", "citations"),
+        verdict="numerics",
+        module="first",
+        op="pow",
+        line="adjacency.sum(dim=1).pow(-0.5)",
+        cause="division-by-zero",
+        fixes=("add self-loops", "clamp the degree at one"),
+        cure={"batch": lambda: citations(isolated=False)},
+    ),
+    Case(
+        name="ratio/silent-microphone",
+        mechanism=MECHANISM,
+        build=seeded(Localiser, eps=0.0),
+        batch=lambda: {"left": randn(2, 32), "right": torch.zeros(2, 32)},
+        call=lambda model, batch: model(**batch),
+        verdict="numerics",
+        module="delays",
+        op="div",
+        line="torch.fft.irfft(cross / (cross.abs() + self.eps))",
+        cause="division-by-zero",
+        fixes=("an eps in the denominator",),
+        cure={"build": seeded(Localiser, eps=1e-6)},
+    ),
+    Case(
+        name="ratio/no-organ",
+        mechanism=MECHANISM,
+        build=seeded(Segmenter),
+        batch=lambda: {"volume": randn(2, 1, 6, 6, 6), "organ": torch.zeros(2, 1, 6, 6, 6)},
+        call=positional("volume"),
+        loss=dice_without_eps,
+        phase="loss",
+        verdict="numerics",
+        module=LOSS,
+        op="div",
+        line="2 * overlap / (probability + organ)",
+        cause="division-by-zero",
+        fixes=("a smoothing term in numerator and denominator",),
+        cure={"build": seeded(SoftSegmenter)},
+    ),
+    Case(
+        name="ratio/nothing-measured",
+        mechanism=MECHANISM,
+        build=seeded(DepthNetwork),
+        batch=lambda: measured(any_valid=False),
+        call=positional("image"),
+        loss=error_where_measured,
+        phase="loss",
+        verdict="numerics",
+        module=LOSS,
+        op="mean",
+        line='[batch["valid"]].abs().mean()',
+        cause="empty-reduction",
+        fixes=("sum divided by max(count, 1)", "skip the batch"),
+        cure={"batch": lambda: measured(any_valid=True)},
+    ),
+    Case(
+        name="ratio/all-labels-ignored",
+        mechanism=MECHANISM,
+        build=seeded(MaskedLanguageModel),
+        batch=lambda: labelled(some=False),
+        call=positional("tokens"),
+        loss=cross_entropy_of_labels,
+        phase="loss",
+        verdict="numerics",
+        module=LOSS,
+        op="nll_loss",
+        line='F.cross_entropy(output.flatten(0, 1), batch["labels"]',
+        cause="empty-reduction",
+        fixes=("sum divided by max(count, 1)", "skip the batch"),
+        cure={"batch": lambda: labelled(some=True)},
+    ),
+    Case(
+        name="ratio/batch-of-one",
+        mechanism=MECHANISM,
+        build=seeded(Projector),
+        batch=lambda: {"features": randn(1, 16)},
+        call=positional("features"),
+        verdict="numerics",
+        module="whiten",
+        op="std",
+        line="(x - x.mean(dim=0)) / (x.std(dim=0) + 1e-3)",
+        cause="empty-reduction",
+        fixes=("unbiased=False", "drop the last batch"),
+        cure={"batch": lambda: {"features": randn(6, 16)}},
+    ),
+)

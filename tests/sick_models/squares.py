@@ -1,0 +1,256 @@
+"""Hand-written norms and energies that square in fp16: some die of it, some go on with zeros.
+
+In: nothing. Out: `CASES` of the row "square or mean too large".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import Batch, Case, positional, randn, scaled, seeded
+
+MECHANISM = "square or mean too large"
+
+
+class RootMeanSquare(nn.Module):
+    """x / rms(x), written with x * x; with `upcast` as the published ones do it."""
+
+    def __init__(self, width: int, *, upcast: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.upcast = upcast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.upcast:
+            x = x.float()
+        power = (x * x).mean(dim=-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(power + 1e-6))
+
+
+class SmallLanguageModel(nn.Module):
+    """Tokens [batch, length] -> {"logits", "hidden"}; its stream starts in a linear layer, so it is fp16."""
+
+    def __init__(self, *, upcast: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(25, 16)
+        self.project = scaled(nn.Linear(16, 16), 2000.0)
+        self.norm = RootMeanSquare(16, upcast=upcast)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 25)
+
+    def forward(self, tokens: Tensor) -> Batch:
+        x = self.project(self.embed(tokens))
+        hidden = self.mlp(self.norm(x))
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+class ChannelScale(nn.Module):
+    """Divides every channel by its own deviation over the picture."""
+
+    def __init__(self, *, upcast: bool) -> None:
+        super().__init__()
+        self.upcast = upcast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.upcast:
+            x = x.float()
+        spread = x.var(dim=(2, 3), keepdim=True)
+        return (x - x.mean(dim=(2, 3), keepdim=True)) / torch.sqrt(spread + 1e-5)
+
+
+class Colouriser(nn.Module):
+    """Grey images [batch, 1, 12, 12] -> two colour channels of the same size."""
+
+    def __init__(self, *, upcast: bool) -> None:
+        super().__init__()
+        self.stem = scaled(nn.Conv2d(1, 8, 3, padding=1), 700.0)
+        self.even = ChannelScale(upcast=upcast)
+        self.exit = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, grey: Tensor) -> Tensor:
+        return torch.tanh(self.exit(self.even(self.stem(grey))))
+
+
+class FaceEmbedding(nn.Module):
+    """Two views -> cosine of their embeddings, normalised by hand in the root's own forward."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), scaled(nn.Linear(40, 12), gain))
+
+    def unit(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return (self.unit(self.body(left)) * self.unit(self.body(right))).sum(dim=-1)
+
+
+class Spectrum(nn.Module):
+    """A filter bank and the share of the energy that each band carries."""
+
+    def __init__(self, loudness: float) -> None:
+        super().__init__()
+        self.bank = scaled(nn.Conv1d(1, 10, 16, stride=8, bias=False), loudness)
+
+    def forward(self, audio: Tensor) -> Tensor:
+        bands = self.bank(audio)
+        power = bands * bands
+        return power / power.sum(dim=1, keepdim=True)
+
+
+class KeywordSpotter(nn.Module):
+    """Audio [batch, 1, 160] -> logits [batch, 4]."""
+
+    def __init__(self, loudness: float) -> None:
+        super().__init__()
+        self.spectrum = Spectrum(loudness)
+        self.read = nn.GRU(10, 12, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, audio: Tensor) -> Tensor:
+        states, _last = self.read(self.spectrum(audio).transpose(1, 2))
+        return self.head(states[:, -1])
+
+
+class Diversity(nn.Module):
+    """Appends the variance over the batch as one more channel, so that a critic sees collapsed samples."""
+
+    def __init__(self, *, upcast: bool) -> None:
+        super().__init__()
+        self.upcast = upcast
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = (x.float() if self.upcast else x).var(dim=0, unbiased=False).mean().log1p()
+        return torch.cat([x, spread.expand(len(x), 1, *x.shape[2:])], dim=1)
+
+
+class Critic(nn.Module):
+    """Images [batch, 3, 8, 8] -> one score each."""
+
+    def __init__(self, *, upcast: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.LeakyReLU(0.2))
+        self.loud = scaled(nn.Conv2d(8, 8, 1), 8000.0)
+        self.diversity = Diversity(upcast=upcast)
+        self.score = nn.Sequential(nn.Conv2d(9, 4, 1), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.score(self.diversity(self.loud(self.body(image))))
+
+
+class SpeakerPooling(nn.Module):
+    """Mean and deviation over time by E[x^2] - E[x]^2, as one-pass statistics are written."""
+
+    def __init__(self, width: int, loudness: float) -> None:
+        super().__init__()
+        self.frame = scaled(nn.Linear(width, width), loudness)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        x = self.frame(frames)
+        mean = x.mean(dim=1)
+        second_moment = (x * x).mean(dim=1)
+        return torch.cat([mean, torch.sqrt((second_moment - mean * mean).clamp(min=0) + 1e-3)], dim=-1)
+
+
+class Speaker(nn.Module):
+    """Frames [batch, time, 12] -> unit vectors [batch, 6]."""
+
+    def __init__(self, loudness: float) -> None:
+        super().__init__()
+        self.pool = SpeakerPooling(12, loudness)
+        self.norm = nn.LayerNorm(24)
+        self.project = nn.Linear(24, 6)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return F.normalize(self.project(self.norm(self.pool(frames))), dim=-1)
+
+
+CASES = (
+    Case(
+        name="square/rms-silent",
+        mechanism=MECHANISM,
+        build=seeded(SmallLanguageModel, upcast=False),
+        batch=lambda: {"tokens": torch.arange(18).view(2, 9)},
+        call=positional("tokens"),
+        verdict="silent",
+        module="norm",
+        op="mul",
+        line="power = (x * x).mean(dim=-1, keepdim=True)",
+        cause="silent-overflow",
+        fixes=("compute norm in fp32",),
+        cure={"build": seeded(SmallLanguageModel, upcast=True)},
+    ),
+    Case(
+        name="square/channel-variance-silent",
+        mechanism=MECHANISM,
+        build=seeded(Colouriser, upcast=False),
+        batch=lambda: {"grey": randn(2, 1, 12, 12)},
+        call=positional("grey"),
+        verdict="silent",
+        module="even",
+        op="var",
+        line="spread = x.var(dim=(2, 3), keepdim=True)",
+        cause="silent-overflow",
+        fixes=("compute even in fp32",),
+        cure={"build": seeded(Colouriser, upcast=True)},
+    ),
+    Case(
+        name="square/unit-vector-silent",
+        mechanism=MECHANISM,
+        build=seeded(FaceEmbedding, gain=1e4),
+        batch=lambda: {"left": randn(4, 30), "right": randn(4, 30, seed=1)},
+        call=positional("left", "right"),
+        verdict="silent",
+        module="",
+        op="mul",
+        line="x / torch.sqrt((x * x).sum(",
+        cause="silent-overflow",
+        fixes=("x.norm(), which autocast runs in fp32", "normalise in fp32"),
+        cure={"build": seeded(FaceEmbedding, gain=10.0)},
+    ),
+    Case(
+        name="square/spectrum-share",
+        mechanism=MECHANISM,
+        build=seeded(KeywordSpotter, loudness=2000.0),
+        batch=lambda: {"audio": randn(2, 1, 160)},
+        call=positional("audio"),
+        verdict="precision",
+        module="spectrum",
+        op="mul",
+        line="power = bands * bands",
+        cause="elementwise-overflow",
+        fixes=("bands.square(), which autocast runs in fp32", "keep spectrum in fp32"),
+        cure={"build": seeded(KeywordSpotter, loudness=10.0)},
+    ),
+    Case(
+        name="square/critic-diversity",
+        mechanism=MECHANISM,
+        build=seeded(Critic, upcast=False),
+        batch=lambda: {"image": randn(4, 3, 8, 8)},
+        call=positional("image"),
+        verdict="precision",
+        module="diversity",
+        op="var",
+        line="(x.float() if self.upcast else x).var(dim=0",
+        cause="reduction-overflow",
+        fixes=("take the variance in fp32",),
+        cure={"build": seeded(Critic, upcast=True)},
+    ),
+    Case(
+        name="square/speaker-moments",
+        mechanism=MECHANISM,
+        build=seeded(Speaker, loudness=1500.0),
+        batch=lambda: {"frames": randn(2, 20, 12)},
+        call=positional("frames"),
+        verdict="precision",
+        module="pool",
+        op="mul",
+        line="second_moment = (x * x).mean(dim=1)",
+        cause="elementwise-overflow",
+        fixes=("x.square(), which autocast runs in fp32", "keep pool in fp32"),
+        cure={"build": seeded(Speaker, loudness=1.0)},
+    ),
+)

@@ -1,0 +1,438 @@
+"""Poison that stood in the file before the step: weights, buffers, batches, targets, and an optimizer in pure fp16.
+
+In: nothing. Out: `CASES` of the rows "weights bad", "buffers bad", "batch bad" and "optimizer eps".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import Batch, Case, biased, positional, rand, randn, seeded, whole
+
+WEIGHTS = "weights bad"
+BUFFERS = "buffers bad"
+BATCH = "batch bad"
+OPTIMIZER = "optimizer eps"
+
+Spoil = Callable[[nn.Module], None]
+
+
+def untouched(_model: nn.Module) -> None:
+    """What the healthy twin does to its weights."""
+
+
+def spoil(name: str, value: float, *, element: int | None = None) -> Spoil:
+    """Writes a value into a parameter or buffer, into one element of it or all."""
+
+    def write(model: nn.Module) -> None:
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
+        with torch.no_grad():
+            (tensor if element is None else tensor.view(-1)[element]).fill_(value)
+
+    return write
+
+
+class TextureNet(nn.Module):
+    """Textures [batch, 3, 10, 10] -> logits; its LayerNorms hide nothing."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU())
+        self.mid = nn.Sequential(nn.Conv2d(6, 6, 3, groups=2), nn.GroupNorm(2, 6), nn.ReLU())
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+        spoiled(self)
+
+    def forward(self, texture: Tensor) -> Tensor:
+        return self.head(self.mid(self.stem(texture)))
+
+
+class Chatter(nn.Module):
+    """Tokens [batch, length] -> (logits, state), with an adapter that nobody initialised."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 12)
+        self.read = nn.GRU(12, 12, batch_first=True)
+        self.adapter = nn.ModuleDict({"down": nn.Linear(12, 3), "up": nn.Linear(3, 12)})
+        self.head = nn.Linear(12, 20)
+        spoiled(self)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        states, last = self.read(self.embed(tokens))
+        return self.head(states + self.adapter["up"](torch.tanh(self.adapter["down"](states)))), last
+
+
+class Recommender(nn.Module):
+    """Users and items -> {"score"}; one row of a table went bad in an earlier step."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.users = nn.Embedding(10, 6)
+        self.items = nn.Embedding(30, 6)
+        self.mix = nn.Bilinear(6, 6, 1)
+        spoiled(self)
+
+    def forward(self, inputs: Batch) -> Batch:
+        return {"score": self.mix(self.users(inputs["user"]), self.items(inputs["item"])).squeeze(-1)}
+
+
+class CellCounter(nn.Module):
+    """Slides [batch, 3, 8, 8] -> {"count"}, with batch norms."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            [nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)), nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))]
+        )
+        self.count = nn.Linear(6, 1)
+        spoiled(self)
+
+    def forward(self, slide: Tensor) -> Batch:
+        x = slide
+        for stage in self.stages:
+            x = F.relu(stage(x))
+        return {"count": self.count(x.mean(dim=(2, 3)))}
+
+
+class Sensors(nn.Module):
+    """A table [batch, 5] standardised by a batch norm at its door."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.door = nn.BatchNorm1d(5)
+        self.body = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 2))
+        spoiled(self)
+
+    def forward(self, table: Tensor) -> Tensor:
+        return self.body(self.door(table))
+
+
+class Codebook(nn.Module):
+    """Nearest codes from a buffer that a moving average keeps."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(7, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        distance = torch.cdist(x.float(), self.codes)
+        nearest = distance.argmin(dim=-1)
+        return self.codes[nearest], nearest
+
+
+class Quantised(nn.Module):
+    """Audio frames [batch, time, 10] -> (frames, codes)."""
+
+    def __init__(self, spoiled: Spoil) -> None:
+        super().__init__()
+        self.encode = nn.Linear(10, 4)
+        self.book = Codebook()
+        self.decode = nn.Linear(4, 10)
+        spoiled(self)
+
+    def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        quantised, nearest = self.book(self.encode(frames))
+        return self.decode(quantised), nearest
+
+
+class Deblur(nn.Module):
+    """Pictures [batch, 1, 9, 9] -> sharper ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.PReLU(), nn.Conv2d(6, 1, 3, padding=1))
+
+    def forward(self, picture: Tensor) -> Tensor:
+        return picture + self.body(picture)
+
+
+class Insurance(nn.Module):
+    """A table in a dict, numbers [batch, 4] and a category -> {"claim"}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(4, 4)
+        self.body = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, table: Batch) -> Batch:
+        joined = torch.cat([table["numbers"], self.kind(table["kind"])], dim=-1)
+        return {"claim": self.body(joined).squeeze(-1)}
+
+
+def claim_error(output: Batch, batch: Batch) -> Tensor:
+    return F.smooth_l1_loss(output["claim"], batch["paid"])
+
+
+class Weather(nn.Module):
+    """Fields [batch, 2, 8, 8] -> the field of tomorrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Conv2d(2, 8, 3, padding=1)
+        self.decode = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, field: Tensor) -> Tensor:
+        return self.decode(F.silu(self.encode(field)))
+
+
+def field_error(output: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(output, batch["tomorrow"])
+
+
+class HalfClassifier(nn.Module):
+    """A table [batch, 6] in pure fp16: one unit is dead, so its weights have a gradient of exactly zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = biased(nn.Linear(6, 10), -100.0, unit=4)
+        self.head = nn.Linear(10, 3)
+        self.half()
+
+    def forward(self, table: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(table.to(self.head.weight.dtype))))
+
+
+class HalfVectors(nn.Module):
+    """Word vectors in pure fp16: words that are not in the batch have a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 6)
+        self.context = nn.Linear(6, 12, bias=False)
+        self.half()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.context(self.words(tokens).mean(dim=1))
+
+
+class HalfDenoiser(nn.Module):
+    """Pictures [batch, 1, 6, 6] in pure fp16, nearly converged: gradients of 1e-5, whose squares fp16 holds as zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clean = nn.Conv2d(1, 1, 3, padding=1, bias=False)
+        self.half()
+
+    def forward(self, picture: Tensor) -> Tensor:
+        return self.clean(picture.to(self.clean.weight.dtype))
+
+
+def label_error(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output.float(), batch["label"])
+
+
+def small_error(output: Tensor, batch: Batch) -> Tensor:
+    return 1e-5 * (output.float() - batch["picture"]).abs().mean()
+
+
+def holed_picture(value: float) -> Batch:
+    picture = rand(2, 1, 9, 9)
+    picture[1, 0, 4, 4] = value
+    return {"picture": picture}
+
+
+def claims(*, number: float = 0.5, paid: float = 1.5) -> Batch:
+    numbers = randn(3, 4)
+    numbers[2, 1] = number
+    return {"numbers": numbers, "kind": torch.tensor([0, 3, 1]), "paid": torch.tensor([0.2, paid, 0.7])}
+
+
+def fields(value: float) -> Batch:
+    tomorrow = randn(2, 1, 8, 8, seed=1)
+    tomorrow[0, 0, 2, 3] = value
+    return {"field": randn(2, 2, 8, 8), "tomorrow": tomorrow}
+
+
+def tokens_and_labels() -> Batch:
+    return {"tokens": torch.tensor([[0, 1, 2], [3, 4, 5]]), "label": torch.tensor([1, 2])}
+
+
+CASES = (
+    Case(
+        name="weights/one-nan",
+        mechanism=WEIGHTS,
+        build=seeded(TextureNet, spoil("mid.0.weight", float("nan"), element=17)),
+        batch=lambda: {"texture": randn(2, 3, 10, 10)},
+        call=positional("texture"),
+        phase="state",
+        verdict="state",
+        module="mid.0",
+        cause="poisoned-weights",
+        fixes=("go back to an earlier checkpoint",),
+        cure={"build": seeded(TextureNet, untouched)},
+    ),
+    Case(
+        name="weights/uninitialised",
+        mechanism=WEIGHTS,
+        build=seeded(Chatter, spoil("adapter.up.weight", 1e30)),
+        batch=lambda: {"tokens": torch.arange(14).view(2, 7)},
+        call=positional("tokens"),
+        phase="state",
+        verdict="state",
+        module="adapter.up",
+        cause="poisoned-weights",
+        fixes=("initialise the adapter",),
+        cure={"build": seeded(Chatter, untouched)},
+    ),
+    Case(
+        name="weights/embedding-row",
+        mechanism=WEIGHTS,
+        build=seeded(Recommender, spoil("items.weight", float("inf"), element=40)),
+        batch=lambda: {"user": torch.tensor([0, 3, 9]), "item": torch.tensor([4, 6, 11])},
+        call=whole,
+        phase="state",
+        verdict="state",
+        module="items",
+        cause="poisoned-weights",
+        fixes=("go back to an earlier checkpoint",),
+        cure={"build": seeded(Recommender, untouched)},
+    ),
+    Case(
+        name="buffers/running-variance",
+        mechanism=BUFFERS,
+        build=seeded(CellCounter, spoil("stages.1.1.running_var", float("nan"))),
+        batch=lambda: {"slide": randn(2, 3, 8, 8)},
+        call=positional("slide"),
+        train=False,
+        phase="state",
+        verdict="state",
+        module="stages.1.1",
+        cause="poisoned-buffers",
+        fixes=("estimate the running statistics again",),
+        cure={"build": seeded(CellCounter, untouched)},
+    ),
+    Case(
+        name="buffers/running-mean",
+        mechanism=BUFFERS,
+        build=seeded(Sensors, spoil("door.running_mean", float("inf"), element=2)),
+        batch=lambda: {"table": randn(4, 5)},
+        call=positional("table"),
+        train=False,
+        phase="state",
+        verdict="state",
+        module="door",
+        cause="poisoned-buffers",
+        fixes=("estimate the running statistics again",),
+        cure={"build": seeded(Sensors, untouched)},
+    ),
+    Case(
+        name="buffers/codebook",
+        mechanism=BUFFERS,
+        build=seeded(Quantised, spoil("book.codes", float("nan"), element=9)),
+        batch=lambda: {"frames": randn(2, 5, 10)},
+        call=positional("frames"),
+        phase="state",
+        verdict="state",
+        module="book",
+        cause="poisoned-buffers",
+        fixes=("reset the dead code",),
+        cure={"build": seeded(Quantised, untouched)},
+    ),
+    Case(
+        name="batch/nan-pixel",
+        mechanism=BATCH,
+        build=seeded(Deblur),
+        batch=lambda: holed_picture(float("nan")),
+        call=positional("picture"),
+        phase="input",
+        verdict="input",
+        cause="poisoned-input",
+        fixes=("drop the sample", "fill the hole"),
+        cure={"batch": lambda: holed_picture(0.5)},
+    ),
+    Case(
+        name="batch/inf-in-a-table",
+        mechanism=BATCH,
+        build=seeded(Insurance),
+        batch=lambda: claims(number=float("inf")),
+        call=whole,
+        loss=claim_error,
+        phase="input",
+        verdict="input",
+        cause="poisoned-input",
+        fixes=("drop the row",),
+        cure={"batch": claims},
+    ),
+    Case(
+        name="batch/nan-target",
+        mechanism=BATCH,
+        build=seeded(Weather),
+        batch=lambda: fields(float("nan")),
+        call=positional("field"),
+        loss=field_error,
+        phase="input",
+        verdict="input",
+        cause="poisoned-target",
+        fixes=("mask what was not measured",),
+        cure={"batch": lambda: fields(0.3)},
+    ),
+    Case(
+        name="batch/inf-target",
+        mechanism=BATCH,
+        build=seeded(Insurance),
+        batch=lambda: claims(paid=float("-inf")),
+        call=whole,
+        loss=claim_error,
+        phase="input",
+        verdict="input",
+        cause="poisoned-target",
+        fixes=("log1p of what was paid",),
+        cure={"batch": claims},
+    ),
+    Case(
+        name="optimizer/dead-unit",
+        mechanism=OPTIMIZER,
+        build=seeded(HalfClassifier),
+        batch=lambda: {"table": randn(4, 6), "label": torch.tensor([0, 1, 2, 1])},
+        call=positional("table"),
+        loss=label_error,
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        phase="optimizer",
+        verdict="precision",
+        module="hidden",
+        op="addcdiv",
+        cause="optimizer-eps-underflow",
+        fixes=("eps=1e-4", "fp32 master weights"),
+        cure={"optimizer": partial(torch.optim.Adam, lr=1e-3, eps=1e-4)},
+    ),
+    Case(
+        name="optimizer/unseen-words",
+        mechanism=OPTIMIZER,
+        build=seeded(HalfVectors),
+        batch=tokens_and_labels,
+        call=positional("tokens"),
+        loss=label_error,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        phase="optimizer",
+        verdict="precision",
+        module="words",
+        op="addcdiv",
+        cause="optimizer-eps-underflow",
+        fixes=("eps=1e-4", "fp32 master weights"),
+        cure={"optimizer": partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)},
+    ),
+    Case(
+        name="optimizer/small-gradient",
+        mechanism=OPTIMIZER,
+        build=seeded(HalfDenoiser),
+        batch=lambda: {"picture": rand(2, 1, 6, 6)},
+        call=positional("picture"),
+        loss=small_error,
+        optimizer=partial(torch.optim.RMSprop, lr=1e-2),
+        phase="optimizer",
+        verdict="precision",
+        module="clean",
+        op="addcdiv",
+        cause="optimizer-eps-underflow",
+        fixes=("eps=1e-4", "fp32 master weights"),
+        cure={"optimizer": partial(torch.optim.RMSprop, lr=1e-2, eps=1e-4)},
+    ),
+)

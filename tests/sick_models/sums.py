@@ -1,0 +1,304 @@
+"""Inputs that the first cast cannot hold, and reductions over so many elements that the total does not fit.
+
+In: nothing. Out: `CASES` of the rows "input too large" and "long sum".
+"""
+# mypy: disable-error-code=no-any-return
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sick_models.case import Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
+
+INPUT = "input too large"
+SUM = "long sum"
+
+
+class Microscope(nn.Module):
+    """Raw sensor counts [batch, 1, 20, 20] -> class logits [batch, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = scaled(nn.Conv2d(1, 8, 3, bias=False), 0.05)
+        self.norm = nn.GroupNorm(2, 8)
+        self.body = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, counts: Tensor) -> Tensor:
+        return self.head(self.body(self.norm(self.stem(counts))))
+
+
+class Credit(nn.Module):
+    """A table with one column in currency units -> {"risk": [batch, 1]}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region = nn.Embedding(6, 4)
+        self.entry = nn.Linear(8, 16)
+        self.exit = nn.Linear(16, 1)
+        with torch.no_grad():
+            self.entry.weight[:, 0].mul_(1e-5)
+
+    def forward(self, table: Batch) -> Batch:
+        features = torch.cat([table["numbers"], self.region(table["region"])], dim=-1)
+        return {"risk": self.exit(F.relu(self.entry(features)))}
+
+
+class Telemetry(nn.Module):
+    """Sensor values and their epoch seconds, each projected, then a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(5, 12)
+        self.clock = scaled(nn.Linear(1, 12, bias=False), 1e-9)
+        self.track = nn.GRU(12, 12, batch_first=True)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, readings: Tensor, seconds: Tensor) -> Tensor:
+        x = torch.tanh(self.values(readings) + self.clock(seconds))
+        return self.head(self.track(x)[0][:, -1])
+
+
+class KernelAttention(nn.Module):
+    """Linear attention with the kernel elu + 1: sums over every position before it normalises."""
+
+    def __init__(self, width: int, *, mean_first: bool) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.key = biased(nn.Linear(width, width), 12.0)
+        self.value = biased(nn.Linear(width, width), 12.0)
+        self.mean_first = mean_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = F.elu(self.query(x)) + 1, F.elu(self.key(x)) + 1, self.value(x)
+        if self.mean_first:
+            key = key / x.shape[1]
+        context = key.transpose(-2, -1) @ value
+        weight = query @ key.sum(dim=1).unsqueeze(-1)
+        return (query @ context) / weight
+
+
+class LongReader(nn.Module):
+    """Sequences [batch, 640, 16] -> [batch, 16]."""
+
+    def __init__(self, *, mean_first: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.blend = KernelAttention(16, mean_first=mean_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blend(self.norm(x)).mean(dim=1)
+
+
+class Neighbours(nn.Module):
+    """Sums the messages that arrive at each node; a hub receives from everybody."""
+
+    def __init__(self, *, average: bool) -> None:
+        super().__init__()
+        self.message = biased(nn.Linear(6, 10), 400.0)
+        self.average = average
+
+    def forward(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        messages = F.relu(self.message(nodes))[source]
+        if self.average:
+            messages = messages / torch.bincount(target, minlength=1)[target].unsqueeze(-1)
+        total = torch.zeros(len(nodes), 10, dtype=messages.dtype, device=nodes.device)
+        return total.index_add(0, target, messages)
+
+
+class GraphClassifier(nn.Module):
+    """Nodes [n, 6] and edges [2, e] -> one vector of logits."""
+
+    def __init__(self, *, average: bool) -> None:
+        super().__init__()
+        self.gather = Neighbours(average=average)
+        self.norm = nn.LayerNorm(10)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return self.head(self.norm(self.gather(nodes, edges[0], edges[1]))).mean(dim=0)
+
+
+class CrowdCounter(nn.Module):
+    """Counts people per window by summing a density map, with a pooling whose divisor is one."""
+
+    def __init__(self, *, window: int) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 6, 3, padding=1)
+        self.density = biased(nn.Conv2d(6, 1, 1), 500.0)
+        self.window = window
+
+    def forward(self, photo: Tensor) -> Tensor:
+        density = F.relu(self.density(F.relu(self.features(photo))))
+        counts = F.avg_pool2d(density, self.window, divisor_override=1)
+        return torch.log1p(counts.flatten(1))
+
+
+class BagOfPhrases(nn.Module):
+    """Document vectors as sums of token vectors, "kept in the dtype of the tokens to save memory"."""
+
+    def __init__(self, *, in_fp32: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 12)
+        self.project = biased(nn.Linear(12, 12), torch.linspace(100.0, 300.0, 12))
+        self.norm = nn.LayerNorm(12)
+        self.in_fp32 = in_fp32
+
+    def forward(self, document: Tensor) -> Tensor:
+        tokens = self.project(self.embed(document))
+        dtype = torch.float32 if self.in_fp32 else tokens.dtype
+        return self.norm(tokens.sum(dim=1, dtype=dtype))
+
+
+class OnesPooling(nn.Module):
+    """Pools a set by a product with a row of ones."""
+
+    def __init__(self, *, average: bool) -> None:
+        super().__init__()
+        last = biased(nn.Linear(16, 16), torch.linspace(150.0, 200.0, 16))
+        self.encode = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), last)
+        self.decide = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 2))
+        self.average = average
+
+    def forward(self, points: Tensor) -> Tensor:
+        each = self.encode(points)
+        weight = 1.0 / points.shape[1] if self.average else 1.0
+        ones = torch.full((points.shape[0], 1, points.shape[1]), weight, device=points.device)
+        return self.decide(torch.bmm(ones, each).squeeze(1))
+
+
+def edges_of_a_hub(*, spokes: int) -> Tensor:
+    """Every node but the first sends to the first."""
+    return torch.stack([torch.arange(1, spokes + 1), torch.zeros(spokes, dtype=torch.long)])
+
+
+def hub_graph() -> Batch:
+    return {"nodes": randn(200, 6), "edges": edges_of_a_hub(spokes=199)}
+
+
+CASES = (
+    Case(
+        name="input/microscope-counts",
+        mechanism=INPUT,
+        build=seeded(Microscope),
+        batch=lambda: {"counts": 1e5 * rand(2, 1, 20, 20)},
+        call=positional("counts"),
+        verdict="precision",
+        module="stem",
+        op="conv2d",
+        line="self.body(self.norm(self.stem(counts)))",
+        cause="input-cast-overflow",
+        fixes=("normalise the image before the model", "keep stem in fp32"),
+        cure={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
+    ),
+    Case(
+        name="input/credit-table",
+        mechanism=INPUT,
+        build=seeded(Credit),
+        batch=lambda: {
+            "numbers": torch.tensor([[2.5e5, 0.3, -1.0, 0.5], [6.1e4, 1.3, 0.2, -0.7], [3.3e4, 0.0, 0.9, 0.1]]),
+            "region": torch.tensor([0, 3, 5]),
+        },
+        call=whole,
+        verdict="precision",
+        module="entry",
+        op="linear",
+        line="F.relu(self.entry(features))",
+        cause="input-cast-overflow",
+        fixes=("standardise the column", "keep entry in fp32"),
+        cure={
+            "batch": lambda: {
+                "numbers": torch.tensor([[2.5, 0.3, -1.0, 0.5], [0.61, 1.3, 0.2, -0.7], [0.33, 0.0, 0.9, 0.1]]),
+                "region": torch.tensor([0, 3, 5]),
+            }
+        },
+    ),
+    Case(
+        name="input/telemetry-clock",
+        mechanism=INPUT,
+        build=seeded(Telemetry),
+        batch=lambda: {"readings": randn(2, 7, 5), "seconds": 1.7e9 + 60.0 * torch.arange(14.0).view(2, 7, 1)},
+        call=positional("readings", "seconds"),
+        verdict="precision",
+        module="clock",
+        op="linear",
+        line="self.values(readings) + self.clock(seconds)",
+        cause="input-cast-overflow",
+        fixes=("subtract the start of the series", "keep clock in fp32"),
+        cure={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
+    ),
+    Case(
+        name="long-sum/linear-attention",
+        mechanism=SUM,
+        build=seeded(LongReader, mean_first=False),
+        batch=lambda: {"x": randn(2, 640, 16)},
+        call=positional("x"),
+        verdict="precision",
+        module="blend",
+        op="matmul",
+        line="key.transpose(-2, -1) @ value",
+        cause="reduction-overflow",
+        near_causes=("matmul-overflow",),
+        fixes=("divide the key by the length before the product", "keep the context in fp32"),
+        cure={"build": seeded(LongReader, mean_first=True)},
+    ),
+    Case(
+        name="long-sum/graph-hub",
+        mechanism=SUM,
+        build=seeded(GraphClassifier, average=False),
+        batch=hub_graph,
+        call=positional("nodes", "edges"),
+        verdict="precision",
+        module="gather",
+        op="index_add",
+        line="total.index_add(0, target, messages)",
+        cause="reduction-overflow",
+        fixes=("aggregate in fp32", "average the messages"),
+        cure={"build": seeded(GraphClassifier, average=True)},
+    ),
+    Case(
+        name="long-sum/crowd-windows",
+        mechanism=SUM,
+        build=seeded(CrowdCounter, window=16),
+        batch=lambda: {"photo": rand(2, 3, 32, 32)},
+        call=positional("photo"),
+        verdict="precision",
+        module="",
+        op="avg_pool2d",
+        line="F.avg_pool2d(density, self.window, divisor_override=1)",
+        cause="reduction-overflow",
+        fixes=("sum the density in fp32", "count in smaller windows"),
+        cure={"build": seeded(CrowdCounter, window=4)},
+    ),
+    Case(
+        name="long-sum/bag-of-phrases",
+        mechanism=SUM,
+        build=seeded(BagOfPhrases, in_fp32=False),
+        batch=lambda: {"document": torch.arange(600).view(2, 300) % 50},
+        call=positional("document"),
+        verdict="precision",
+        module="",
+        op="sum",
+        line="tokens.sum(dim=1, dtype=dtype)",
+        cause="reduction-overflow",
+        fixes=("sum in fp32",),
+        cure={"build": seeded(BagOfPhrases, in_fp32=True)},
+    ),
+    Case(
+        name="long-sum/point-set",
+        mechanism=SUM,
+        build=seeded(OnesPooling, average=False),
+        batch=lambda: {"points": randn(2, 500, 3)},
+        call=positional("points"),
+        verdict="precision",
+        module="",
+        op="bmm",
+        line="torch.bmm(ones, each)",
+        cause="reduction-overflow",
+        near_causes=("matmul-overflow",),
+        fixes=("average instead of summing", "keep the pooling in fp32"),
+        cure={"build": seeded(OnesPooling, average=True)},
+    ),
+)

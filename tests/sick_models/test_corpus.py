@@ -1,0 +1,212 @@
+"""The corpus keeps its own promises: each case dies where, how and why it says, and its healthy twin lives.
+
+In: the cases. Out: assertions, made without nandoctor's diagnosis; only its emulation of CUDA autocast is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from sick_models import LOSS, Case, all_cases, decoyed, healthy_models, renamed
+from sick_models.probing import Outcome, distance, finite, first_birth, float_tensors, run
+
+MECHANISMS = {
+    "product too large", "residual too large", "gate or scale too large", "square or mean too large", "long sum",
+    "exp too large", "input too large", "mask constant", "full mask row", "eps lost", "saturated sigmoid",
+    "0/0, empty mean", "outside the domain", "inf - inf, 0 * inf", "gradient singularity", "where trap",
+    "fp16 gradient", "custom Function", "loss scale", "weights bad", "buffers bad", "batch bad", "optimizer eps",
+}  # fmt: skip
+CAUSES = {
+    "matmul-overflow", "elementwise-overflow", "reduction-overflow", "exp-overflow", "input-cast-overflow",
+    "mask-constant-overflow", "eps-underflow", "log-of-zero", "fully-masked-softmax", "division-by-zero",
+    "empty-reduction", "invalid-domain", "indeterminate-form", "silent-overflow", "gradient-singularity",
+    "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
+    "poisoned-input", "poisoned-target", "optimizer-eps-underflow",
+}  # fmt: skip
+SHOWS_IN = {
+    "forward": ("output",),
+    "loss": ("loss",),
+    "backward": ("gradients",),
+    "optimizer": ("weights",),
+    # Bad state or a bad batch comes to light wherever it is first read.
+    "state": ("output", "loss", "gradients"),
+    "input": ("output", "loss"),
+}
+
+CASES = all_cases()
+PROBED = [case for case in CASES if case.phase in ("forward", "loss", "backward")]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_probed_case = pytest.mark.parametrize("case", PROBED, ids=lambda case: case.name)
+
+# The remark of std() on a single element is the very thing that a case is about.
+pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
+
+
+def assert_sick(case: Case, outcome: Outcome) -> None:
+    if case.verdict == "silent":
+        assert outcome.first_bad == ""
+        assert distance(outcome, run(case, autocast=False)) > 0.3
+    else:
+        assert outcome.first_bad in SHOWS_IN[case.phase]
+
+
+def assert_healthy(case: Case) -> None:
+    autocast, fp32 = run(case, autocast=True), run(case, autocast=False)
+    assert (autocast.first_bad, fp32.first_bad) == ("", "")
+    assert distance(autocast, fp32) < 0.05
+
+
+def test_every_mechanism_and_every_cause_has_at_least_two_cases() -> None:
+    mechanisms, causes = Counter(case.mechanism for case in CASES), Counter(case.cause for case in CASES)
+    assert set(mechanisms) == MECHANISMS
+    assert set(causes) == CAUSES
+    assert min(mechanisms.values()) >= 2
+    assert min(causes.values()) >= 2
+    assert {code for case in CASES for code in case.near_causes} <= CAUSES
+
+
+def test_names_are_unique() -> None:
+    names = [case.name for case in (*CASES, *healthy_models())]
+    assert len(set(names)) == len(names)
+
+
+@every_case
+def test_is_the_same_every_time(case: Case) -> None:
+    for one, other in zip(case.build().state_dict().values(), case.build().state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    for name, array in case.batch().items():
+        torch.testing.assert_close(array, case.batch()[name], rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(run(case, autocast=True).output, run(case, autocast=True).output, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@every_case
+def test_is_sick_where_it_says_under_autocast(case: Case) -> None:
+    assert_sick(case, run(case, autocast=True))
+
+
+@every_case
+def test_in_fp32_is_as_its_verdict_says(case: Case) -> None:
+    first_bad = run(case, autocast=False).first_bad
+    if case.verdict in ("precision", "silent", "loss-scale"):
+        assert first_bad == ""
+    elif case.verdict == "numerics":
+        assert first_bad in SHOWS_IN[case.phase]
+    else:
+        assert case.verdict == case.phase  # "state" and "input" are judged below, by what they hold
+
+
+@every_case
+def test_twin_is_healthy_in_both_precisions(case: Case) -> None:
+    twin = case.twin()
+    assert twin.verdict == "healthy"
+    assert_healthy(twin)
+
+
+@pytest.mark.parametrize("case", healthy_models(), ids=lambda case: case.name)
+def test_decoy_is_healthy_in_both_precisions(case: Case) -> None:
+    assert_healthy(case)
+
+
+@every_case
+def test_module_exists(case: Case) -> None:
+    assert case.module == LOSS or case.module in dict(case.build().named_modules())
+
+
+@every_case
+def test_line_stands_once_in_its_file(case: Case) -> None:
+    if case.phase in ("state", "input", "optimizer"):
+        assert case.line == ""
+        return
+    source = inspect.getsource(sys.modules[type(case.build()).__module__])
+    lines = [line for line in source.splitlines() if case.line in line and not line.strip().startswith("line=")]
+    assert len(lines) == 1
+
+
+@every_probed_case
+def test_origin_is_what_an_independent_prober_finds(case: Case) -> None:
+    birth = first_birth(case, autocast=True)
+    assert birth is not None
+    assert (birth.phase, birth.module) == (case.phase, case.module)
+    assert case.op in birth.ops
+    assert case.line in birth.line
+
+
+@pytest.mark.parametrize("case", [case for case in PROBED if case.verdict == "numerics"], ids=lambda case: case.name)
+def test_origin_is_the_same_in_fp32(case: Case) -> None:
+    birth = first_birth(case, autocast=False)
+    assert birth is not None
+    assert (birth.phase, birth.module) == (case.phase, case.module)
+    assert case.op in birth.ops
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.verdict == "loss-scale"], ids=lambda case: case.name)
+def test_loss_scale_is_cured_by_halving(case: Case) -> None:
+    scale = case.loss_scale
+    while scale > 1 and run(dataclasses.replace(case, loss_scale=scale), autocast=True).first_bad:
+        scale /= 2
+    assert 1 < scale < case.loss_scale
+
+
+@pytest.mark.parametrize("name", ["ratio/nothing-measured", "ratio/all-labels-ignored"])
+def test_a_mean_of_nothing_leaves_every_gradient_finite(name: str) -> None:
+    outcome = run(next(case for case in CASES if case.name == name), autocast=True)
+    assert not finite(outcome.loss)
+    assert all(map(finite, outcome.gradients.values()))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.phase == "state"], ids=lambda case: case.name)
+def test_bad_state_is_in_the_module_that_it_names_and_nowhere_else(case: Case) -> None:
+    model = case.build()
+    guilty = model.get_submodule(case.module)
+    kind = "parameters" if case.cause == "poisoned-weights" else "buffers"
+    bad = {id(tensor) for tensor in model.state_dict(keep_vars=True).values() if absurd(tensor)}
+    assert bad
+    assert bad <= {id(tensor) for tensor in getattr(guilty, kind)(recurse=False)}
+
+
+def absurd(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and (not finite(tensor) or bool((tensor.abs() > 1e20).any()))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.phase == "input"], ids=lambda case: case.name)
+def test_bad_batch_is_bad_before_the_model_sees_it(case: Case) -> None:
+    bad = [name for name, array in case.batch().items() if float_tensors(array) and not finite(array)]
+    assert len(bad) == 1
+    assert (bad[0] in ("tomorrow", "paid")) == (case.cause == "poisoned-target")
+
+
+@every_case
+def test_renamed_is_the_same_illness_under_other_names(case: Case) -> None:
+    other = renamed(case)
+    names = [name for name, _module in other.build().named_modules()]
+    assert other.module == LOSS or other.module in names
+    plain, fresh = run(case, autocast=True), run(other, autocast=True)
+    for one, same in zip(plain.output, fresh.output, strict=True):
+        torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
+    if case in PROBED:
+        birth = first_birth(other, autocast=True)
+        assert birth is not None
+        assert (birth.phase, birth.module) == (other.phase, other.module)
+        assert case.op in birth.ops
+    assert run(other.twin(), autocast=True).first_bad == ""
+
+
+@every_case
+def test_decoyed_is_as_sick_and_its_twin_as_healthy(case: Case) -> None:
+    other = decoyed(case)
+    assert other.module in (LOSS, "", *dict(other.build().named_modules()))
+    assert_sick(other, run(other, autocast=True))
+    assert_healthy(other.twin())
+
+
+def test_the_decoy_does_look_ill() -> None:
+    birth = first_birth(decoyed(healthy_models()[-1]), autocast=True)
+    assert birth is not None
+    assert (birth.phase, birth.module) == ("forward", "")
