@@ -27,6 +27,8 @@ EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 
 DumpPath = click.Path(path_type=Path)
 
+_ENDINGS = (".json", ".png", ".svg", ".pdf")
+
 
 class _Verbs(click.Group):
     """A group whose verbs end in one clear message where the user can put things right."""
@@ -48,6 +50,16 @@ def main() -> None:
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
     """
+
+
+def _check_files(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
+    """Refuse a file that cannot be written before the replay, not after."""
+    for file in files if isinstance(files, tuple) else filter(None, [files]):
+        if file.suffix.lower() not in _ENDINGS:
+            raise click.BadParameter(f"{file} ends in none of {', '.join(_ENDINGS)}.")
+        if not file.parent.is_dir():
+            raise click.BadParameter(f"there is no folder {file.parent}.")
+    return files
 
 
 def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
@@ -76,7 +88,15 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
 @main.command()
 @click.argument("dump", type=DumpPath)
 @_replay_options
-@click.option("-o", "outputs", metavar="FILE", type=DumpPath, multiple=True, help="Also write .json, .png, .svg, .pdf.")
+@click.option(
+    "-o",
+    "outputs",
+    metavar="FILE",
+    type=DumpPath,
+    multiple=True,
+    callback=_check_files,
+    help="Also write .json, .png, .svg or .pdf.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
 @click.option("--check", is_flag=True, help="For git bisect run: exit 0 finite, 1 non-finite, 125 could not run.")
 @click.option("--quiet", is_flag=True, help="One line.")
@@ -102,7 +122,14 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 @main.command()
 @click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath)
 @_replay_options
-@click.option("-o", "file", metavar="FILE", type=DumpPath, help="Default: the source's name with .ranges.png.")
+@click.option(
+    "-o",
+    "file",
+    metavar="FILE",
+    type=DumpPath,
+    callback=_check_files,
+    help="Default: the source's name with .ranges.png, in the working directory.",
+)
 @click.option("--kind", type=click.Choice(["ranges"]), default="ranges", show_default=True)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Draw the activation ranges of every layer against what the low-precision format can hold.

@@ -22,9 +22,10 @@ from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.census import DumpSummary
-from nandoctor.evidence.formats import FORMATS
+from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.rules.alignment import describe_error_source, find_near_misses
 from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward
 from nandoctor.rules.sighting import find_sightings, needs_census, open_span
 from nandoctor.rules.summary import describe_first, summarize_runs
@@ -124,34 +125,45 @@ def replay_dump(
     preparation = prepare(dump, model, settings)
     replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
     attempt = _reproduce(replay, preparation, settings)
-    trace, reference, conclusion = _examine_forward(replay, attempt)
-    verdict = judge(trace, reference, conclusion, attempt.reproduction)
-    notes = [f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes]
+    findings = _examine(replay, attempt, _loss_scale(dump, settings))
+    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
+    return _write_report(findings, attempt, summary, notes, replay.low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    """What all runs together show."""
+
+    trace: Trace
+    reference: Trace
+    verdict: Verdict
+    conclusion: Conclusion
     bad_gradients: tuple[TensorStats, ...] = ()
-    if attempt.setup.loss is not None:
-        backward = _examine_backward(replay, attempt, _loss_scale(dump, settings))
-        bad_gradients = backward.trace.bad_gradients
-        if trace.finite and bad_gradients:
-            verdict, conclusion = backward.verdict, backward.conclusion
-        elif not trace.finite and not bad_gradients:
-            notes.append("The loss is non-finite and every gradient is finite: GradScaler will never skip this step.")
-    shown = None if verdict in ("healthy", "not-reproduced") else conclusion
-    first, *others = shown.diagnoses if shown and shown.diagnoses else (None,)
-    sighting = shown.sighting if shown else None
+    notes: tuple[str, ...] = ()
+
+
+def _write_report(
+    findings: _Findings, attempt: _Attempt, summary: DumpSummary, notes: tuple[str, ...], low: FloatFormat
+) -> Report:
+    verdict, trace, reference = findings.verdict, findings.trace, findings.reference
+    shown = Conclusion() if verdict in ("healthy", "not-reproduced") else findings.conclusion
+    first, *others = shown.diagnoses or (None,)
+    runs = summarize_runs(trace, reference, low)
     return Report(
         verdict=verdict,
         headline=write_headline(verdict, trace, shown),
         reproduction=attempt.reproduction,
-        first_nonfinite=describe_first(sighting, trace, reference) if sighting else None,
+        first_nonfinite=describe_first(shown.sighting, trace, reference) if shown.sighting else None,
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
-        chain=shown.chain if shown else (),
-        bad_gradients=bad_gradients,
-        runs=summarize_runs(trace, reference, replay.low),
+        chain=shown.chain,
+        bad_gradients=findings.bad_gradients,
+        headroom=find_near_misses(reference, low),
+        runs=runs,
         dump=summary,
         environment=describe_environment(attempt.setup.device),
-        notes=tuple(notes),
+        notes=(*notes, *findings.notes, *describe_error_source(runs.autocast.modules)),
         next_steps=advise(verdict, shown, summary),
     )
 
@@ -160,7 +172,7 @@ def describe_environment(device: torch.device) -> Environment:
     """The versions and the device of this replay."""
     return Environment(
         nandoctor=__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a subclass of str
         python=platform.python_version(),
         platform=platform.platform(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -205,6 +217,23 @@ def _attempt(
         raise
     reproduction = grade(preparation.saved, outcome.output, preparation.output_field)
     return _Attempt(setup=setup, outcome=replace(outcome, output=None), reproduction=reproduction)
+
+
+def _examine(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Findings:
+    """Forward and loss, then the backward pass where there is a loss: a sound forward can end in bad gradients."""
+    trace, reference, conclusion = _examine_forward(replay, attempt)
+    verdict = judge(trace, reference, conclusion, attempt.reproduction)
+    findings = _Findings(trace=trace, reference=reference, verdict=verdict, conclusion=conclusion)
+    if attempt.setup.loss is None:
+        return findings
+    backward = _examine_backward(replay, attempt, loss_scale)
+    bad_gradients = backward.trace.bad_gradients
+    if not trace.finite and not bad_gradients:
+        note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
+        return replace(findings, notes=(note,))
+    if trace.finite and bad_gradients:
+        findings = replace(findings, verdict=backward.verdict, conclusion=backward.conclusion)
+    return replace(findings, bad_gradients=bad_gradients)
 
 
 def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, Conclusion]:
@@ -279,5 +308,5 @@ def _report_weights(summary: DumpSummary) -> Report:
         dump=summary,
         environment=describe_environment(torch.device("cpu")),
         notes=("The file holds no batch, so nothing was run.",),
-        next_steps=advise("state", None, summary),
+        next_steps=advise("state", Conclusion(), summary),
     )

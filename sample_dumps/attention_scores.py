@@ -1,9 +1,10 @@
-"""Trains a small transformer to recall a token, at a learning rate that suits another optimizer.
+"""Trains a small transformer to forecast sales, on raw counts and with the attention scores scaled too late.
 
-What dies: `blocks.1.attention` (Attention), call 0, at step ?, under fp16 autocast only. It shows as NaN on the way
-into `blocks.1.attention.project`; the +Inf before it lives and dies inside `Attention.forward`.
-Why: the scores are divided by sqrt(head size) only after q @ k has been rounded to fp16. The weights grow fast, the
-product passes 65504 and is Inf, and softmax makes inf - inf of it. Scaling q first would have left room for years.
+What dies: `blocks.0.attention` (Attention), call 0, at step 144, on sample 7 of the batch, under fp16 autocast only.
+It shows as NaN on the way into `blocks.0.attention.project`: the Inf before it lives and dies in `Attention.forward`.
+Why: the scores are divided by sqrt(16) after q @ k has been rounded to fp16. At step 83 a store that sells 84 a day
+still passed; by step 144 the weights have grown, a store that sells 77 gets scores of 1.5e5, fp16 makes them Inf, and
+softmax makes inf - inf of those. Scaled before the product they would have fitted.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from nandoctor import cuda_autocast
 
 EXPECTED = {
     "verdict": "precision",
-    "module": "blocks.1.attention",
+    "module": "blocks.0.attention",
     "type": "Attention",
     "call": 0,
     "where": "between",
-    "samples": (),
+    "samples": (7,),
     "mode": "train",
 }
-SEED = 0
-NUM_STEPS = 500
+SEED = 4
+NUM_STEPS = 300
 BATCH_SIZE = 8
 NUM_DAYS = 28
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.01
 
 
 class Attention(nn.Module):
@@ -80,7 +81,7 @@ class Forecaster(nn.Module):
 
 def draw_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Daily sales of stores, most of them small, and whether the next day sells more than the last."""
-    mean = torch.exp(2.0 + torch.randn(BATCH_SIZE, 1))
+    mean = torch.exp(1.0 + torch.randn(BATCH_SIZE, 1))
     week = 1 + 0.5 * torch.sin(2 * torch.pi * (torch.arange(NUM_DAYS + 1) / 7 + torch.rand(BATCH_SIZE, 1)))
     sales = torch.poisson(mean * week)
     return sales[:, :-1], (sales[:, -1:] > sales[:, -2:-1]).float()

@@ -27,7 +27,7 @@ def torch_state():
         "autocast_init": torch.autocast.__init__,
         "custom_fwd_cast": torch.amp.autocast_mode._cast,
         "device_context_init": torch.utils._device.DeviceContext.__init__,
-        "fp32_precision": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
+        "fp32_precision": (torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision),
         "jit_autocast": jit_autocast_mode(),
         "function_modes": torch._C._len_torch_function_stack(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),

@@ -7,9 +7,11 @@ under the fp32 reference of the same code path, or under torch's own autocast of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 
@@ -72,7 +74,7 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
         if device.type != "cuda" or policy.name == "fp32":
             stack.enter_context(cuda_code(device))
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
-            stack.enter_context(_exact_arithmetic)
+            stack.enter_context(_exact_products(device.type))
             stack.enter_context(install_kernels(device.type))
         stack.enter_context(_autocast_region(device.type, dtype))
         yield
@@ -101,19 +103,48 @@ def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+# What below `torch.backends` lets products of fp32 tensors be computed in less, and the value that forbids it. Setting
+# cuDNN's allow_tf32 changes its fp32_precision, so it comes first; left alone, code that reads it would be told off.
+_PRODUCT_PRECISION = {
+    "cuda": (
+        ("cudnn", "allow_tf32", False),
+        ("cudnn.conv", "fp32_precision", "ieee"),
+        ("cudnn.rnn", "fp32_precision", "ieee"),
+        ("cuda.matmul", "fp32_precision", "ieee"),
+    ),
+    "cpu": (
+        ("mkldnn.matmul", "fp32_precision", "ieee"),
+        ("mkldnn.conv", "fp32_precision", "ieee"),
+        ("mkldnn.rnn", "fp32_precision", "ieee"),
+    ),
+}
+
+
+@cache
+def _exact_products(device_type: str) -> Shared:
+    return Shared(partial(_fp32_products, device_type))
+
+
 @contextmanager
-def _fp32_arithmetic() -> Iterator[None]:
-    """Products of fp32 tensors in fp32: neither TF32, nor TorchScript's own autocast pass, whose lists differ."""
-    precision, cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def _fp32_products(device_type: str) -> Iterator[None]:
+    """Products of fp32 tensors in fp32, and none of TorchScript's own autocast pass, whose lists differ."""
+    before = list(_current_precision(device_type))
     jit_autocast = torch._C._jit_set_autocast_mode(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    for backend, name, _, exact in before:
+        setattr(backend, name, exact)
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = cudnn_tf32
-        torch.set_float32_matmul_precision(precision)
+        for backend, name, value, _ in before:
+            setattr(backend, name, value)
         torch._C._jit_set_autocast_mode(jit_autocast)
 
 
-_exact_arithmetic = Shared(_fp32_arithmetic)
+def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Each setting of the table that this torch can read: where it is, its name, what it is and what it should be."""
+    for place, name, exact in _PRODUCT_PRECISION.get(device_type, ()):
+        # A torch before 2.9 lacks fp32_precision, a later one may refuse to read allow_tf32 where both are in use:
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+        with suppress(AttributeError, RuntimeError):
+            backend = attrgetter(place)(torch.backends)
+            yield backend, name, getattr(backend, name), exact

@@ -5,7 +5,7 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
     inputs = {name: array for name, array in batch.items() if name not in outputs}
     bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
     return Preparation(
-        setups=tuple(_make_setup(net, binding, loss, batch, dump.scalars, device) for binding in bindings),
+        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump.scalars, device) for binding in bindings),
         saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
         output_field=settings.output,
         notes=(*notes, *cast_notes),
@@ -76,8 +76,10 @@ def _find_function(spec: str | Callable[..., Any] | None, settings: Settings) ->
 def _find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise NanDoctorError(f"{name!r} is not a device.", remedy="Use --device cpu or --device cuda.") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise NanDoctorError(f"{name!r} is no device to replay on.", remedy="Use --device cpu or --device cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise NanDoctorError(
             "This machine has no CUDA device that torch can use.",
@@ -120,6 +122,7 @@ def _make_setup(
     binding: Binding,
     loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None,
     batch: Mapping[str, torch.Tensor],
+    inputs: Collection[str],
     scalars: Mapping[str, Any],
     device: torch.device,
 ) -> Setup:
@@ -132,7 +135,7 @@ def _make_setup(
     return Setup(
         model=net,
         batch=batch,
-        used=frozenset(binding.arrays),
+        used=frozenset(binding.arrays).intersection(inputs),
         forward=forward,
         loss=loss,
         device=device,

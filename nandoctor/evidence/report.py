@@ -138,7 +138,8 @@ class LayerRow:
 
     `headroom_bits` is log2(max / absmax) of the outputs against the low-precision format of the replay; negative when
     the format cannot hold the value. `rel_err` compares the sampled output elements with the fp32 run's:
-    norm of the difference over norm of the reference; None where either has no finite sample.
+    norm of the difference over norm of the reference; None where either has no finite sample. `inherited_err` is the
+    same for the inputs: what is far above it was made in this call.
     """
 
     module: str
@@ -149,6 +150,7 @@ class LayerRow:
     outputs: tuple[TensorStats, ...]
     headroom_bits: float | None = None
     rel_err: float | None = None
+    inherited_err: float | None = None
     state: tuple[TensorStats, ...] = ()
 
     @property
@@ -166,6 +168,21 @@ class LayerRow:
     def absmax(self) -> float | None:
         """Largest finite magnitude over the outputs, None without one."""
         return max((s.absmax for s in self.outputs if s.absmax is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearMiss:
+    """A call whose fp32 output comes within a factor of two of the low-precision format's limit, or passes it.
+
+    `headroom_bits` is log2(max / absmax), negative past the limit; `growth` is the output's absmax over the inputs'.
+    """
+
+    module: str
+    type: str
+    call: int
+    absmax: float
+    headroom_bits: float
+    growth: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,5 +240,5 @@ class Report:
     chain: tuple[Link, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     prescriptions: tuple[Any, ...] = ()
-    headroom: tuple[Any, ...] = ()
+    headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[Any, ...] = ()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from nandoctor.evidence.census import ArraySummary
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import FirstNonfinite, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.renderers.words import join_first, kinds_text, number, printable, shape_text, shorten, times
 
@@ -29,6 +30,7 @@ MEANINGS = {
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
 _MAX_LISTED = 3
+_MAX_STOPS = 4
 
 _CLOSE = 0.02
 """Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
@@ -47,6 +49,7 @@ def tell(report: Report) -> list[Fact]:
     facts = [Fact(label="replay", text=describe_reproduction(report.reproduction))]
     if report.first_nonfinite is not None:
         facts += _tell_first(report.first_nonfinite, report)
+    facts += _tell_cause(report)
     facts += _tell_state(report)
     facts += _tell_runs(report)
     return facts
@@ -90,9 +93,53 @@ def _tell_first(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
         yield Fact(label="in fp32", text=reference)
 
 
+def _tell_cause(report: Report) -> Iterator[Fact]:
+    """Where the damage was born, on which line, why, the way it took, and what else is wrong."""
+    if report.origin is None:
+        return
+    yield Fact(label="origin", text=_describe_origin(report.origin))
+    if report.origin.source is not None:
+        source = report.origin.source
+        place = f"{PurePath(source.file).name}:{source.line}"
+        yield Fact(label="line", text=f"{printable(place)}: {shorten(printable(source.text), _MESSAGE_WIDTH)}")
+    if report.cause is not None:
+        yield Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}")
+    if len(report.chain) > 1:
+        yield Fact(label="way", text=_describe_way(report.chain))
+    if report.bad_gradients:
+        names = [_name(stats.path) for stats in report.bad_gradients]
+        yield Fact(label="gradients", text=f"{len(names)} are non-finite: {join_first(names, _MAX_LISTED)}")
+    if report.also:
+        yield Fact(label="also", text=join_first([_describe_diagnosis(other) for other in report.also], _MAX_LISTED))
+
+
+def _describe_origin(origin: Origin) -> str:
+    """The op and the module that called it, and in which pass."""
+    if origin.op is None:
+        return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
+    owner = "the loss" if origin.module == "<loss>" else _name(origin.module or f"the model ({origin.type})")
+    call = f", call {origin.call}" if origin.call else ""
+    backward = "the backward of " if origin.phase == "backward" else ""
+    return f"{backward}{origin.op} in {owner}{call}: {kinds_text(origin.kinds)} in {origin.num_bad} of {origin.numel}"
+
+
+def _describe_way(chain: Sequence[Link]) -> str:
+    """The modules that the damage went through, from where it was born to where it showed."""
+    stops = [f"{link.op} in {_name(link.module or 'the model')}" for link in chain]
+    shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
+    return " -> ".join(shown)
+
+
+def _describe_diagnosis(diagnosis: Diagnosis) -> str:
+    code = diagnosis.cause.code if diagnosis.cause else "unexplained"
+    return f"{code} at {diagnosis.origin.op or 'state'} in {_name(diagnosis.origin.module or 'the model')}"
+
+
 def _describe_place(first: FirstNonfinite) -> str:
     if first.where == "batch":
         return f"{_name(first.value.path or 'an input')}, in the saved batch"
+    if first.where == "loss":
+        return "the loss, with a finite output"
     owner = f"{_name(first.module or 'the model')} ({_name(first.type)}, call {first.call})"
     if first.where == "output":
         return f"{owner}, in its output"

@@ -6,13 +6,20 @@ In: the traces of one model under two policies. Out: rows with headroom and rela
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import LayerRow
+from nandoctor.evidence.report import LayerRow, NearMiss
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+
+NEAR_BITS = 1.0
+"""A layer within a factor of two of the limit is one unlucky batch away from it."""
+LARGE_ERROR = 0.05
+"""Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
+MADE_HERE = 5.0
+"""An error this many times that of the inputs was made by the call itself."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
@@ -27,8 +34,40 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
 
 def first_unholdable(reference: Trace, low: FloatFormat) -> ModuleCall | None:
     """The first call, in the order of return, whose fp32 output `low` could not hold."""
-    returned = sorted((call for call in reference.calls if call.leave is not None), key=lambda call: call.leave or 0)
-    return next((call for call in returned if not all(_fits(stats, low) for stats in call.outputs)), None)
+    return next((call for call in _returned(reference) if not all(_fits(stats, low) for stats in call.outputs)), None)
+
+
+def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
+    """The calls that come within a factor of two of what `low` can hold, in the order of return: judged in fp32."""
+    found = []
+    for call in _returned(reference):
+        absmax = _absmax(call.outputs)
+        if absmax is not None and low.headroom_bits(absmax) <= NEAR_BITS:
+            went_in = _absmax(call.inputs)
+            found.append(
+                NearMiss(
+                    module=call.module,
+                    type=call.type,
+                    call=call.call,
+                    absmax=absmax,
+                    headroom_bits=low.headroom_bits(absmax),
+                    growth=absmax / went_in if went_in else None,
+                )
+            )
+    return tuple(found)
+
+
+def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
+    """A sentence on the first finite call that is far from fp32 while its inputs are near to it; none where none is."""
+    for row in rows:
+        if not row.finite or row.rel_err is None or row.inherited_err is None:
+            continue
+        if row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE:
+            return (
+                f"{row.label} ({row.type}) is finite and {100 * row.rel_err:.3g} % away from fp32, its inputs "
+                f"{100 * row.inherited_err:.2g} %: the error is made there.",
+            )
+    return ()
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:
@@ -52,8 +91,16 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     return math.sqrt(difference / norm)
 
 
+def _returned(trace: Trace) -> list[ModuleCall]:
+    return sorted((call for call in trace.calls if call.leave is not None), key=lambda call: call.leave or 0)
+
+
+def _absmax(tensors: tuple[TensorStats, ...]) -> float | None:
+    return max((stats.absmax for stats in tensors if stats.absmax is not None), default=None)
+
+
 def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerRow:
-    absmax = max((stats.absmax for stats in call.outputs if stats.absmax is not None), default=None)
+    absmax = _absmax(call.outputs)
     return LayerRow(
         module=call.module,
         type=call.type,
@@ -63,6 +110,7 @@ def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerR
         outputs=call.outputs,
         headroom_bits=None if absmax is None else low.headroom_bits(absmax),
         rel_err=relative_error(call.outputs, other.outputs) if other else None,
+        inherited_err=relative_error(call.inputs, other.inputs) if other else None,
         state=call.state,
     )
 

@@ -42,7 +42,7 @@ def diagnose(finding: Finding) -> Cause | None:
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
-        f"{number(finding.exam.exact_absmax)} at the worst element; {finding.format} holds at most "
+        f"{number(finding.exam.exact_at_worst)} at the worst element; {finding.format} holds at most "
         f"{number(finding.format.max)}.",
         evidence=(*overflow_evidence(finding), *operands),
     )

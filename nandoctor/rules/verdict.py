@@ -49,14 +49,13 @@ def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
     return error is not None and error > SILENT_ERROR
 
 
-def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion | None) -> str:
+def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> str:
     """The verdict as one sentence for people."""
     low = trace.format.label
     if verdict == "healthy":
         return f"Nothing non-finite: the output is finite under {low} autocast and in fp32."
     if verdict == "not-reproduced":
         return "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
-    assert conclusion is not None
     sighting, first = conclusion.sighting, next(iter(conclusion.diagnoses), None)
     if first is not None and first.origin.phase in ("state", "input", "backward"):
         return _headline_of_cause(first, low)
@@ -108,16 +107,17 @@ def _describe_place(sighting: Sighting) -> str:
     if owner is None:
         return "The loss" if sighting.where == "loss" else "The batch"
     if sighting.where == "output":
-        return f"{owner.label} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
+        call = f", call {owner.call}," if owner.call else ""
+        return f"{owner.module}{call} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
     assert sighting.seen_in is not None
     return f"A value made in the forward of {owner.label} ({owner.type}), on its way into {sighting.seen_in.label},"
 
 
-def advise(verdict: Verdict, conclusion: Conclusion | None, dump: DumpSummary) -> tuple[str, ...]:
+def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:
     """What to do next, most useful first."""
     if verdict == "not-reproduced":
         return (_ADVICE[verdict], *dump.missing)
-    cause = conclusion.diagnoses[0].cause if conclusion and conclusion.diagnoses else None
+    cause = conclusion.diagnoses[0].cause if conclusion.diagnoses else None
     explain = (f"What this is and how it is cured: nandoctor explain {cause.code}",) if cause else ()
     return (*explain, _ADVICE.get(verdict, _PLOT))
 

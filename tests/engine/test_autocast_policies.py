@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nandoctor.engine import op_lists
 from nandoctor.engine.autocast import REFERENCE, Policy, apply_policy, cuda_autocast, make_policy, torch_dtype
+from nandoctor.engine.cuda_code import cuda_code
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FORMATS, FP8_E4M3, FP16, FP32, FP64, TF32
 
@@ -211,16 +212,28 @@ def test_scripted_code_meets_the_same_kernels():
         assert script[0](torch.randn(2, 4)).dtype is torch.float16
 
 
-def test_the_precision_of_fp32_products_is_restored():
-    torch.set_float32_matmul_precision("high")
-    try:
-        with apply_policy(REFERENCE, CPU):
-            assert torch.get_float32_matmul_precision() == "highest"
-            assert not torch.backends.cudnn.allow_tf32
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cudnn.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision("highest")
+@pytest.mark.parametrize("chosen", ["ieee", "tf32", "bf16"])
+def test_products_of_fp32_tensors_are_not_computed_in_less(chosen, monkeypatch):
+    """Chosen by hand or by `torch.set_float32_matmul_precision("medium")`, a CPU's fp32 products may run in bf16."""
+    backends = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+    for backend in backends:
+        monkeypatch.setattr(backend, "fp32_precision", chosen)
+    for policy in (CUDA_FP16, REFERENCE):
+        with apply_policy(policy, CPU):
+            assert [backend.fp32_precision for backend in backends] == ["ieee"] * 3
+        assert [backend.fp32_precision for backend in backends] == [chosen] * 3
+
+
+def region_in_script(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return torch.mm(x, weight)
+
+
+def test_scripting_code_with_regions_while_the_model_is_built():
+    with cuda_code(CPU):
+        script = torch.jit.script(region_in_script)
+    with apply_policy(REFERENCE, CPU):
+        assert script(torch.ones(1, 2), torch.ones(2, 1)).item() == 2.0
 
 
 def test_a_graph_outlives_the_context():
@@ -244,7 +257,7 @@ def test_on_a_gpu():
     with apply_policy(REFERENCE, device):
         assert module(x.half()).dtype is torch.float32
         assert rnn(x)[0].dtype is torch.float32
-        assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == "ieee"
         with torch.autocast("cuda", dtype=torch.float16):
             assert module(x).dtype is torch.float32
     with apply_policy(REFERENCE, CPU):

@@ -171,7 +171,7 @@ class Churn(nn.Module):
         super().__init__()
         self.hidden = biased(nn.Linear(10, 64), loud * torch.linspace(0.7, 1.0, 64))
         self.drop = nn.Dropout(0.5)
-        self.scale = nn.LayerNorm(64)
+        self.scale = nn.LayerNorm(64, eps=1e-12)
         self.head = nn.Linear(64, 1)
 
     def forward(self, table: Tensor) -> Tensor:

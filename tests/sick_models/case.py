@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from nandoctor.evidence.report import Verdict
+
 Batch = dict[str, Tensor]
 Phase = Literal["forward", "loss", "backward", "state", "input", "optimizer"]
 
@@ -44,14 +46,14 @@ class Case:
     train: bool = True
     loss_scale: float = 1.0
     phase: Phase = "forward"
-    verdict: str
+    verdict: Verdict
     module: str = ""
     op: str = ""
     line: str = ""
     cause: str = ""
     near_causes: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
-    cure: Mapping[str, Any] = field(default_factory=dict)
+    cure: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class Case:
         return (self.cause, *self.near_causes)
 
     def twin(self) -> Case:
-        """The nearest healthy case: the first fix applied, or the data changed."""
+        """The nearest healthy case: a fix applied, or the weights or the data changed."""
         assert self.cure, f"{self.name} is healthy already"
         return healthy(dataclasses.replace(self, name=f"{self.name} (healthy)", **self.cure))
 

@@ -1,4 +1,4 @@
-"""An examiner that shares no code with nandoctor: runs a case and finds the first birth of a non-finite value.
+"""An examiner of its own, sharing only the emulation of CUDA autocast: runs a case, finds the first non-finite value.
 
 In: a case. Out: `Outcome`, what was finite; `Birth`, which op of which module on which line made the first value.
 """
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nandoctor.engine.autocast import cuda_autocast
 from sick_models.case import LOSS, Batch, Case
 
 HERE = Path(__file__).parent
@@ -123,8 +124,6 @@ def _precision(*, autocast: bool) -> Iterator[None]:
     if not autocast:
         yield
         return
-    from nandoctor.engine.autocast import cuda_autocast
-
     with cuda_autocast(torch.float16):
         yield
 

@@ -167,7 +167,7 @@ class Recurrence(nn.Module):
 
 
 class Retrieval(nn.Module):
-    """Queries against keys with no normalisation: the product is written in the root's own forward."""
+    """Queries against keys without normalisation; no passage answers the question that it was taken from."""
 
     def __init__(self, gain: float) -> None:
         super().__init__()
@@ -176,7 +176,8 @@ class Retrieval(nn.Module):
 
     def forward(self, *, question: Tensor, passage: Tensor) -> Tensor:
         similarity = torch.einsum("qd,pd->qp", self.ask(question), self.answer(passage))
-        return similarity.softmax(dim=-1)
+        itself = torch.eye(*similarity.shape, dtype=torch.bool, device=similarity.device)
+        return similarity.masked_fill(itself, -torch.inf).softmax(dim=-1)
 
 
 CASES = (

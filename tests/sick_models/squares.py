@@ -161,7 +161,7 @@ class Speaker(nn.Module):
     def __init__(self, loudness: float) -> None:
         super().__init__()
         self.pool = SpeakerPooling(12, loudness)
-        self.norm = nn.LayerNorm(24)
+        self.norm = nn.LayerNorm(24, eps=1e-12)
         self.project = nn.Linear(24, 6)
 
     def forward(self, frames: Tensor) -> Tensor:

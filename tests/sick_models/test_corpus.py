@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ every_probed_case = pytest.mark.parametrize("case", PROBED, ids=lambda case: cas
 
 # The remark of std() on a single element is the very thing that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """On models this small a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def assert_sick(case: Case, outcome: Outcome) -> None:

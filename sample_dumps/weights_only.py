@@ -1,0 +1,67 @@
+"""Trains a box regressor in fp32, and keeps nothing but the weights when its boxes are NaN, as some detectors do.
+
+What dies: the weights, all of them, in the update of step ?; the file is written by the check in the forward of step ?.
+It holds no batch, so nothing can be replayed: what remains to be seen is that the state was lost before that forward.
+Why: the loss takes the square root of a squared distance. A predicted box that is clamped to the whole image meets a
+target that is the whole image, the distance is exactly 0, and the gradient of sqrt at 0 is Inf times 0.
+The layout is that of D-FINE's NaN.pth, https://github.com/Peterande/D-FINE/issues/43.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+EXPECTED = {"verdict": "state", "weights": ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")}
+SEED = 0
+NUM_STEPS = 500
+BATCH_SIZE = 16
+NUM_FEATURES = 8
+
+
+class BoxRegressor(nn.Module):
+    """Takes features (batch, 8), gives boxes (batch, 4) as left, top, right, bottom from 0 to 1."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, 4))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return (0.5 + self.layers(features)).clamp(0, 1)  # begins as a box of no size in the middle
+
+
+def draw_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Features that show a box's corners twice and noisily; objects near the camera fill the whole image."""
+    centre, size = torch.rand(BATCH_SIZE, 2), 1.5 * torch.rand(BATCH_SIZE, 2)
+    corners = torch.cat([centre - size / 2, centre + size / 2], dim=1)
+    features = corners.repeat(1, 2) + 0.05 * torch.randn(BATCH_SIZE, NUM_FEATURES)
+    return features, corners.clamp(0, 1)
+
+
+def main(path: Path) -> None:
+    torch.manual_seed(SEED)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # the order of a sum depends on the number of threads
+    model = BoxRegressor()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(NUM_STEPS):
+        features, target = draw_batch()
+        boxes = model(features)
+        if not torch.isfinite(boxes).all():
+            torch.save({"model": model.state_dict()}, path)
+            raise FloatingPointError(f"step {step}: the boxes are not finite; saved to {path}")
+        loss = torch.sqrt(((boxes - target) ** 2).sum(dim=1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 20 == 0:
+            print(f"step {step:3d}  loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_suffix(".pth"))
+    main(parser.parse_args().output)

@@ -1,0 +1,70 @@
+"""The house stands as it was drawn: imports point down, files stay small, every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "nandoctor").rglob("*.py"))
+SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py"))]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def test_the_import_contracts_hold():
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 kept, 0 broken" in run.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_stay_under_500_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 500
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is_and_what_goes_in_and_out(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first, _, rest = docstring.partition("\n\n")
+    assert first.endswith((".", ":"))
+    assert "\n" not in first
+    assert rest.startswith("In: ")
+    assert "Out: " in rest
+
+
+def imported_by(code):
+    """The modules in sys.modules after `code` ran in a fresh interpreter."""
+    script = f"import sys\nsys.argv = ['nandoctor']\n{code}\nprint(*sys.modules, file=sys.__stdout__)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(run.stdout.split())
+
+
+HELP = """
+from nandoctor.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "code", ["import nandoctor; dir(nandoctor)", "import nandoctor.cli", HELP], ids=["package", "cli", "help"]
+)
+def test_torch_and_the_drawing_libraries_are_imported_only_when_they_are_needed(code):
+    assert imported_by(code).isdisjoint({"torch", "numpy", "matplotlib", "rich", "jinja2", "pandas"})
+
+
+@pytest.mark.parametrize(
+    "room", ["evidence.report", "evidence.plain", "rules", "rules.verdict", "renderers.jsonfile", "errors"]
+)
+def test_what_reads_a_report_needs_no_torch(room):
+    assert "torch" not in imported_by(f"import nandoctor.{room}")

@@ -1,0 +1,130 @@
+"""The notebook's view: load, replay, look."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import Overflowing
+
+import nandoctor
+from nandoctor.dumps.dump import Dump
+
+IMAGE = np.ones((2, 4), np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A dump as a training script writes it, of a model that overflows."""
+    file = tmp_path / "dump.pth"
+    arrays = {"image": IMAGE, "mask": IMAGE, "logit": np.full((2, 4), np.nan, np.float32)}
+    torch.save({"state_dict": Overflowing().state_dict(), **arrays}, file)
+    return file
+
+
+@pytest.fixture
+def case(path):
+    return nandoctor.replay(path, Overflowing())
+
+
+def test_a_live_model_is_replayed(case):
+    assert (case.verdict, case.first_nonfinite.module) == ("precision", "scale")
+    assert repr(case) == f"Case(precision: {case.report.headline})"
+
+
+@pytest.mark.parametrize("as_given", [str, lambda path: path, nandoctor.load], ids=["string", "path", "dump"])
+def test_the_dump_may_be_a_path_or_loaded(path, as_given):
+    assert nandoctor.replay(as_given(path), Overflowing).verdict == "precision"
+
+
+def test_a_loaded_dump_shows_its_arrays(path):
+    dump = nandoctor.load(path)
+    assert isinstance(dump, Dump)
+    assert list(dump.arrays) == ["image", "mask", "logit"]
+
+
+def test_options_are_those_of_the_settings(path):
+    case = nandoctor.replay(path, Overflowing(), amp_dtype=torch.bfloat16, inputs="image", mode="eval")
+    assert case.report.runs.autocast.dtype.name == "bfloat16"
+    assert case.report.runs.autocast.training is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"modle": 1}, "no setting 'modle'"), ({"mode": "test"}, "mode cannot be 'test'"), ({"seed": "x"}, "seed cannot")],
+)
+def test_a_wrong_option_is_refused(path, options, message):
+    with pytest.raises(nandoctor.NanDoctorError, match=message):
+        nandoctor.replay(path, Overflowing(), **options)
+
+
+def test_a_spec_is_looked_up_from_the_working_directory(path, tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text("[tool.nandoctor]\nseed = 3\n")
+    work = tmp_path / "notebooks"
+    work.mkdir()
+    (work / "net_of_the_notebook.py").write_text("from tiny_models import Overflowing as Net")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    case = nandoctor.replay(path, "net_of_the_notebook.py:Net")
+    assert (case.verdict, case.report.runs.autocast.seed) == ("precision", 3)
+
+
+def test_progress_is_passed_on(path):
+    stages = []
+    nandoctor.replay(path, Overflowing(), progress=lambda stage, done, total: stages.append(stage))
+    assert stages[0] == "replay under autocast"
+
+
+COLUMNS = [
+    *("module", "type", "call", "finite", "absmax", "fp32_absmax", "fp32_finite", "rel_err", "headroom_bits"),
+    "num_bad",
+]
+
+
+def test_the_table_is_a_data_frame(case):
+    table = case.table()
+    assert list(table.columns) == COLUMNS
+    assert list(table["module"]) == ["scale", "norm", ""]
+    assert list(table["finite"]) == [False, False, False]
+    assert list(table["num_bad"]) == [8, 8, 8]
+    assert table["fp32_absmax"][0] == 120000.0
+
+
+def test_without_pandas_the_table_is_a_list(case, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    rows = case.table()
+    assert [row["module"] for row in rows] == ["scale", "norm", ""]
+    assert list(rows[0]) == COLUMNS
+
+
+def test_the_table_of_weights_alone_is_empty(tmp_path):
+    torch.save({"state_dict": {"head.weight": torch.full((2, 2), torch.nan)}}, tmp_path / "NaN.pth")
+    case = nandoctor.replay(tmp_path / "NaN.pth")
+    assert case.verdict == "state"
+    assert len(case.table()) == 0
+
+
+@pytest.mark.parametrize("suffix", [".json", ".png", ".svg", ".pdf"])
+def test_a_case_is_saved_as_its_ending_says(case, tmp_path, suffix):
+    case.save(tmp_path / f"out{suffix}")
+    start = (tmp_path / f"out{suffix}").read_bytes()[:200]
+    assert {".json": b"{", ".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix] in start
+
+
+def test_a_case_is_not_saved_under_another_ending(case, tmp_path):
+    with pytest.raises(nandoctor.NanDoctorError, match=r"out\.txt"):
+        case.save(tmp_path / "out.txt")
+
+
+def test_a_case_draws_and_shows_itself(case):
+    assert case.plot().axes
+    assert "scale" in case._repr_html_()
+
+
+def test_the_package_offers_its_names_and_no_others():
+    assert set(nandoctor.__all__) <= set(dir(nandoctor))
+    assert all(getattr(nandoctor, name) is not None for name in nandoctor.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'reply'"):
+        _ = nandoctor.reply

@@ -1,0 +1,226 @@
+"""The command line: what goes where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_models import Overflowing
+from torch import nn
+
+from nandoctor.cli import main
+
+IMAGE = np.ones((2, 4), np.float32)
+BAD = np.full((2, 4), np.nan, np.float32)
+MODELS = """
+from tiny_models import Overflowing
+from torch import nn
+
+def healthy(width=4):
+    return nn.Linear(width, width)
+
+def broken():
+    raise RuntimeError("no such backbone")
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """A folder with two dumps and the code of their models, and nothing of it left in Python's state."""
+    (tmp_path / "models_of_the_test.py").write_text(MODELS)
+    torch.save({"state_dict": Overflowing().state_dict(), "image": IMAGE, "logit": BAD}, tmp_path / "sick.pth")
+    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE, "logit": BAD}, tmp_path / "lost.pth")
+    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE}, tmp_path / "well.pth")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+SICK = ("sick.pth", "--model", "models_of_the_test.py:Overflowing")
+LOST = ("lost.pth", "--model", "models_of_the_test.py:healthy")
+WELL = ("well.pth", "--model", "models_of_the_test.py:healthy")
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(("dump", "code"), [(SICK, 0), (WELL, 0), (LOST, 3)], ids=["analysed", "healthy", "lost"])
+def test_exit_codes_of_a_replay(dump, code):
+    result = run("replay", *dump)
+    assert result.exit_code == code
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (SICK, 1),
+        (WELL, 0),
+        (LOST, 0),
+        (("sick.pth",), 125),
+        (("nowhere.pth",), 125),
+        (("sick.pth", "--model", "models_of_the_test.py:broken"), 125),
+    ],
+)
+def test_exit_codes_of_a_check(arguments, code):
+    result = run("replay", *arguments, "--check")
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert result.stderr.startswith("nandoctor: ") is (code == 125)
+
+
+def test_a_check_that_fails_for_a_reason_of_our_own_judges_nothing(monkeypatch):
+    monkeypatch.setattr("nandoctor.case.replay_dump", lambda *_, **__: 1 / 0)
+    assert run("replay", *SICK, "--check").exit_code == 125
+
+
+def test_a_replay_names_the_layer():
+    assert "scale (Linear) is the first to go non-finite" in " ".join(run("replay", *SICK).stdout.split())
+
+
+def test_quiet_is_one_line():
+    lines = run("replay", *SICK, "--quiet").stdout.splitlines()
+    assert len(lines) == 1
+    assert "scale" in lines[0]
+
+
+def test_json_is_all_there_is_on_standard_output():
+    result = run("replay", *SICK, "--json")
+    report = json.loads(result.stdout)
+    assert report["schema"] == "nandoctor.report/1"
+    assert (report["verdict"], report["first_nonfinite"]["module"]) == ("precision", "scale")
+    assert result.stderr == ""
+
+
+def test_several_files_are_written_and_named_on_standard_error(workplace):
+    result = run("replay", *SICK, "--json", "-o", "report.json", "-o", "ranges.png")
+    assert json.loads(result.stdout) == json.loads((workplace / "report.json").read_text())
+    assert (workplace / "ranges.png").read_bytes().startswith(b"\x89PNG")
+    assert result.stderr.splitlines() == ["Wrote report.json", "Wrote ranges.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay"], "Missing argument 'DUMP'"),
+        (["replay", "sick.pth", "--mdoel", "x"], "No such option"),
+        (["replay", "sick.pth", "--amp-dtype", "fp16"], "'fp16' is not one of 'float16', 'bfloat16'"),
+        (["replay", "sick.pth", "--policy", "gpu"], "'gpu' is not one of 'cuda', 'native'"),
+        (["replay", "sick.pth", "--mode", "test"], "'test' is not one of 'train', 'eval'"),
+        (["replay", "sick.pth", "--seed", "x"], "'x' is not a valid integer"),
+        (["replay", "sick.pth", "--loss-scale", "x"], "'x' is not a valid float"),
+        (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
+        (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
+        (["replay", *SICK, "-o", "report.txt"], "report.txt ends in none of .json, .png, .svg, .pdf"),
+        (["replay", *SICK, "-o", "nowhere/report.json"], "there is no folder nowhere"),
+        (["plot", *SICK, "-o", "ranges"], "ranges ends in none of"),
+        (["plot", *SICK, "--kind", "pie"], "'pie' is not 'ranges'"),
+        (["plto", "sick.pth"], "No such command 'plto'"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_runs(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "nowhere.pth"], "nowhere.pth"),
+        (["replay", "models_of_the_test.py"], "models_of_the_test.py"),
+        (["inspect", "nowhere.pth"], "nowhere.pth"),
+        (["plot", "nowhere.json"], "nowhere.json"),
+        (["replay", "sick.pth"], "not the model's code"),
+        (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
+        (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "nearest: models_of_the_test.py"),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "nearest: healthy"),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:healthy"], "do not fit Linear"),
+        (["replay", *WELL, "--model-arg", "depth=3"], "unexpected keyword argument 'depth'"),
+        (["replay", *WELL, "--model-arg", "width=5"], "weight (4, 4) for (5, 5)"),
+        (["replay", *WELL, "--inputs", "pixels"], "no array 'pixels'"),
+        (["replay", *WELL, "--output", "pixels"], "no array 'pixels'"),
+        (["replay", *WELL, "--call", "models_of_the_test.py:step"], "has no 'step'"),
+        (["replay", *WELL, "--loss", "loss"], "does not say where to look"),
+        (["replay", *WELL, "--device", "gpu"], "'gpu' is no device"),
+    ],
+)
+def test_an_error_is_one_message_and_what_to_do(arguments, message):
+    result = run(*arguments)
+    first, *rest = result.stderr.splitlines()
+    assert result.exit_code == 1
+    assert first.startswith("nandoctor: ")
+    assert message in result.stderr
+    assert rest
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--amp-dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--policy", "native"], {"policy": "native"}),
+        (["--mode", "eval"], {"training": False}),
+        (["--seed", "5"], {"seed": 5}),
+    ],
+)
+def test_flags_reach_the_replay(arguments, kept):
+    report = json.loads(run("replay", *SICK, *arguments, "--json").stdout)
+    assert {name: report["runs"]["autocast"][name] for name in kept} == kept
+
+
+def test_values_of_model_arguments_are_literals():
+    assert run("replay", *WELL, "--model-arg", "width=4", "--quiet").exit_code == 0
+
+
+def test_no_strict_loads_what_fits():
+    torch.save({"state_dict": {"weight": torch.ones(4, 4)}, "image": IMAGE}, "part.pth")
+    part = ("part.pth", *WELL[1:])
+    assert run("replay", *part).exit_code == 1
+    assert run("replay", *part, "--no-strict").exit_code == 0
+
+
+def test_the_project_names_the_model(workplace):
+    (workplace / "pyproject.toml").write_text("[tool.nandoctor]\nmodel = 'models_of_the_test.py:Overflowing'\n")
+    assert "scale" in run("replay", "sick.pth", "--quiet").stdout
+
+
+def test_inspect_runs_no_code_and_lists_the_arrays():
+    result = run("inspect", "sick.pth")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("image", "logit", "8 NaN"))
+
+
+def test_plot_draws_a_dump_and_a_report(workplace):
+    assert run("plot", *SICK).exit_code == 0
+    assert (workplace / "sick.ranges.png").exists()
+    run("replay", *SICK, "-o", "report.json")
+    assert run("plot", "report.json", "-o", "ranges.svg").stderr == "Wrote ranges.svg\n"
+    assert "<svg" in (workplace / "ranges.svg").read_text()
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_report_is_drawn_without_torch():
+    run("replay", *SICK, "-o", "report.json")
+    code = "from nandoctor.cli import main; main(['plot', 'report.json', '-o', 'x.pdf'], standalone_mode=False)"
+    result = python("-c", f"{code}; import sys; sys.exit('torch' in sys.modules)")
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_module_is_the_command():
+    result = python("-m", "nandoctor", "inspect", "nowhere.pth")
+    assert result.returncode == 1
+    assert result.stderr.startswith("nandoctor: ")
+    assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor, version")
