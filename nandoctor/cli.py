@@ -43,13 +43,13 @@ class _Verbs(click.Group):
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="nandoctor")
 def main() -> None:
-    r"""The post-mortem for mixed-precision training that died with NaN.
+    """The post-mortem for mixed-precision training that died with NaN.
 
     \b
     nandoctor replay dump.pth --model train.py:make_model
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
-    """
+    """  # noqa: D301  (click wants the escape itself)
 
 
 def _check_files(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:

@@ -6,7 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: a `Report`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -54,7 +54,8 @@ class _Attempt:
     @property
     def name(self) -> str:
         trace = self.outcome.trace
-        return f"{'train' if trace.training else 'eval'} mode, seed {trace.seed}"
+        drawn = "the saved random state" if trace.seed is None else f"seed {trace.seed}"
+        return f"{'train' if trace.training else 'eval'} mode, {drawn}"
 
     @property
     def accepted(self) -> bool:
@@ -81,7 +82,7 @@ class _Replay:
         self._num_calls: int | None = None
 
     def run(
-        self, stage: str, setup: Setup, policy: Policy, *, training: bool, seed: int, watch: Watch = MODULES_ONLY
+        self, stage: str, setup: Setup, policy: Policy, *, training: bool, seed: int | None, watch: Watch = MODULES_ONLY
     ) -> Outcome:
         """Run `setup` once, with progress shown as `stage`."""
         self._progress(stage, 0, self._num_calls)
@@ -183,8 +184,10 @@ def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings) ->
     """The first attempt that shows the failing step again, else the nearest to it; all attempts are named."""
     attempts: list[_Attempt] = []
     setups = preparation.setups
-    for training, seed in _choices(settings):
-        if seed != settings.seed and not any(attempt.outcome.random for attempt in attempts):
+    flags = [settings.mode == "train"] if settings.mode else [True, False]
+    seeds = _seeds(settings, setups[0])
+    for training, seed in [*((flag, seeds[0]) for flag in flags), *((flags[0], seed) for seed in seeds[1:])]:
+        if seed != seeds[0] and not any(attempt.outcome.random for attempt in attempts):
             break
         attempts.append(_attempt(replay, setups, preparation, training, seed))
         setups = (attempts[0].setup,)
@@ -196,15 +199,14 @@ def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings) ->
     return replace(best, reproduction=replace(best.reproduction, attempts=names))
 
 
-def _choices(settings: Settings) -> Iterator[tuple[bool, int]]:
-    """Train flags and seeds, the likeliest first: a training script wrote the dump, unless the user says otherwise."""
-    flags = [settings.mode == "train"] if settings.mode else [True, False]
-    yield from ((training, settings.seed) for training in flags)
-    yield from ((flags[0], settings.seed + extra) for extra in range(1, NUM_EXTRA_SEEDS + 1))
+def _seeds(settings: Settings, setup: Setup) -> list[int | None]:
+    """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
+    first = settings.seed if settings.seed is not None or setup.rng_states else 0
+    return [first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))]
 
 
 def _attempt(
-    replay: _Replay, setups: tuple[Setup, ...], preparation: Preparation, training: bool, seed: int
+    replay: _Replay, setups: tuple[Setup, ...], preparation: Preparation, training: bool, seed: int | None
 ) -> _Attempt:
     """Replay the first of `setups`, or the next where the model rejects the arguments themselves."""
     setup, *others = setups
@@ -226,12 +228,13 @@ def _examine(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Findings
     findings = _Findings(trace=trace, reference=reference, verdict=verdict, conclusion=conclusion)
     if attempt.setup.loss is None:
         return findings
-    backward = _examine_backward(replay, attempt, loss_scale)
+    sound = trace.finite or verdict == "healthy"  # an output may hold infinities that are meant
+    backward = _examine_backward(replay, attempt, loss_scale, sound=sound)
     bad_gradients = backward.trace.bad_gradients
-    if not trace.finite and not bad_gradients:
+    if trace.loss is not None and not trace.loss.finite and not bad_gradients:
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))
-    if trace.finite and bad_gradients:
+    if sound and bad_gradients:
         findings = replace(findings, verdict=backward.verdict, conclusion=backward.conclusion)
     return replace(findings, bad_gradients=bad_gradients)
 
@@ -245,8 +248,9 @@ def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, 
         if examine:
             trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine))
         return trace, reference, Conclusion()
-    conclusion = Conclusion(complete=False)
-    for span in (open_span(find_sightings(trace, reference)), EVERYTHING):
+    # What was swallowed need not have crossed a module boundary, so no span is known to hold it.
+    spans = (EVERYTHING,) if trace.finite else (open_span(find_sightings(trace, reference)), EVERYTHING)
+    for span in spans:
         trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine, ops_in=span))
         conclusion = conclude(trace, reference, replay.low)
         if conclusion.complete:
@@ -263,11 +267,11 @@ class _Backward:
     conclusion: Conclusion
 
 
-def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Backward:
+def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float, *, sound: bool) -> _Backward:
     """The backward pass at the step's loss scale; where gradients are bad, in fp32 and at scale 1 as well."""
     watch = Watch(ops_in=EVERYTHING, backward=True, loss_scale=loss_scale)
     trace = replay.run_again("backward", attempt, replay.policy, watch)
-    if not trace.bad_gradients or not trace.finite:
+    if not trace.bad_gradients or not sound:
         return _Backward(trace=trace, verdict="healthy", conclusion=Conclusion())
     reference = replay.run_again("backward", attempt, REFERENCE, watch)
     cured = False

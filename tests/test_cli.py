@@ -220,7 +220,7 @@ def test_a_report_is_drawn_without_torch():
 
 
 def test_the_module_is_the_command():
-    result = python("-m", "nandoctor", "inspect", "nowhere.pth")
+    result = python("-m", "nandoctor", "plot", "nowhere.json")
     assert result.returncode == 1
     assert result.stderr.startswith("nandoctor: ")
     assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor, version")

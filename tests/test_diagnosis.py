@@ -19,7 +19,9 @@ def parametrised(cases, *, marks=True):
     return pytest.mark.parametrize(
         "case",
         [
-            pytest.param(case, id=case.name, marks=OPTIMIZER_STATE_UNREAD if case.phase == "optimizer" and marks else ())
+            pytest.param(
+                case, id=case.name, marks=OPTIMIZER_STATE_UNREAD if case.phase == "optimizer" and marks else ()
+            )
             for case in cases
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_models import Chain, Drops, Overflowing, Prediction, Returns
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
+from nandoctor.engine.autocast import cuda_autocast
 from nandoctor.engine.settings import Settings
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.plain import from_plain, to_plain
@@ -258,3 +260,16 @@ def test_the_live_model_is_as_it_was():
 def test_a_report_survives_being_written_and_read(make):
     report = replay(make())
     assert to_plain(from_plain(Report, to_plain(report))) == to_plain(report)
+
+
+def test_a_saved_random_state_brings_the_dropout_mask_back():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    torch.manual_seed(77)
+    state = torch.get_rng_state()
+    with cuda_autocast():
+        logit = model(IMAGE)
+    dump = dataclasses.replace(dump_of(model, x=IMAGE, logit=logit), rng_states=(state,))
+    reproduction = replay_dump(dump, model, Settings(mode="train")).reproduction
+    assert reproduction.grade == "exact"
+    assert reproduction.attempts == ("train mode, the saved random state: exact",)
+    assert replay_dump(dump, model, Settings(mode="train", seed=1)).reproduction.max_rel_err > 0

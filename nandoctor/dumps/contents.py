@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.arrays import PickledArray, is_array, stored_values, to_tensor
-from nandoctor.dumps.roles import is_bookkeeping
+from nandoctor.dumps.roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.text import listing, printable
 from nandoctor.errors import DumpError
 
@@ -49,6 +49,7 @@ class Contents:
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     num_values: int = 0
     claimed_nbytes: int = 0
@@ -114,6 +115,8 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
     if isinstance(value, Mapping):
         # By subscription: a pickle may give an OrderedDict an attribute called "items".
         _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
+    elif is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        contents.rng_states[name] = value
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):

@@ -70,6 +70,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
         prefix=prefix,
         arrays=contents.arrays,
         scalars=contents.scalars,
+        rng_states=tuple(contents.rng_states.values()),
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
     )
 

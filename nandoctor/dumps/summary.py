@@ -13,7 +13,7 @@ import torch
 
 from nandoctor.dumps.arrays import stored_values
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.roles import is_random_state, role_of
+from nandoctor.dumps.roles import role_of
 from nandoctor.dumps.text import listing, printable
 from nandoctor.evidence.census import ArraySummary, DumpSummary, Role
 
@@ -105,7 +105,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
     if "target" not in roles:
         yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
-    if not any(is_random_state(name) for name in dump.left_out):
+    if not dump.rng_states:
         yield (
             "No random state: dropout draws other masks in a replay. Next time add 'rng_state': torch.get_rng_state() "
             "(torch.cuda.get_rng_state() on a GPU), taken before the forward."

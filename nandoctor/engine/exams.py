@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nandoctor.engine.stats import census_of, format_of
+from nandoctor.engine.stats import census_of, format_of, numbers_in
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import Exam, Operand
 
@@ -67,16 +67,20 @@ def recompute(
             output = op(*wide_args, **wide_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return next((t.double() for t in tensors if t.shape == like.shape and not t.is_complex()), None)
+    leaves = (numbers_in(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return next((values.double() for values in leaves if values is not None and values.shape == like.shape), None)
 
 
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().double() if value.is_floating_point() else value
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    return value
+        return value.detach().to(_widest(value.dtype))
+    return _widest(value) if isinstance(value, torch.dtype) else value
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 @contextmanager

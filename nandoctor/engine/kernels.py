@@ -228,6 +228,7 @@ def _runs() -> dict[str, Run]:
         (op_lists.FP32_APPEND_DTYPE, _run_norm),
         (op_lists.PROMOTE, _run_in_widest),
         (op_lists.BANNED, _refuse),
+        (op_lists.NORMS, _run_half),
         (op_lists.HALF_ON_CUDA_ALONE, _run_half),
     )
     return {name: run for names, run in table for name in names}

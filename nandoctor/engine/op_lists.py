@@ -161,6 +161,10 @@ PROMOTE = (
 # Refused with an error: registered by hand in aten/src/ATen/autocast_mode.cpp.
 BANNED = ("binary_cross_entropy",)
 
+# On no list of CUDA's, whose kernels keep statistics in fp32 (at::acc_type) and round the output alone. A CPU's round
+# the inverse deviation to fp16 too: with an eps below 2e-10, a constant channel is 0 * inf there and 0 on CUDA.
+NORMS = ("batch_norm", "instance_norm")
+
 # On no list of CUDA's: they keep the half precision of their input there, and a CPU has no such kernels. Found with
 # the `dtypes` and `dtypesIfCUDA` of torch.testing._internal.common_methods_invocations.op_db.
 HALF_ON_CUDA_ALONE = (

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
-from nandoctor.engine.stats import Reading, collect, measure
+from nandoctor.engine.stats import Reading, collect, measure, numbers_in, unwrap
 from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine
@@ -32,6 +32,7 @@ _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 # Composites of which one part or the other is to blame; they are on no autocast list themselves.
 _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
+_RUNNER = str(Path(__file__).with_name("runner.py"))
 
 UNREAD = "unread"
 """The kind of a buffer that an op takes and only writes: what it holds does not matter."""
@@ -147,11 +148,11 @@ class OpTracer:
         if not self._armed:
             return op(*args, **kwargs)
         operands = list(_tensor_arguments(op, args, kwargs))
-        inputs = [self._identify(name, tensor) for name, tensor in operands]
+        inputs = [self._identify(name, unwrap(tensor)) for name, tensor in operands]
         kept_args, kept_kwargs = _kept(op, args, kwargs)
         rng_state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
         output = op(*args, **kwargs)
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings):
             return output
@@ -219,9 +220,10 @@ class OpTracer:
         leaves: list[torch.Tensor],
         rng_state: torch.Tensor | None,
     ) -> Exam:
-        worst = next(leaf for leaf in leaves if not leaf.is_nested and not torch.isfinite(leaf).all())
-        worst = torch.view_as_real(worst) if worst.is_complex() else worst
-        floating = [(name, t) for name, t in _tensor_arguments(op, args, kwargs) if t.is_floating_point()]
+        made = (values for leaf in leaves if (values := numbers_in(leaf)) is not None)
+        worst = next(values for values in made if not torch.isfinite(values).all())
+        operands = ((name, numbers_in(tensor)) for name, tensor in _tensor_arguments(op, args, kwargs))
+        floating = [(name, values) for name, values in operands if values is not None]
         after = torch.get_rng_state()
         try:
             if rng_state is not None:
@@ -287,8 +289,13 @@ def _scalar_arguments(
     for name, value in _named_arguments(op, args, kwargs):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, float(value)
-        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu" and _is_number(value):
             yield name, float(value.detach())
+
+
+def _is_number(scalar: torch.Tensor) -> bool:
+    """Whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
+    return not scalar.is_complex() and not torch._C._functorch.is_functorch_wrapped_tensor(scalar)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -301,7 +308,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _find_source(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line of the user's code; None where torch's own modules call each other throughout."""
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
+        if frame.f_code.co_filename == _RUNNER:
+            return None  # further out is whoever called nandoctor
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

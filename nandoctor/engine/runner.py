@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Setup:
 
     `batch` holds every array that may be needed, on the model's device; `forward` takes it and returns the model's
     output, reading the arrays in `used`. `loss`, where there is one, makes a scalar of output and batch.
-    `description` shows the call.
+    `description` shows the call. `rng_states` are the generators' states before the forward, where the dump has them.
     """
 
     model: nn.Module
@@ -47,6 +47,7 @@ class Setup:
     loss: Callable[[Any, Batch], torch.Tensor] | None = None
     device: torch.device
     description: str
+    rng_states: tuple[torch.Tensor, ...] = ()
 
 
 EVERYTHING: Span = (-1, math.inf)
@@ -122,15 +123,16 @@ def run(
     policy: Policy,
     *,
     training: bool,
-    seed: int,
+    seed: int | None,
     low: FloatFormat,
     watch: Watch = MODULES_ONLY,
     on_call: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
 
-    Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone.
-    Overflow and flushes to zero are judged against `low`. `on_call` is told how many module calls have returned.
+    Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone. A
+    `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `on_call` is
+    told how many module calls have returned.
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
@@ -139,7 +141,11 @@ def run(
         outcome, error = _record(setup, policy, training, seed, low, watch, on_call, grad=grad)
         if error is None or "does not require grad" not in str(error):
             break
-    if error is not None and _all_finite(outcome.trace):
+    if error is not None and not _shows_damage(outcome.trace):
+        # What is made and checked in one forward crosses no module boundary: only its ops show it.
+        closer = replace(watch, ops_in=EVERYTHING)
+        outcome, error = _record(setup, policy, training, seed, low, closer, on_call, grad=grad)
+    if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
 
@@ -148,7 +154,7 @@ def _record(
     setup: Setup,
     policy: Policy,
     training: bool,
-    seed: int,
+    seed: int | None,
     low: FloatFormat,
     watch: Watch,
     on_call: Callable[[int], None] | None,
@@ -159,7 +165,7 @@ def _record(
     batch = {name: tensor.clone() for name, tensor in setup.batch.items()}
     with ExitStack() as stack:
         stack.enter_context(_restored(setup.model))
-        draws = stack.enter_context(_seeded(seed, setup.device))
+        draws = stack.enter_context(_seeded(seed, setup))
         setup.model.train(training)
         observers = _Observers(setup, batch, watch, low, on_call)
         state = _bad_state(setup.model, low)
@@ -239,9 +245,13 @@ def _known_tensors(model: nn.Module, batch: Batch) -> dict[int, Name]:
     }
 
 
-def _all_finite(trace: Trace) -> bool:
+def _shows_damage(trace: Trace) -> bool:
+    """Whether anything went non-finite before the forward raised; a -inf that an op was asked for is a mask."""
     calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
-    return all(stats.finite for stats in (*trace.batch, *calls))
+    if not all(stats.finite for stats in (*trace.batch, *calls)):
+        return True
+    exams = [op.exam for op in trace.ops if op.exam is not None]
+    return any(exam.num_exact_finite > 0 or exam.kinds != ("-inf",) for exam in exams)
 
 
 def _explain_forward_error(error: Exception) -> ModelError:
@@ -278,19 +288,31 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
+def _seeded(seed: int | None, setup: Setup) -> Iterator[Callable[[], bool]]:
     """Seeds torch, numpy and Python, and restores all three; what it yields tells whether torch's were drawn."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    device = setup.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        random.seed(seed or 0)
+        np.random.seed(seed or 0)
+        torch.manual_seed(seed or 0)
+        if seed is None:
+            _set_saved_states(setup)
         before = _generator_states(device)
         try:
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def _set_saved_states(setup: Setup) -> None:
+    """Hand each saved state to the generator that it fits by its size: the CPU's has thousands of bytes, CUDA's 16."""
+    for state in setup.rng_states:
+        if state.numel() == torch.get_rng_state().numel():
+            torch.set_rng_state(state)
+        elif setup.device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(setup.device).numel():
+            torch.cuda.set_rng_state(state, setup.device)
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ class Settings:
     policy: Literal["cuda", "native"] = "cuda"
     mode: str | None = None
     device: str = "cpu"
-    seed: int = 0
+    seed: int | None = None
     strict: bool = True
     directory: Path = field(default_factory=Path.cwd)
 
@@ -53,10 +53,11 @@ _CHOICES = {
     "policy": ("cuda", "native"),
     "mode": ("train", "eval"),
 }
-_KINDS: dict[str, tuple[type, str]] = {
+_KINDS: dict[str, tuple[Any, str]] = {
     "model": (str, "a SPEC"),
     "model_args": (Mapping, "a table of names and values"),
     "inputs": (tuple, "a list of names"),
+    "loss_scale": (int | float, "a number"),
     "output": (str, "the name of an array"),
     "device": (str, "the name of a device"),
     "seed": (int, "a whole number"),
@@ -75,16 +76,20 @@ def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """
     plain = {name: _plain(name, value) for name, value in options.items()}
     for name, value in plain.items():
-        if name not in _DEFAULTS:
-            raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(_DEFAULTS)}.")
-        if value is None and _DEFAULTS[name] is None:
-            continue
-        if name in _CHOICES and value not in _CHOICES[name]:
-            choices = ", ".join(_CHOICES[name])
-            raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is one of: {choices}.")
-        if name in _KINDS and not isinstance(value, _KINDS[name][0]):
-            raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {_KINDS[name][1]}.")
+        _check(name, value)
     return dataclasses.replace(settings, **plain)
+
+
+def _check(name: str, value: Any) -> None:
+    if name not in _DEFAULTS:
+        raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(_DEFAULTS)}.")
+    if value is None and _DEFAULTS[name] is None:
+        return
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is one of: {', '.join(_CHOICES[name])}.")
+    kind, words = _KINDS.get(name, (object, ""))
+    if not isinstance(value, kind):
+        raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {words}.")
 
 
 def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
@@ -100,7 +105,7 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
     if project is None:
         return Settings()
     table = _read_table(project)
-    for matching in list(_matching_tables(dump.resolve(), table.pop("dumps", []), project)):
+    for matching in _matching_tables(dump.resolve(), table.pop("dumps", []), project):
         table |= matching
     options = {key.replace("-", "_"): value for key, value in table.items()}
     try:

@@ -62,7 +62,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
     inputs = {name: array for name, array in batch.items() if name not in outputs}
     bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
     return Preparation(
-        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump.scalars, device) for binding in bindings),
+        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump, device) for binding in bindings),
         saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
         output_field=settings.output,
         notes=(*notes, *cast_notes),
@@ -123,10 +123,10 @@ def _make_setup(
     loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None,
     batch: Mapping[str, torch.Tensor],
     inputs: Collection[str],
-    scalars: Mapping[str, Any],
+    dump: Dump,
     device: torch.device,
 ) -> Setup:
-    plain = {name: scalars[name] for name in binding.arrays if name in scalars and name not in batch}
+    plain = {name: dump.scalars[name] for name in binding.arrays if name in dump.scalars and name not in batch}
 
     def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
         chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
@@ -140,4 +140,5 @@ def _make_setup(
         loss=loss,
         device=device,
         description=binding.description,
+        rng_states=dump.rng_states,
     )

@@ -58,7 +58,7 @@ def measure(tensor: torch.Tensor, *, census_for: FloatFormat | None = None) -> R
     float_format = format_of(tensor.dtype)
     if float_format is None:
         return None
-    values = _strided_values(tensor)
+    values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
     census, finite_limits = None, None
@@ -85,13 +85,11 @@ def collect(readings: Readings) -> tuple[TensorStats, ...]:
     )
 
 
-def _strided_values(tensor: torch.Tensor) -> torch.Tensor | None:
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's numbers as one real, dense tensor without autograd; None for those that have none to show."""
-    if is_lazy(tensor):
+    if format_of(tensor.dtype) is None or is_lazy(tensor):
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    tensor = tensor.detach()
+    tensor = unwrap(tensor).detach()
     if tensor.is_nested:
         tensor = tensor.values()
     if tensor.layout != torch.strided or tensor.is_quantized or _dispatches_itself(tensor):
@@ -99,6 +97,13 @@ def _strided_values(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.element_size() == 1:  # fp8 has storage and casts, hardly any other kernels
         return tensor.float()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor under the wrappers of `torch.vmap` and `torch.func.grad`; itself without any."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _dispatches_itself(tensor: torch.Tensor) -> bool:
@@ -130,30 +135,43 @@ def census_of(
 
     Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch.
     """
-    finite = torch.isfinite(values)
-    bad = ~finite
-    magnitudes = values[finite].abs()
-    nonzero = magnitudes[magnitudes > 0]
+    # Comparisons are false for NaN, so nothing below needs the finite elements picked out, which costs more than all
+    # the counting: indexing by a mask takes 50 times as long as a comparison.
+    magnitudes = values.abs()
+    finite = magnitudes < math.inf
+    num_finite, num_zero = _count(finite), values.numel() - _count(values)
+    num_nan = _count(values != values)  # noqa: PLR0124 - isnan, without its detour
+    num_posinf = _count(values == math.inf)
+    bad = ~finite if num_finite < values.numel() else None
     census = Census(
-        num_nan=int(torch.isnan(values).sum()),
-        num_posinf=int(torch.isposinf(values).sum()),
-        num_neginf=int(torch.isneginf(values).sum()),
-        num_zero=magnitudes.numel() - nonzero.numel(),
-        num_subnormal=int((nonzero < own.smallest_normal).sum()),
-        smallest=float(nonzero.min()) if nonzero.numel() else None,
-        flushed_share=int((nonzero <= target.flush_threshold).sum()) / max(values.numel(), 1),
-        first_bad_index=_first_index(bad),
-        samples=_bad_samples(bad) if samples else (),
+        num_nan=num_nan,
+        num_posinf=num_posinf,
+        num_neginf=values.numel() - num_finite - num_nan - num_posinf,
+        num_zero=num_zero,
+        num_subnormal=_count(magnitudes < own.smallest_normal) - num_zero,
+        smallest=_smallest(magnitudes) if num_zero < num_finite else None,
+        flushed_share=(_count(magnitudes <= target.flush_threshold) - num_zero) / max(values.numel(), 1),
+        first_bad_index=None if bad is None else _first_index(bad),
+        samples=_bad_samples(bad) if samples and bad is not None else (),
     )
-    if not magnitudes.numel():
-        return census, None
-    low, high = torch.aminmax(values[finite])
-    return census, (float(low), float(high))
+    return census, _finite_limits(values, finite) if num_finite else None
 
 
-def _first_index(bad: torch.Tensor) -> tuple[int, ...] | None:
-    if not bad.any():
-        return None
+def _count(values: torch.Tensor) -> int:
+    """How many are not zero, or True."""
+    return int(torch.count_nonzero(values))
+
+
+def _smallest(magnitudes: torch.Tensor) -> float:
+    return float(magnitudes.masked_fill(magnitudes.isnan() | (magnitudes == 0), math.inf).min())
+
+
+def _finite_limits(values: torch.Tensor, finite: torch.Tensor) -> tuple[float, float]:
+    low, high = values.masked_fill(~finite, math.inf).min(), values.masked_fill(~finite, -math.inf).max()
+    return float(low), float(high)
+
+
+def _first_index(bad: torch.Tensor) -> tuple[int, ...]:
     flat = int(bad.flatten().to(torch.uint8).argmax())
     return tuple(int(i) for i in np.unravel_index(flat, tuple(bad.shape)))
 

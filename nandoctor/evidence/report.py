@@ -192,7 +192,7 @@ class RunSummary:
     dtype: FloatFormat
     policy: str
     training: bool
-    seed: int
+    seed: int | None
     finite: bool
     raised: str | None
     elapsed_s: float

@@ -215,7 +215,7 @@ class Trace:
     policy: str
     format: FloatFormat
     training: bool
-    seed: int
+    seed: int | None
     calls: tuple[ModuleCall, ...]
     batch: tuple[TensorStats, ...]
     output: tuple[TensorStats, ...]

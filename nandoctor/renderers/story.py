@@ -110,7 +110,7 @@ def _tell_cause(report: Report) -> Iterator[Fact]:
         names = [_name(stats.path) for stats in report.bad_gradients]
         yield Fact(label="gradients", text=f"{len(names)} are non-finite: {join_first(names, _MAX_LISTED)}")
     if report.also:
-        yield Fact(label="also", text=join_first([_describe_diagnosis(other) for other in report.also], _MAX_LISTED))
+        yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
 
 
 def _describe_origin(origin: Origin) -> str:
@@ -130,9 +130,16 @@ def _describe_way(chain: Sequence[Link]) -> str:
     return " -> ".join(shown)
 
 
-def _describe_diagnosis(diagnosis: Diagnosis) -> str:
-    code = diagnosis.cause.code if diagnosis.cause else "unexplained"
-    return f"{code} at {diagnosis.origin.op or 'state'} in {_name(diagnosis.origin.module or 'the model')}"
+def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """What else is wrong, the places of one cause together."""
+    places: dict[str, list[str]] = {}
+    for diagnosis in diagnoses:
+        code = diagnosis.cause.code if diagnosis.cause else "unexplained"
+        op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
+        place = f"{op}{_name(diagnosis.origin.module or 'the model')}"
+        if place not in places.setdefault(code, []):
+            places[code].append(place)
+    return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
 
 
 def _describe_place(first: FirstNonfinite) -> str:

@@ -14,6 +14,11 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, NearMiss
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
+WRONG = 0.1
+"""Values this far from fp32's (norm of the difference over norm) count as wrong.
+
+fp16 carries 11 bits and a deep network loses a few of them, so honest rounding stays below a few per cent."""
+
 NEAR_BITS = 1.0
 """A layer within a factor of two of the limit is one unlucky batch away from it."""
 LARGE_ERROR = 0.05
@@ -89,6 +94,12 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     if norm == 0:
         return 0.0 if difference == 0 else math.inf
     return math.sqrt(difference / norm)
+
+
+def differs(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
+    """Whether finite values are too far from fp32's for honest rounding."""
+    error = relative_error(tensors, references)
+    return error is not None and error > WRONG
 
 
 def _returned(trace: Trace) -> list[ModuleCall]:

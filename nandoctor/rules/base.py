@@ -28,7 +28,8 @@ REDUCTIONS = words(
     """sum nansum mean nanmean var std var_mean std_mean prod cumsum cumprod norm linalg_vector_norm linalg_norm
     linalg_matrix_norm frobenius_norm logsumexp logcumsumexp trace avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
     adaptive_avg_pool2d adaptive_avg_pool3d dist cdist index_add scatter_add scatter_reduce index_reduce
-    segment_reduce"""
+    segment_reduce fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft
+    fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
 )
 EXPONENTIALS = words("exp exp2 expm1 sinh cosh softplus special_exp2 special_expm1 pow")
 LOGARITHMS = words("log log2 log10 log1p logit special_logit xlogy special_xlogy special_log1p")

@@ -52,10 +52,12 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
 
 
 def _symptoms(trace: Trace, sightings: list[Sighting]) -> list[int]:
-    """The ops that made the non-finite output or loss; where the forward raised, what was sighted last."""
+    """The ops that made the non-finite output or loss; where the forward raised, what was sighted or made last."""
     ends = [*trace.output, *([trace.loss] if trace.loss else [])]
     if trace.raised is not None:
         ends = [sighting.value for sighting in sightings[-1:]]
+    if trace.raised is not None and not ends:
+        return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
     return [stats.producer for stats in ends if not stats.finite and stats.producer is not None]
 
 
@@ -125,19 +127,21 @@ def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting],
             continue
         bad = _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase)
         found += [(op.order, diagnosis) for diagnosis in bad]
-    for birth in lineage.births:
+    # An infinity that was written down is meant, until it is what the loss is made of.
+    births = lineage.births or (lineage.written if trace.loss is not None and not trace.loss.finite else ())
+    for birth in births:
         if birth.op.exam is not None:
             finding = _finding(birth, trace, low)
             by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=find_cause(finding))
             found += [(birth.op.order, diagnosis) for diagnosis in _absurd_weights(finding, trace) or [by_op]]
     diagnoses = [diagnosis for _, diagnosis in sorted(found, key=lambda item: item[0])]
-    start = lineage.births[0].op.order if lineage.births else 0
+    start = births[0].op.order if births else 0
     involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
     return Conclusion(
         diagnoses=tuple(diagnoses),
         chain=_chain(lineage),
         sighting=next(involved, sightings[0] if sightings else None),
-        complete=lineage.complete and bool(diagnoses),
+        complete=lineage.complete and (bool(diagnoses) or not births),
     )
 
 

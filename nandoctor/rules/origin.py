@@ -6,10 +6,13 @@ In: the traced operations of both runs. Out: `Birth`s, the likeliest first, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from nandoctor.evidence.trace import OpCall, OpTensor, Trace
+import numpy as np
+
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
+from nandoctor.rules.alignment import differs
 
 _FILLS = frozenset(
     {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "constant_pad_nd"}
@@ -32,13 +35,14 @@ class Birth:
 class Lineage:
     """Everything non-finite that leads to one symptom.
 
-    `births` are ranked. `outside` are the non-finite tensors that came from outside the traced ops (weights, buffers,
-    the batch), each with the op that took it. `path` leads from the first birth to the symptom,
-    `members` are the orders of all ops involved. `complete` is False
-    where a non-finite tensor came from before the traced span.
+    `births` are ranked; `written` are those that are meant, masks and the like. `outside` are the non-finite tensors
+    that came from outside the traced ops (weights, buffers, the batch), each with the op that took it. `path` leads
+    from the first birth to the symptom, `members` are the orders of all ops involved. `complete` is False where a
+    non-finite tensor came from before the traced span.
     """
 
     births: tuple[Birth, ...]
+    written: tuple[Birth, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
     path: tuple[OpCall, ...]
     members: frozenset[int]
@@ -50,16 +54,17 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     twins = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = tuple((op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None)
-    births, turned = [], []
+    births, turned, written = [], [], []
     for op in sliced:
         birth = Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op)))
-        if not birth.turned and not _is_meant(birth, reference):
-            births.append(birth)
-        elif birth.turned and _turns_to_nan(op):
+        if not birth.turned:
+            (written if _is_meant(birth, reference) else births).append(birth)
+        elif _turns_to_nan(op):
             turned.append(birth)
     found = births or turned
     return Lineage(
         births=tuple(found),
+        written=tuple(written),
         outside=outside,
         path=_path(sliced, found[0].op.order, symptoms[-1]) if found else (),
         members=frozenset(op.order for op in sliced),
@@ -68,10 +73,41 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
 
 
 def find_swallowed(trace: Trace, reference: Trace) -> tuple[Birth, ...]:
-    """The births that fp32 does not have, whether or not they lead anywhere."""
+    """The births that fp32 does not have, and that were swallowed by an op which then gave other values than fp32's.
+
+    What a clamp or a saturating function was there to cut comes out the same in both, and is left in peace.
+    """
     twins = {op.key: op for op in reference.ops}
     births = (Birth(op=op, twin=twins.get(op.key), turned=False) for op in trace.ops if op.exam and not _bad_inputs(op))
-    return tuple(birth for birth in births if not _is_meant(birth, reference))
+    return tuple(
+        birth for birth in births if not _is_meant(birth, reference) and _is_missed(birth.op, trace.ops, twins)
+    )
+
+
+def _is_missed(born: OpCall, ops: tuple[OpCall, ...], twins: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
+    """Whether an op downstream of `born` made finite values of its infinities that fp32 does not have there."""
+    carriers = {born.order}
+    for op in ops:
+        taken = [tensor.stats for tensor in _bad_inputs(op) if tensor.producer in carriers]
+        if not all(stats.finite for stats in op.outputs):
+            carriers |= {op.order} if taken else set()
+        elif any(stats is not None and _swallows_wrongly(op, stats, twins.get(op.key)) for stats in taken):
+            return True
+    return False
+
+
+def _swallows_wrongly(op: OpCall, taken: TensorStats, twin: OpCall | None) -> bool:
+    if twin is None:
+        return True
+    pairs = zip(op.outputs, twin.outputs, strict=False)
+    return any(differs((_at_infinities(ours, taken),), (_at_infinities(theirs, taken),)) for ours, theirs in pairs)
+
+
+def _at_infinities(made: TensorStats, taken: TensorStats) -> TensorStats:
+    """The sample of an output, only where that of an input of the same shape is infinite."""
+    if made.sample is None or taken.sample is None or made.shape != taken.shape:
+        return made
+    return replace(made, sample=made.sample[~np.isfinite(taken.sample)])
 
 
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:

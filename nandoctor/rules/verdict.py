@@ -8,14 +8,9 @@ from __future__ import annotations
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
-from nandoctor.rules.alignment import relative_error
+from nandoctor.rules.alignment import differs
 from nandoctor.rules.diagnosis import Conclusion
 from nandoctor.rules.sighting import Sighting
-
-SILENT_ERROR = 0.1
-"""A finite output this far from fp32 (norm of the difference over norm) counts as wrong.
-
-fp16 carries 11 bits and a deep network loses a few of them, so honest rounding stays below a few per cent."""
 
 _KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 
@@ -27,7 +22,7 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
         if origin is not None and is_silently_wrong(trace, reference):
             return "silent"
         return "not-reproduced" if reproduction.num_bad_saved else "healthy"
-    if origin is None and conclusion.complete:
+    if origin is None and conclusion.complete and (trace.loss is None or trace.loss.finite):
         return "healthy"  # infinities that the code wrote into the output itself
     if origin is not None and origin.phase in ("state", "input"):
         return "state" if origin.phase == "state" else "input"
@@ -45,8 +40,7 @@ def judge_backward(trace: Trace, reference: Trace, *, cured_by_scale: bool) -> V
 
 def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
     """Whether a finite output is too far from fp32's for honest rounding."""
-    error = relative_error(trace.output, reference.output)
-    return error is not None and error > SILENT_ERROR
+    return differs(trace.output, reference.output)
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> str:
@@ -106,11 +100,12 @@ def _describe_place(sighting: Sighting) -> str:
     owner = sighting.owner
     if owner is None:
         return "The loss" if sighting.where == "loss" else "The batch"
+    call = f", call {owner.call}" if owner.call else ""
     if sighting.where == "output":
-        call = f", call {owner.call}," if owner.call else ""
         return f"{owner.module}{call} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
     assert sighting.seen_in is not None
-    return f"A value made in the forward of {owner.label} ({owner.type}), on its way into {sighting.seen_in.label},"
+    maker = f"the forward of {owner.module}{call}" if owner.module else "the model's own forward"
+    return f"A value made in {maker} ({owner.type}), on its way into {sighting.seen_in.label},"
 
 
 def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:

@@ -212,16 +212,25 @@ def test_scripted_code_meets_the_same_kernels():
         assert script[0](torch.randn(2, 4)).dtype is torch.float16
 
 
-@pytest.mark.parametrize("chosen", ["ieee", "tf32", "bf16"])
-def test_products_of_fp32_tensors_are_not_computed_in_less(chosen, monkeypatch):
-    """Chosen by hand or by `torch.set_float32_matmul_precision("medium")`, a CPU's fp32 products may run in bf16."""
+@pytest.fixture
+def products():
+    """The settings of a CPU's fp32 products, put back afterwards."""
     backends = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
-    for backend in backends:
-        monkeypatch.setattr(backend, "fp32_precision", chosen)
+    before = [backend.fp32_precision for backend in backends]
+    yield backends
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.parametrize("chosen", ["ieee", "tf32", "bf16"])
+def test_products_of_fp32_tensors_are_not_computed_in_less(products, chosen):
+    """Chosen by hand or by `torch.set_float32_matmul_precision("medium")`, a CPU's fp32 products may run in bf16."""
+    for backend in products:
+        backend.fp32_precision = chosen
     for policy in (CUDA_FP16, REFERENCE):
         with apply_policy(policy, CPU):
-            assert [backend.fp32_precision for backend in backends] == ["ieee"] * 3
-        assert [backend.fp32_precision for backend in backends] == [chosen] * 3
+            assert [backend.fp32_precision for backend in products] == ["ieee"] * 3
+        assert [backend.fp32_precision for backend in products] == [chosen] * 3
 
 
 def region_in_script(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

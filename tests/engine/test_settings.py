@@ -38,6 +38,8 @@ def test_every_setting_is_read_with_dashes_or_underscores(project):
         model-args = {width = 8, act = "gelu"}
         inputs = ["image", "m=mask"]
         call = "train.py:call"
+        loss = "train.py:loss"
+        loss-scale = 1024
         output = "logit"
         amp_dtype = "bfloat16"
         policy = "native"
@@ -53,6 +55,8 @@ def test_every_setting_is_read_with_dashes_or_underscores(project):
         model_args={"width": 8, "act": "gelu"},
         inputs=("image", "m=mask"),
         call="train.py:call",
+        loss="train.py:loss",
+        loss_scale=1024,
         output="logit",
         amp_dtype="bfloat16",
         policy="native",
@@ -118,6 +122,7 @@ def test_patterns_choose_by_path_within_the_project_or_by_name(project, monkeypa
         ("mode = 'test'", "mode cannot be 'test'"),
         ("policy = 3", "policy cannot be 3"),
         ("seed = '3'", "seed cannot be '3'"),
+        ("loss-scale = 'big'", "loss_scale cannot be 'big'"),
         ("strict = 'no'", "strict cannot be 'no'"),
         ("inputs = 3", "inputs cannot be 3"),
         ("model-args = 'width=3'", "model_args cannot be 'width=3'"),
