@@ -5,6 +5,7 @@ In: an examined op with its twin in fp32 and the ops before it. Out: the finding
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ MOVES = words(
     repeat_interleave alias dropout numpy_T as_strided lift_fresh pad constant_pad_nd unfold"""
 )
 """Ops that hand values on as they are."""
+FILLS = words("full full_like new_full fill masked_fill where scalar_tensor constant_pad_nd")
+"""Ops that put a given number in places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,11 @@ class GradientFinding:
         """The exam of the op, which every finding has."""
         assert self.op.exam is not None
         return self.op.exam
+
+
+def writes_infinity(op: OpCall) -> bool:
+    """Whether the code put an infinity there itself, as masks are made."""
+    return op.op in FILLS and any(math.isinf(value) for _, value in op.scalars)
 
 
 def ancestors(ops: Mapping[int, OpCall], tensor: OpTensor, steps: int) -> Iterator[OpCall]:

@@ -3,7 +3,7 @@
 In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
-    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power.
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros.
 Evidence it needs
     Exact zeros in the denominator.
 Why it happens
@@ -44,6 +44,8 @@ def _denominator(finding: Finding) -> Operand | None:
     op, operands = finding.op.op, finding.exam.operands
     if op in ("rsqrt", "reciprocal") or (op == "pow" and any(value < 0 for _, value in finding.op.scalars)):
         return operands[0] if operands else None
+    if op == "_weight_norm":  # g * v / norm(v)
+        return finding.operand("v")
     if op in DIVISIONS:
         return finding.operand("other") or finding.operand("tensor2")
     return None

@@ -3,9 +3,10 @@
 In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
-    The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1.
+    The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
+    1 or lgamma at 0, the edge of whose domain is infinitely high.
 Evidence it needs
-    Finite inputs outside of the domain, and NaN in the output.
+    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there.
 Why it happens
     Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
     nothing bounds it.
@@ -18,6 +19,7 @@ Known problems
 from __future__ import annotations
 
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import Operand
 from nandoctor.rules.base import Finding, number
 
 CODE = "invalid-domain"
@@ -26,30 +28,47 @@ TITLE = "A function was evaluated outside its domain"
 _DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(["sqrt", "rsqrt", "log", "log2", "log10", "pow", "xlogy", "special_xlogy"], (0.0, float("inf"))),
     **dict.fromkeys(("log1p", "special_log1p"), (-1.0, float("inf"))),
-    **dict.fromkeys(("acos", "asin", "arccos", "arcsin", "erfinv", "special_erfinv"), (-1.0, 1.0)),
-    **dict.fromkeys(("atanh", "arctanh"), (-1.0, 1.0)),
+    **dict.fromkeys(("acos", "asin", "arccos", "arcsin"), (-1.0, 1.0)),
     **dict.fromkeys(("acosh", "arccosh"), (1.0, float("inf"))),
     **dict.fromkeys(("logit", "special_logit"), (0.0, 1.0)),
 }
+_OPEN_DOMAINS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("atanh", "arctanh", "erfinv", "special_erfinv"), (-1.0, 1.0)),
+    **dict.fromkeys(("lgamma", "special_gammaln", "digamma", "special_digamma", "mvlgamma"), (0.0, float("inf"))),
+}
+"""Functions that are infinite on the edge."""
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """A function with an argument outside of its domain."""
-    domain = _DOMAINS.get(finding.op.op)
-    if domain is None or "nan" not in finding.exam.kinds or finding.turned or not finding.exam.operands:
+    op = finding.op.op
+    is_open = op in _OPEN_DOMAINS
+    domain = _OPEN_DOMAINS.get(op) or _DOMAINS.get(op)
+    if domain is None or finding.turned or not finding.exam.operands:
         return None
-    argument = finding.exam.operands[-1 if "xlogy" in finding.op.op else 0]
+    if "nan" not in finding.exam.kinds and not is_open:
+        return None
+    outside = _outside(finding.exam.operands[-1 if "xlogy" in op else 0], domain, is_open=is_open)
+    if outside is None:
+        return None
     low, high = domain
-    outside = argument.min if argument.min is not None and argument.min < low else argument.max
-    if outside is None or low <= outside <= high:
-        return None
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} is defined from {number(low)} to {number(high)}, and its argument reaches "
+        explanation=f"{op} is defined from {number(low)} to {number(high)}, and its argument reaches "
         f"{number(outside)}.",
         evidence=(
             Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
             Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements are NaN"),
         ),
     )
+
+
+def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -> float | None:
+    """The end of the argument's range that lies outside of the domain, or on the edge of an open one."""
+    if argument.min is None or argument.max is None:
+        return None
+    low, high = domain
+    if argument.min < low or (is_open and argument.min == low):
+        return argument.min
+    return argument.max if argument.max > high or (is_open and argument.max == high) else None

@@ -3,14 +3,17 @@
 In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
-    log(0), log1p(-1), logit(0 or 1): the value is -inf or Inf, rightly so.
+    log(0), log1p(-1), logit(0 or 1): the value is -inf or Inf, rightly so. Also a loss that asks for the logarithm of a
+    probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.
 Evidence it needs
-    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output.
+    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a written -inf that
+    the loss is made of.
 Why it happens
-    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.3 on.
+    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.3 on. A
+    label names a masked class, or label smoothing gives it weight.
 Fix
     Work with logits: F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits; or clamp the probability to an
-    eps that the format holds on both sides.
+    eps that the format holds on both sides. Never mask what a label can name; F.ctc_loss(..., zero_infinity=True).
 Known problems
     None.
 """
@@ -18,14 +21,34 @@ Known problems
 from __future__ import annotations
 
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import LOGARITHMS, Finding
+from nandoctor.rules.base import LOGARITHMS, Finding, writes_infinity
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
 
 
+_HIDDEN_LOGARITHMS = {
+    "logdet": "the determinant is zero",
+    "linalg_slogdet": "the determinant is zero",
+    "ctc_loss": "no alignment of a target fits the length of its input, so its probability is zero",
+}
+
+
 def diagnose(finding: Finding) -> Cause | None:
-    """A logarithm whose argument holds its singular point."""
+    """A logarithm whose argument is zero, in the open or by construction."""
+    if writes_infinity(finding.op):
+        return _explain(finding, "The -inf that is written here, a probability of zero, is what the loss is made of.")
+    if finding.op.op in _HIDDEN_LOGARITHMS and finding.exam.kinds in (("+inf",), ("-inf",)):
+        return _explain(finding, f"{finding.op.op} is infinite: {_HIDDEN_LOGARITHMS[finding.op.op]}.")
+    return _diagnose_logarithm(finding)
+
+
+def _explain(finding: Finding, explanation: str) -> Cause:
+    num_bad = Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} values are infinite")
+    return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=(num_bad,))
+
+
+def _diagnose_logarithm(finding: Finding) -> Cause | None:
     op = finding.op.op
     operands = finding.exam.operands
     if op not in LOGARITHMS or finding.overflowed or not operands:

@@ -5,7 +5,6 @@ In: the traced operations of both runs. Out: `Birth`s, the likeliest first, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,11 +12,7 @@ import numpy as np
 
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
 from nandoctor.rules.alignment import differs
-
-_FILLS = frozenset(
-    {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "constant_pad_nd"}
-)
-
+from nandoctor.rules.base import writes_infinity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
@@ -136,8 +131,7 @@ def _is_meant(birth: Birth, reference: Trace) -> bool:
     kinds = birth.op.exam.kinds if birth.op.exam else ()
     if "nan" in kinds:
         return False
-    written = any(math.isinf(value) for _, value in birth.op.scalars)
-    if written and birth.op.op in _FILLS:
+    if writes_infinity(birth.op):
         return True
     twin = birth.twin
     return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)

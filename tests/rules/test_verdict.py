@@ -104,7 +104,7 @@ START = " is the first to go non-finite under fp16 autocast: NaN in 1 of 2 eleme
         (
             BETWEEN,
             "precision",
-            f"A value made in the forward of (Net) (Net), on its way into head,{START}fp32 stays finite.",
+            f"A value made in the model's own forward (Net), on its way into head,{START}fp32 stays finite.",
         ),
     ],
 )
