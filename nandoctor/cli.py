@@ -157,6 +157,19 @@ def inspect(dump: Path, trust: bool) -> None:
     print_inspection(summarize(read_dump(dump, trust=trust)), _console())
 
 
+@main.command()
+@click.argument("code", required=False)
+def explain(code: str | None) -> None:
+    """Tell what a cause is, why it happens and how it is cured; without CODE, list all causes."""
+    from nandoctor.renderers.explanation import print_catalogue, print_page
+    from nandoctor.rules.catalogue import find_page, list_pages
+
+    if code is None:
+        print_catalogue(list_pages(), _console())
+    else:
+        print_page(find_page(code), _console())
+
+
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
     from nandoctor.case import load, replay
 

@@ -21,6 +21,8 @@ EXPECTED = {
     "module": "entropy",
     "type": "BinaryEntropy",
     "call": 0,
+    "op": "log",
+    "cause": "log-of-zero",
     "where": "output",
     "samples": (9,),
     "mode": "train",

@@ -24,6 +24,8 @@ EXPECTED = {
     "module": "blocks.0.norm",
     "type": "BatchNorm2d",
     "call": 0,
+    "op": None,
+    "cause": "poisoned-buffers",
     "where": "output",
     "samples": (0, 1, 2, 3, 4, 5, 6, 7),
     "mode": "eval",
@@ -58,8 +60,8 @@ class Classifier(nn.Module):
         return self.head(self.blocks(image).mean(dim=(2, 3)))
 
 
-def read_pixels(index: int) -> tuple[np.ndarray, float]:
-    """The image file of that number, (height, width), and its label: whether it shows a star that is brighter than 8/10."""
+def read_file(index: int) -> tuple[np.ndarray, float]:
+    """The star in the image of that number, (height, width), and its label: whether it is a bright one."""
     rng = np.random.default_rng(index)
     row, column = rng.integers(4, IMAGE_SIZE - 4, size=2)
     rows, columns = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE]
@@ -76,7 +78,7 @@ def to_tensor(pixels: np.ndarray) -> torch.Tensor:
 
 
 def load_batch(first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    files = [read_pixels(index) for index in range(first, first + BATCH_SIZE)]
+    files = [read_file(index) for index in range(first, first + BATCH_SIZE)]
     return torch.stack([to_tensor(pixels) for pixels, _ in files]), torch.tensor([[label] for _, label in files])
 
 

@@ -1,7 +1,7 @@
 """Trains a deep residual network whose stream nothing holds, with a one-cycle schedule that peaks too high.
 
-What dies: `blocks.23` (Block), call 0, at step 81, on sample 3 of the batch, under fp16 autocast only.
-Why: the stream holds 5.6e4 and the last branch adds 2e4. Each fits into fp16, the sum in `Block.forward` does not, so
+What dies: `blocks.23` (Block), call 0, at step 61, on sample 12 of the batch, under fp16 autocast only.
+Why: the stream holds 5.1e4 and the last branch adds 2.5e4. Each fits into fp16, the sum in `Block.forward` does not, so
 `x + branch(x)` is Inf and none of the block's own layers is at fault. The final LayerNorm divides the stream's size out
 again: the loss never sees it grow, and no gradient holds it back.
 """
@@ -23,11 +23,13 @@ EXPECTED = {
     "module": "blocks.23",
     "type": "Block",
     "call": 0,
+    "op": "add",
+    "cause": "elementwise-overflow",
     "where": "output",
-    "samples": (3,),
+    "samples": (12,),
     "mode": "train",
 }
-SEED = 2
+SEED = 12
 NUM_STEPS = 400
 BATCH_SIZE = 16
 NUM_FEATURES = 8

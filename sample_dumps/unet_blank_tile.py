@@ -22,6 +22,8 @@ EXPECTED = {
     "module": "norm",
     "type": "ChannelNorm",
     "call": 1,
+    "op": "div",
+    "cause": "eps-underflow",
     "where": "output",
     "samples": (2,),
     "mode": "train",
@@ -44,7 +46,7 @@ class ChannelNorm(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels down, two up. Takes {"image": (batch, 3, height, width)}, gives {"logit": (batch, 1, height, width)}."""
+    """Takes {"image": (batch, 3, height, width)}, gives {"logit": (batch, 1, height, width)}."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
 What dies: all four weights, in the update of step 70; the file is written by the check in the forward of step 71.
 It holds no batch, so nothing can be replayed: what remains to be seen is that the state was lost before that forward.
-Why: the loss takes the square root of a squared distance. A predicted box that is clamped to the whole image meets a
-target that is the whole image, the distance is exactly 0, and the gradient of sqrt at 0 is Inf times 0.
+Why: the loss takes the square root of a squared distance. In the first image without an object the
+mask makes that distance exactly 0, and the gradient of sqrt at 0 is Inf times 0. Nothing checks the gradients.
 The layout is that of D-FINE's NaN.pth, https://github.com/Peterande/D-FINE/issues/43.
 """
 

@@ -128,3 +128,7 @@ def test_the_package_offers_its_names_and_no_others():
     assert all(getattr(nandoctor, name) is not None for name in nandoctor.__all__)
     with pytest.raises(AttributeError, match="no attribute 'reply'"):
         _ = nandoctor.reply
+
+
+def test_a_notebook_shows_the_plot_as_a_picture(case):
+    assert case.plot()._repr_png_().startswith(b"\x89PNG")

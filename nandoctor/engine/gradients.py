@@ -6,14 +6,15 @@ In: the outputs of traced ops, as their graph grows. Out: `OpCall` records of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from nandoctor.engine.exams import describe_operand
 from nandoctor.engine.stats import Reading, collect, measure
@@ -136,6 +137,27 @@ class GradientTracer:
                 for gradient in incoming
             ),
         )
+
+
+@contextmanager
+def open_checkpoints() -> Iterator[None]:
+    """A context in which reentrant checkpoints run as plain calls.
+
+    Their backward computes the block again in a graph of its own, and would show all of it as one CheckpointFunction.
+    A block without an input that needs a gradient is left alone: the checkpoint gives it none.
+    """
+    checkpoint = CheckpointFunction.apply
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
+            return function(*args)
+        return checkpoint(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 def bad_gradients(model: nn.Module) -> tuple[TensorStats, ...]:

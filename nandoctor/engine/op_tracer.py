@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
-from nandoctor.engine.stats import Reading, collect, measure, numbers_in, unwrap
+from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, numbers_in, unwrap
 from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine
+from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
 
 _KEY: Any = torch._C._parse_dispatch_key(OBSERVER_KEY)
 _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
@@ -141,7 +141,12 @@ class OpTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """The ops so far, in order."""
-        return tuple(_to_call(order, recording) for order, recording in enumerate(self._recordings))
+        inputs = collect_all([[(t.name, t.reading) for t in call.inputs if t.reading] for call in self._recordings])
+        outputs = collect_all([[("", reading) for reading in call.outputs] for call in self._recordings])
+        return tuple(
+            _to_call(order, recording, taken, given)
+            for order, (recording, taken, given) in enumerate(zip(self._recordings, inputs, outputs, strict=True))
+        )
 
     def observe(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it. Ops without floating-point output are run and forgotten."""
@@ -176,8 +181,10 @@ class OpTracer:
             return _Tensor(name, None, None, known_as)
         writer = self._writers.get(id(tensor))
         if writer is None or writer.tensor() is not tensor or writer.version != _version(tensor):
-            census_for = None if known_as is None else self._low
-            writer = self._remember(tensor, self.producer_of(tensor), measure(tensor, census_for=census_for))
+            reading = measure(tensor)
+            if known_as is not None and not is_finite(reading):
+                reading = measure(tensor, census_for=self._low)
+            writer = self._remember(tensor, self.producer_of(tensor), reading)
         return _Tensor(name, writer.reading, writer.order, known_as)
 
     def _remember(self, tensor: torch.Tensor, order: int | None, reading: Reading | None) -> _Writer:
@@ -316,7 +323,10 @@ def _find_source(frame: FrameType | None) -> tuple[str, int] | None:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def _to_call(order: int, recording: _Recording) -> OpCall:
+def _to_call(
+    order: int, recording: _Recording, inputs: tuple[TensorStats, ...], outputs: tuple[TensorStats, ...]
+) -> OpCall:
+    stats = {taken.path: taken for taken in inputs}
     module, type_name, call = recording.owner
     return OpCall(
         op=recording.op,
@@ -327,18 +337,18 @@ def _to_call(order: int, recording: _Recording) -> OpCall:
         nth=recording.nth,
         phase=recording.phase,
         source=_to_source(recording.source),
-        inputs=tuple(_to_tensor(tensor) for tensor in recording.inputs),
-        outputs=collect([("", reading) for reading in recording.outputs]),
+        inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
+        outputs=outputs,
         scalars=recording.scalars,
         exam=recording.exam,
     )
 
 
-def _to_tensor(tensor: _Tensor) -> OpTensor:
+def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
     kind, path = tensor.known_as or ("unknown" if tensor.producer is None else "op", "")
     return OpTensor(
         name=tensor.name,
-        stats=collect([(tensor.name, tensor.reading)])[0] if tensor.reading is not None else None,
+        stats=stats,
         producer=tensor.producer,
         origin=kind,  # type: ignore[arg-type]
         path=path,

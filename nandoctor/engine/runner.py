@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nandoctor.engine.autocast import Policy, apply_policy
-from nandoctor.engine.gradients import GradientTracer, bad_gradients
+from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
 from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer, Span
-from nandoctor.engine.stats import collect, measure
+from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import CallKey, Tracer
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -110,7 +110,12 @@ class _Observers:
 
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
-        with self.modules, self.ops.watching(self.modules.owner) if self.ops else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(self.modules)
+            if self.ops is not None:
+                stack.enter_context(self.ops.watching(self.modules.owner))
+            if self.gradients is not None:
+                stack.enter_context(open_checkpoints())
             yield
 
     def begin_loss(self) -> None:
@@ -142,9 +147,10 @@ def run(
         if error is None or "does not require grad" not in str(error):
             break
     if error is not None and not _shows_damage(outcome.trace):
-        # What is made and checked in one forward crosses no module boundary: only its ops show it.
-        closer = replace(watch, ops_in=EVERYTHING)
-        outcome, error = _record(setup, policy, training, seed, low, closer, on_call, grad=grad)
+        # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
+        # (jagged nested ones) cannot be watched op by op.
+        other = replace(watch, ops_in=EVERYTHING if watch.ops_in is None else None)
+        outcome, error = _record(setup, policy, training, seed, low, other, on_call, grad=grad)
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
@@ -163,24 +169,24 @@ def _record(
 ) -> tuple[Outcome, Exception | None]:
     """One run, with an autograd graph where `grad` says so, and the exception that ended it."""
     batch = {name: tensor.clone() for name, tensor in setup.batch.items()}
-    with ExitStack() as stack:
-        stack.enter_context(_restored(setup.model))
-        draws = stack.enter_context(_seeded(seed, setup))
-        setup.model.train(training)
-        observers = _Observers(setup, batch, watch, low, on_call)
-        state = _bad_state(setup.model, low)
-        inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
-        stack.enter_context(apply_policy(policy, setup.device))
-        result = _execute(setup, batch, observers, watch, grad=grad)
-        output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, census=True)
-        drew_random = draws()
+    with _in_mode(setup.model, training):
+        with ExitStack() as stack:
+            stack.enter_context(_restored(setup.model))
+            draws = stack.enter_context(_seeded(seed, setup))
+            observers = _Observers(setup, batch, watch, low, on_call)
+            inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
+            stack.enter_context(apply_policy(policy, setup.device))
+            result = _execute(setup, batch, observers, watch, grad=grad)
+            output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, census=True)
+            drew_random = draws()
+        calls = _with_bad_state(observers.modules.calls(), setup.model, low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
         policy=policy.name,
         format=policy.format,
         training=training,
         seed=seed,
-        calls=observers.modules.calls(state),
+        calls=calls,
         batch=collect(inputs),
         output=collect(output),
         elapsed_s=result.elapsed_s,
@@ -263,15 +269,21 @@ def _explain_forward_error(error: Exception) -> ModelError:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward changes: train flags, buffers, and attributes that it set (a mask it made and kept).
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
-    A buffer may be written in place or replaced; both are undone.
-    """
-    modules = list(model.modules())
-    flags = [(module, module.training) for module in modules]
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward changes: buffers, written in place or replaced, and attributes that it set."""
     # A ScriptModule keeps its attributes in C++, where its graph can write to them but not replace them.
-    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     registries = [(registry, dict(registry)) for module in plain for registry in (vars(module), module._buffers)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -283,8 +295,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, saved_buffer in buffers:
                 buffer.copy_(saved_buffer)
-        for module, training in flags:
-            module.training = training
 
 
 @contextmanager
@@ -320,21 +330,23 @@ def _generator_states(device: torch.device) -> list[torch.Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
+def _with_bad_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
+    """The calls, each with its module's bad state; to look for it reads every weight, so only where something is bad."""
+    if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
+        return calls
+    state = _bad_state(model, low)
+    return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
+
+
 def _bad_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
     """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
     bad: dict[str, tuple[TensorStats, ...]] = {}
     for path, module in model.named_modules():
         own = (*module.named_parameters(recurse=False), *_read_buffers(module))
-        suspects = [(name, tensor) for name, tensor in own if not _is_finite(tensor)]
-        readings = [(name, measure(tensor, census_for=low)) for name, tensor in suspects]
+        readings = [(name, measure(tensor, census_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
         if readings:
             bad[path] = collect([(name, reading) for name, reading in readings if reading is not None])
     return bad
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    reading = measure(tensor)
-    return reading is None or bool(torch.isfinite(reading.limits).all())
 
 
 def _writes_only(module: nn.Module) -> bool:

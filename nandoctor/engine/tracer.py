@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nandoctor.engine.stats import Reading, Readings, collect, measure
+from nandoctor.engine.stats import Reading, Readings, collect_all, measure
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import ModuleCall, TensorStats
+from nandoctor.evidence.trace import ModuleCall
 
 CallKey = tuple[str, int]
 Owner = tuple[str, str, int]
@@ -146,8 +146,10 @@ class Tracer:
             readings = [(path, self._measure_once(tensor, census)) for path, tensor in walk_tensors(value)]
         return [(path, reading) for path, reading in readings if reading is not None]
 
-    def calls(self, state: Mapping[str, tuple[TensorStats, ...]]) -> tuple[ModuleCall, ...]:
-        """The calls so far, in the order in which they were entered; `state` gives each module's bad state."""
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The calls so far, in the order in which they were entered."""
+        inputs = collect_all([call.inputs for call in self._calls])
+        outputs = collect_all([call.outputs for call in self._calls])
         return tuple(
             ModuleCall(
                 module=call.name,
@@ -156,11 +158,10 @@ class Tracer:
                 depth=call.depth,
                 enter=call.enter,
                 leave=call.leave,
-                inputs=collect(call.inputs),
-                outputs=collect(call.outputs),
-                state=state.get(call.name, ()),
+                inputs=taken,
+                outputs=given,
             )
-            for call in self._calls
+            for call, taken, given in zip(self._calls, inputs, outputs, strict=True)
         )
 
     def _watch_entry(self, module: nn.Module, name: str) -> RemovableHandle:

@@ -5,6 +5,7 @@ In: a `Report`. Out: a matplotlib figure, or an image file.
 
 from __future__ import annotations
 
+import io
 import os
 import textwrap
 from collections.abc import Sequence
@@ -27,12 +28,22 @@ from nandoctor.renderers.words import kinds_text, printable, shorten
 SUFFIXES = (".png", ".svg", ".pdf")
 
 _DPI = 150
+_NOTEBOOK_DPI = 80
 _ZOOM_BEFORE, _ZOOM_AFTER = 26, 13
 _LAYER_WIDTH_IN, _MARGIN_IN = 0.26, 2.6
 _MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 15.0
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
 _FIRST_NAME_WIDTH = 36
+
+
+class NotebookFigure(Figure):
+    """A figure that a notebook shows as a picture, although no pyplot window owns it."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=_NOTEBOOK_DPI)
+        return image.getvalue()
 
 
 def draw_ranges(report: Report) -> Figure:
@@ -81,7 +92,7 @@ def _draw(report: Report, runs: Runs, layers: Layers) -> Figure:
     shown = [range(num_layers)]
     if num_layers > MAX_BARS:
         shown.append(layers.window(_center(layers), _ZOOM_BEFORE, _ZOOM_AFTER))
-    figure = Figure(layout="constrained")
+    figure = NotebookFigure(layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
     legends = [draw_panel(axes, runs, layers, part) for axes, part in zip(panels, shown, strict=True)]

@@ -29,8 +29,8 @@ REDUCTIONS = words(
     """sum nansum mean nanmean var std var_mean std_mean prod cumsum cumprod norm linalg_vector_norm linalg_norm
     linalg_matrix_norm frobenius_norm logsumexp logcumsumexp trace avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
     adaptive_avg_pool2d adaptive_avg_pool3d dist cdist index_add scatter_add scatter_reduce index_reduce
-    segment_reduce fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft
-    fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
+    segment_reduce embedding_bag fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
+    fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
 )
 EXPONENTIALS = words("exp exp2 expm1 sinh cosh softplus special_exp2 special_expm1 pow")
 LOGARITHMS = words("log log2 log10 log1p logit special_logit xlogy special_xlogy special_log1p")
@@ -129,8 +129,10 @@ def writes_infinity(op: OpCall) -> bool:
     return op.op in FILLS and any(math.isinf(value) for _, value in op.scalars)
 
 
-def ancestors(ops: Mapping[int, OpCall], tensor: OpTensor, steps: int) -> Iterator[OpCall]:
-    """The ops that made `tensor`, nearest first, at most `steps` deep."""
+def ancestors(
+    ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
+) -> Iterator[OpCall]:
+    """The ops that made `tensor`, nearest first, at most `steps` deep; where given, seen `through` these ops alone."""
     wave, seen = [tensor.producer], set()
     for _ in range(steps):
         following: list[int | None] = []
@@ -139,7 +141,8 @@ def ancestors(ops: Mapping[int, OpCall], tensor: OpTensor, steps: int) -> Iterat
                 continue
             seen.add(order)
             yield ops[order]
-            following += [parent.producer for parent in ops[order].inputs]
+            if through is None or ops[order].op in through:
+                following += [parent.producer for parent in ops[order].inputs]
         wave = following
 
 

@@ -7,7 +7,8 @@ What it is
     denominator, or the argument of a logarithm or a root, is then exactly zero.
 Evidence it needs
     An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
-    made the input, one that added or clamped to a small constant and shows no trace of it.
+    made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
+    and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it.
 Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix
@@ -21,13 +22,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpCall
-from nandoctor.rules.base import DIVISIONS, LOGARITHMS, Finding, GradientFinding, ancestors, gradient_evidence, number
+from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.rules.base import (
+    CASTS,
+    DIVISIONS,
+    LOGARITHMS,
+    MOVES,
+    Finding,
+    GradientFinding,
+    ancestors,
+    gradient_evidence,
+    number,
+    words,
+)
 
 CODE = "eps-underflow"
 TITLE = "A small constant was lost in the lower precision"
 
-_ADDING = frozenset(["add", "sub", "rsub", "clamp", "clamp_min", "maximum", "max", "full"])
+_ADDING = words("add sub rsub clamp clamp_min maximum max full")
+_SUBTRACTIONS = words("sub rsub")
+_HANDING_ON = MOVES | CASTS | {"neg"}
 _SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow"}
 _LARGEST_EPS = 1e-2
 _DEPTH = 6
@@ -70,21 +84,41 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
 
 def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tuple[OpCall, float]]:
     """The ops behind the singular one that used a small constant in a format that lost it, nearest first."""
-    own = [(singular, value) for _, value in singular.scalars]
-    for tensor in singular.inputs:
-        behind = [op for op in ancestors(ops, tensor, _DEPTH) if op.op in _ADDING]
-        own += [(op, value) for op in behind for _, value in op.scalars]
-    for op, value in own:
-        if 0 < abs(value) <= _LARGEST_EPS and op.outputs and _is_lost(op, abs(value)):
-            yield op, abs(value)
+    for eps in _small_constants(singular):
+        if singular.outputs[0].dtype.round(eps) == 0:
+            yield singular, eps
+    guarded = singular.inputs[1:] if singular.op in ("div", "addcdiv", "floor_divide") else singular.inputs
+    for tensor in guarded:
+        subtracted = set(_subtracted(singular, tensor, ops))
+        for op in ancestors(ops, tensor, _DEPTH):
+            for eps in _small_constants(op) if op.op in _ADDING else ():
+                if _vanishes(op, eps) or (op.order in subtracted and _is_absorbed(op, eps)):
+                    yield op, eps
 
 
-def _is_lost(op: OpCall, eps: float) -> bool:
-    """Zero in the format of the op, or so small that its output still reaches zero... or one."""
-    dtype = op.outputs[0].dtype
-    if dtype.round(eps) == 0:
-        return True
-    return eps < dtype.eps / 2 and any((stats.absmax or 0.0) >= 1 for stats in op.outputs)
+def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
+    """The ops whose values are subtracted from others to make `tensor`, or by the singular op itself: log1p(-p)."""
+    ends = [tensor] if singular.op in ("log1p", "special_log1p", "logit", "special_logit") else []
+    for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON):
+        ends += op.inputs if op.op in _SUBTRACTIONS else ()
+    for end in ends:
+        yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_HANDING_ON))
+
+
+def _small_constants(op: OpCall) -> list[float]:
+    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= _LARGEST_EPS]
+
+
+def _vanishes(op: OpCall, eps: float) -> bool:
+    """Whether the constant is zero in the format of the op, and the op gave zeros or values on both sides of zero."""
+    made = op.outputs[0]
+    return made.dtype.round(eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
+
+
+def _is_absorbed(op: OpCall, eps: float) -> bool:
+    """Whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
+    made = op.outputs[0]
+    return eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
 
 
 def _zeros(finding: Finding) -> tuple[Evidence, ...]:

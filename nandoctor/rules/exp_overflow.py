@@ -6,8 +6,8 @@ What it is
     exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
     the overflow comes in the cast or in the product that follows.
 Evidence it needs
-    An exponential whose exact value is finite and does not fit; or an op that overflows with an exponential among the
-    things that made its inputs, through moves and casts alone.
+    An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
+    exponential, moved and cast at most.
 Why it happens
     exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
 Fix
@@ -20,7 +20,7 @@ Known problems
 from __future__ import annotations
 
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.trace import OpCall, Operand
 from nandoctor.rules.base import EXPONENTIALS, PRODUCTS, Finding, number, overflow_evidence
 
 CODE = "exp-overflow"
@@ -35,11 +35,19 @@ def diagnose(finding: Finding) -> Cause | None:
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:
         return None
+    largest = max(finding.exam.operands, key=_magnitude, default=None)
     for tensor in finding.op.inputs:
+        if largest is None or tensor.name != largest.name:
+            continue
         for source in finding.sources(tensor):
             if source.op in EXPONENTIALS - {"pow", "softplus"}:
                 return _explain(finding, source)
     return None
+
+
+def _magnitude(operand: Operand) -> float:
+    """How large the operand is where the output is worst, or at all where that place is not known."""
+    return abs(operand.at_worst) if operand.at_worst is not None else operand.absmax or 0.0
 
 
 def _grows(finding: Finding) -> bool:

@@ -6,8 +6,8 @@ What it is
     log(0), log1p(-1), logit(0 or 1): the value is -inf or Inf, rightly so. Also a loss that asks for the logarithm of a
     probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.
 Evidence it needs
-    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a written -inf that
-    the loss is made of.
+    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a written -inf
+    that the loss is made of.
 Why it happens
     A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.3 on. A
     label names a masked class, or label smoothing gives it weight.

@@ -7,7 +7,7 @@ What it is
     are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
 Evidence it needs
     A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
-    only that number and zeros.
+    only that number and zeros; or such a number times a mask of zeros and ones.
 Why it happens
     The constant was chosen for fp32, or one mask too many is added.
 Fix
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpTensor
+from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.rules.base import CASTS, Finding, number, words
 
 CODE = "mask-constant-overflow"
@@ -53,6 +53,8 @@ def diagnose(finding: Finding) -> Cause | None:
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
+    if finding.op.op == "mul" and not any(_is_indicator(operand) for operand in finding.exam.operands):
+        return []
     return written + [
         tensor.stats.min
         for tensor in finding.op.inputs
@@ -66,3 +68,8 @@ def _is_mask(tensor: OpTensor) -> bool:
     assert stats is not None
     same = stats.p05 == stats.absmax and stats.median == stats.absmax
     return stats.min is not None and stats.min <= _VERY_NEGATIVE and (stats.max or 0.0) <= 0 and same
+
+
+def _is_indicator(operand: Operand) -> bool:
+    """A mask of zeros and ones, or of something between."""
+    return bool(operand.shape) and operand.min is not None and operand.min >= 0 and (operand.max or 0.0) <= 1

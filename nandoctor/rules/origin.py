@@ -14,6 +14,7 @@ from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
 from nandoctor.rules.alignment import differs
 from nandoctor.rules.base import writes_infinity
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
     """An op that made non-finite values, and the same op of the fp32 run (None where that took another way).
@@ -49,13 +50,10 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     twins = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = tuple((op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None)
-    births, turned, written = [], [], []
-    for op in sliced:
-        birth = Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op)))
-        if not birth.turned:
-            (written if _is_meant(birth, reference) else births).append(birth)
-        elif _turns_to_nan(op):
-            turned.append(birth)
+    candidates = [Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op))) for op in sliced]
+    written = [birth for birth in candidates if not birth.turned and _is_meant(birth, reference)]
+    births = [birth for birth in candidates if not birth.turned and not _is_meant(birth, reference)]
+    turned = [birth for birth in candidates if birth.turned and _turns_to_nan(birth.op)]
     found = births or turned
     return Lineage(
         births=tuple(found),

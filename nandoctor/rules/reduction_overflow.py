@@ -43,6 +43,11 @@ def diagnose(finding: Finding) -> Cause | None:
 
 
 def _sums_with_ones(finding: Finding) -> bool:
-    """Whether one factor of a product is the same number everywhere, which makes the product a sum."""
+    """Whether one factor of several terms is the same number everywhere, which makes the product a sum.
+
+    Where a weight takes part, the other factor can be constant by chance: a blank image.
+    """
+    if finding.exam.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
+        return False
     factors = [operand for operand in finding.exam.operands if operand.shape]
     return any(operand.min is not None and operand.min == operand.max and operand.min != 0 for operand in factors[:2])

@@ -24,7 +24,7 @@ def trace(model, *args, examine=(), **kwargs):
     tracer = Tracer(model, census_for=FP16, examine=examine)
     with torch.no_grad(), tracer:
         model(*args, **kwargs)
-    return tracer.calls({})
+    return tracer.calls()
 
 
 def keys(calls):
@@ -87,7 +87,7 @@ def test_a_generator_is_left_for_the_caller():
     with Tracer(model, census_for=FP16) as tracer:
         output = model(ONE)
     assert [float(item.sum()) for item in output] == [6.0, 12.0]
-    assert tracer.calls({})[0].outputs == ()
+    assert tracer.calls()[0].outputs == ()
 
 
 def test_calls_stand_in_the_order_of_entry_with_depth_and_one_clock():
@@ -153,7 +153,7 @@ def test_an_exception_passes_through_and_the_open_calls_never_return():
     tracer = Tracer(model, census_for=FP16)
     with pytest.raises(ValueError, match="refused"), tracer:
         model(ONE)
-    assert [(call.module, call.leave) for call in tracer.calls({})] == [("", None), ("first", 2), ("last", None)]
+    assert [(call.module, call.leave) for call in tracer.calls()] == [("", None), ("first", 2), ("last", None)]
 
 
 def test_a_caught_exception_ends_the_calls_that_it_passed_and_no_other():
@@ -240,14 +240,6 @@ def test_a_tensor_read_without_a_census_gets_one_when_the_next_call_asks():
     _, a, b = trace(model, torch.tensor([math.nan, 1.0]), examine={("b", 0)})
     assert a.outputs[0].census is None
     assert (b.inputs[0].census.num_nan, b.inputs[0].absmax) == (1, 1.0)
-
-
-def test_bad_state_is_given_to_the_calls_of_its_module():
-    model = Chain("a", "a", a=nn.ReLU())
-    with Tracer(model, census_for=FP16) as tracer:
-        model(ONE)
-        (marker,) = trace(nn.Identity(), ONE)[0].inputs
-    assert [call.state for call in tracer.calls({"a": (marker,)})] == [(), (marker,), (marker,)]
 
 
 def test_progress_counts_the_calls_that_returned():

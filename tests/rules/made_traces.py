@@ -27,6 +27,7 @@ def stats(*values, path="", shape=None):
         max=max(finite, default=None),
         absmax=max(map(abs, finite), default=None),
         p05=magnitudes[0] if magnitudes else None,
+        median=magnitudes[len(magnitudes) // 2] if magnitudes else None,
         census=Census(
             num_nan=sum(math.isnan(value) for value in values),
             num_posinf=values.count(INF),

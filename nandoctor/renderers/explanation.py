@@ -1,0 +1,46 @@
+"""What `nandoctor explain` prints: one cause in full, or all of them by their titles.
+
+In: pages of the catalogue. Out: text on a rich console.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from nandoctor.renderers.screen import Encodable, labelled, literal
+from nandoctor.rules.catalogue import Page
+
+_WIDTH = 88  # a line that is longer is hard to read
+_NOTHING = "None."
+
+
+def print_catalogue(pages: Iterable[Page], console: Console) -> None:
+    """Print every code with its title."""
+    console.print(Encodable(labelled((page.code, page.title) for page in pages)), highlight=False)
+
+
+def print_page(page: Page, console: Console) -> None:
+    """Print all that is known about one cause; a section that has nothing to say is left out."""
+    for part in _parts(page):
+        console.print(Encodable(part), highlight=False, width=min(console.width, _WIDTH))
+
+
+def _parts(page: Page) -> Iterator[RenderableType]:
+    yield Text.assemble(literal(page.code, "bold"), ": ", literal(page.title))
+    yield literal(page.summary[:1].upper() + page.summary[1:])
+    for heading, paragraph in page.sections:
+        if paragraph != _NOTHING:
+            yield Text()
+            yield literal(heading, "bold")
+            yield Padding(_prose(paragraph), (0, 0, 0, 2))
+
+
+def _prose(paragraph: str) -> Text:
+    """The paragraph, with the code in it told by its colour; the backticks stay for terminals without."""
+    text = literal(paragraph)
+    text.highlight_regex(r"`[^`]+`", "cyan")
+    return text

@@ -1,0 +1,44 @@
+"""What the tests of strangers have in common: numbers to feed them, and the short form of a diagnosis."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def normal(*shape):
+    """Normal numbers, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def louder(layer, factor):
+    """The layer with its parameters multiplied."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(factor)
+    return layer
+
+
+class Between(nn.Module):
+    """Two linear layers with anything between them."""
+
+    def __init__(self, middle, width=8):
+        super().__init__()
+        self.entry = nn.Linear(width, width)
+        self.middle = middle
+        self.exit = nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.exit(self.middle(self.entry(x)))
+
+
+def blamed(report):
+    """Verdict, module, op and cause, the four things that must be right."""
+    if report.origin is None:
+        return (report.verdict,)
+    return report.verdict, report.origin.module, report.origin.op, report.cause and report.cause.code
+
+
+def line(report):
+    """The line of source that the report shows."""
+    return report.origin.source.text

@@ -1,0 +1,40 @@
+"""The notebooks of docs/ run from top to bottom, and give what they show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.ipynb"))
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
+
+
+def outputs_of(notebook):
+    """What each code cell gives: the kinds of data, and their text."""
+    return [
+        [(sorted(output.data), words(output.data["text/plain"])) for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def words(text):
+    """The words, with each number as #: other processors sum in another order, and change the last digits."""
+    return NUMBER.sub("#", text).split()
+
+
+def test_there_are_notebooks():
+    assert [path.name for path in NOTEBOOKS] == ["first_look.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_gives_what_it_shows(path):
+    notebook = nbformat.read(path, as_version=4)
+    shown = outputs_of(notebook)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    assert outputs_of(notebook) == shown
+    assert all(shown)

@@ -1,0 +1,193 @@
+"""The sample dumps: each replay says what the script that made the dump documents, and each script makes it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import nandoctor
+from nandoctor.cli import main
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "sample_dumps").glob("*.py"), key=lambda script: script.name)
+WEIGHTS_ONLY = ROOT / "sample_dumps" / "weights_only.py"
+REPLAYABLE = [script for script in SCRIPTS if script != WEIGHTS_ONLY]
+MAX_NBYTES = 200_000
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+each_replayable = pytest.mark.parametrize("script", REPLAYABLE, ids=lambda script: script.stem)
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    """The models come from the `[tool.nandoctor]` table of this repository's pyproject.toml."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """The report of each dump, replayed once with no option at all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return {script: nandoctor.replay(script.with_suffix(".pth")).report for script in SCRIPTS}
+
+
+def read_script(script):
+    """The script's names; it is imported, so this also says that importing it does not train."""
+    return runpy.run_path(str(script))
+
+
+def read_dump(path):
+    """The file as its script saved it: a flat dict of tensors."""
+    flat = {}
+    for name, value in torch.load(path, weights_only=False).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": tensor for key, tensor in value.items()}
+        else:
+            flat[name] = torch.from_numpy(value)
+    return flat
+
+
+def what_is_said(report):
+    """The report in the words of a script's EXPECTED."""
+    first, origin = report.first_nonfinite, report.origin
+    return {
+        "verdict": report.verdict,
+        "module": first.module,
+        "type": first.type,
+        "call": first.call,
+        "where": first.where,
+        "samples": first.samples,
+        "op": origin.op,
+        "cause": report.cause.code,
+        "mode": "train" if report.runs.autocast.training else "eval",
+    }
+
+
+def test_every_script_has_its_dump_and_every_dump_its_script():
+    dumps = {path.stem for path in (ROOT / "sample_dumps").glob("*.pth")}
+    assert dumps == {script.stem for script in SCRIPTS}
+    assert len(SCRIPTS) == 6
+
+
+@each_script
+def test_dump_is_small(script):
+    assert script.with_suffix(".pth").stat().st_size < MAX_NBYTES
+
+
+@each_replayable
+def test_replay_says_what_the_script_documents(script, reports):
+    assert what_is_said(reports[script]) == read_script(script)["EXPECTED"]
+
+
+@each_replayable
+def test_docstring_names_what_the_test_expects(script):
+    namespace = read_script(script)
+    expected, text = namespace["EXPECTED"], namespace["__doc__"]
+    assert f"`{expected['module']}` ({expected['type']}), call {expected['call']}" in text
+    samples = expected["samples"]
+    assert (f"on sample {samples[0]} of the batch" if len(samples) == 1 else "on every sample") in text
+
+
+@each_replayable
+def test_replay_is_graded_against_the_saved_output(script, reports):
+    reproduction = reports[script].reproduction
+    assert reproduction.grade in ("exact", "same-mask")
+    assert reproduction.num_bad_saved == reproduction.num_bad_replayed > 0
+
+
+@each_replayable
+def test_only_precision_is_cured_by_fp32(script, reports):
+    runs = reports[script].runs
+    assert not runs.autocast.finite
+    assert runs.fp32.finite is (reports[script].verdict == "precision")
+
+
+def test_earlier_call_of_the_same_norm_is_sound(reports):
+    report = reports[ROOT / "sample_dumps" / "unet_blank_tile.py"]
+    calls = [row for row in report.runs.autocast.modules if row.module == "norm"]
+    assert [row.call for row in calls] == [0, 1, 2, 3, 4, 5]
+    assert [row.finite for row in calls] == [True, False, False, False, False, False]
+    assert [stats.dtype.label for stats in calls[0].outputs] == ["fp32"]
+
+
+def test_no_layer_within_the_residual_block_is_blamed(reports):
+    rows = reports[ROOT / "sample_dumps" / "residual_stream.py"].runs.autocast.modules
+    assert {row.module: row.finite for row in rows if row.module.startswith("blocks.23")} == {
+        "blocks.23.expand": True,
+        "blocks.23.contract": True,
+        "blocks.23": False,
+    }
+
+
+def test_poisoned_buffers_leave_the_weights_clean(reports):
+    dump = reports[ROOT / "sample_dumps" / "poisoned_buffers.py"].dump
+    assert dump.bad_weights == ()
+    assert {array.name for array in dump.bad_buffers} == {
+        f"blocks.{block}.norm.running_{kind}" for block in range(3) for kind in ("mean", "var")
+    }
+
+
+def test_poisoned_buffers_are_sound_in_train_mode():
+    case = nandoctor.replay("sample_dumps/poisoned_buffers.pth", mode="train")
+    assert case.verdict == "not-reproduced"
+
+
+def test_weights_alone_are_judged_by_themselves(reports):
+    report, expected = reports[WEIGHTS_ONLY], read_script(WEIGHTS_ONLY)["EXPECTED"]
+    assert report.verdict == expected["verdict"]
+    assert tuple(array.name for array in report.dump.bad_weights) == expected["weights"]
+    assert report.runs is None
+
+
+def test_command_line_needs_no_option():
+    expected = read_script(ROOT / "sample_dumps" / "unet_blank_tile.py")["EXPECTED"]
+    result = CliRunner().invoke(main, ["replay", "--json", "sample_dumps/unet_blank_tile.pth"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    first = report["first_nonfinite"]
+    assert report["verdict"] == expected["verdict"]
+    assert (first["module"], first["call"], tuple(first["samples"])) == ("norm", 1, (2,))
+    assert report["cause"]["code"] == expected["cause"]
+
+
+@pytest.mark.slow
+@each_script
+def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path):
+    again, step = regenerate(script, tmp_path / "again.pth")
+    kept = read_dump(script.with_suffix(".pth"))
+    assert [(name, t.shape, t.dtype) for name, t in again.items()] == [(n, t.shape, t.dtype) for n, t in kept.items()]
+    if sums_as_when_made():
+        assert step in read_script(script)["__doc__"]
+    else:
+        kept, _ = regenerate(script, tmp_path / "once_more.pth")
+    assert [name for name in kept if not same_values(again[name], kept[name])] == []
+
+
+def regenerate(script, path):
+    """The dump that the script writes, and the step at which it died: "step 37"."""
+    command = [sys.executable, script, "-o", path]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith("FloatingPointError")
+    return read_dump(path), re.search(r"step \d+", last_line)[0]
+
+
+def sums_as_when_made():
+    """Whether torch adds up in the order in which it did when the dumps were made; other kernels have other orders."""
+    return torch.__version__.startswith("2.13.") and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def same_values(left, right):
+    return np.array_equal(left.numpy(), right.numpy(), equal_nan=left.is_floating_point())
