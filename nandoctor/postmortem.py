@@ -17,6 +17,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
 from nandoctor.engine.grading import grade
+from nandoctor.engine.op_tracer import Span
 from nandoctor.engine.runner import EVERYTHING, MODULES_ONLY, Outcome, Setup, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
@@ -98,9 +99,16 @@ class _Replay:
         self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
         return outcome
 
-    def run_both(self, stage: str, attempt: _Attempt, watch: Watch) -> tuple[Trace, Trace]:
-        """The step of `attempt` again under autocast and in fp32, with more to watch."""
-        return self.run_again(stage, attempt, self.policy, watch), self.run_again(stage, attempt, REFERENCE, watch)
+    def look_closer(
+        self, attempt: _Attempt, trace: Trace, reference: Trace, ops_in: Span | None = None
+    ) -> tuple[Trace, Trace]:
+        """The step of `attempt` again under autocast and in fp32, with exact counts wherever each run asks for them."""
+
+        def again(policy: Policy, seen: Trace) -> Trace:
+            watch = Watch(examine=needs_census(seen, self.low), ops_in=ops_in)
+            return self.run_again("closer look", attempt, policy, watch)
+
+        return again(self.policy, trace), again(REFERENCE, reference)
 
     def run_again(self, stage: str, attempt: _Attempt, policy: Policy, watch: Watch = MODULES_ONLY) -> Trace:
         """The step of `attempt` again, under another policy or with more to watch."""
@@ -243,15 +251,14 @@ def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, 
     """The fp32 run beside the replay; then both again, op by op, where something went wrong."""
     trace = attempt.outcome.trace
     reference = replay.run_again("replay", attempt, REFERENCE)
-    examine = needs_census(trace, reference, replay.low)
     if trace.finite and not is_silently_wrong(trace, reference):
-        if examine:
-            trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine))
+        if any(needs_census(seen, replay.low) for seen in (trace, reference)):
+            trace, reference = replay.look_closer(attempt, trace, reference)
         return trace, reference, Conclusion()
     # What was swallowed need not have crossed a module boundary, so no span is known to hold it.
     spans = (EVERYTHING,) if trace.finite else (open_span(find_sightings(trace, reference)), EVERYTHING)
     for span in spans:
-        trace, reference = replay.run_both("closer look", attempt, Watch(examine=examine, ops_in=span))
+        trace, reference = replay.look_closer(attempt, trace, reference, span)
         conclusion = conclude(trace, reference, replay.low)
         if conclusion.complete:
             break

@@ -24,7 +24,8 @@ class Dump:
     `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
-    dotted names. `rng_states` are the states of random generators. `left_out` names what the file holds besides: optimizer state, other weights, arrays of text.
+    dotted names. `rng_states` are the states of random generators. `left_out` names what the file holds
+    besides: optimizer state, other weights, arrays of text.
     """
 
     path: Path

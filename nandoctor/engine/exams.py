@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from nandoctor.engine.invocation import Invocation
 from nandoctor.engine.stats import census_of, format_of, numbers_in
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import Exam, Operand
@@ -25,22 +25,17 @@ _PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "ad
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 
 
-def examine(
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[str, torch.Tensor]],
-    output: torch.Tensor,
-    *,
-    low: FloatFormat,
-) -> Exam:
-    """Examine one op whose `output` is non-finite; `args` and `kwargs` are what it had before it ran."""
+def examine(call: Invocation, output: torch.Tensor, *, low: FloatFormat) -> Exam:
+    """Examine one op whose `output` is non-finite; `call` holds the arguments as they were before it ran."""
     output = output.detach()
     bad = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
     census, _ = census_of(output, own, low)
-    exact = recompute(op, args, kwargs, like=output)
-    worst, exact_finite = _find_worst(bad, exact)
+    exact = recompute(call, like=output)
+    worst, num_exact_finite = _find_worst(bad, exact)
+    exact_at_worst = None if exact is None else float(exact[worst])
+    taken = ((name, numbers_in(tensor)) for name, tensor in call.tensors())
+    operands = [(name, values) for name, values in taken if values is not None]
     return Exam(
         num_bad=census.num_bad,
         numel=output.numel(),
@@ -48,39 +43,24 @@ def examine(
         samples=census.samples,
         first_index=census.first_bad_index,
         worst_index=worst,
-        num_exact_finite=0 if exact_finite is None else int(exact_finite.sum()),
-        exact_absmax=_absmax(exact, exact_finite),
-        exact_at_worst=None if exact is None or worst is None else float(exact[worst]),
-        length=_length(op, [tensor for _, tensor in operands], output),
-        num_full_rows=_num_full_rows(op, args, kwargs),
+        num_exact_finite=num_exact_finite,
+        exact_absmax=abs(exact_at_worst) if exact_at_worst is not None and num_exact_finite else None,
+        exact_at_worst=exact_at_worst,
+        length=_length(call.name, [tensor for _, tensor in operands], output),
+        num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
     )
 
 
-def recompute(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: torch.Tensor
-) -> torch.Tensor | None:
+def recompute(call: Invocation, *, like: torch.Tensor) -> torch.Tensor | None:
     """The op's output in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
-    wide_args, wide_kwargs = pytree.tree_map(_widen, (args, kwargs))
     try:
         with torch.no_grad(), _without_autocast():
-            output = op(*wide_args, **wide_kwargs)
+            output = call.widened().run()
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     leaves = (numbers_in(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
     return next((values.double() for values in leaves if values is not None and values.shape == like.shape), None)
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(_widest(value.dtype))
-    return _widest(value) if isinstance(value, torch.dtype) else value
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 @contextmanager
@@ -89,25 +69,17 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def _find_worst(bad: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...] | None, torch.Tensor | None]:
-    """The bad element whose exact value is largest, else the first bad one; and which bad ones are exactly finite."""
-    if exact is None:
-        return _unravel(bad.flatten().to(torch.uint8).argmax(), bad.shape), None
-    finite = bad & torch.isfinite(exact)
-    if finite.any():
-        magnitudes = torch.where(finite, exact.abs(), -1.0)
-        return _unravel(magnitudes.flatten().argmax(), bad.shape), finite
-    return _unravel(bad.flatten().to(torch.uint8).argmax(), bad.shape), finite
+def _find_worst(bad: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
+    """The bad element whose exact value is largest, else the first bad one; and how many are exactly finite."""
+    if exact is not None:
+        magnitudes = torch.where(bad & torch.isfinite(exact), exact.abs(), -1.0)
+        if num_finite := int(torch.count_nonzero(magnitudes >= 0)):
+            return _unravel(magnitudes.argmax(), bad.shape), num_finite
+    return _unravel(bad.to(torch.uint8).argmax(), bad.shape), 0
 
 
 def _unravel(flat: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(flat), tuple(shape)))
-
-
-def _absmax(exact: torch.Tensor | None, finite: torch.Tensor | None) -> float | None:
-    if exact is None or finite is None or not finite.any():
-        return None
-    return float(exact[finite].abs().max())
 
 
 def describe_operand(
@@ -140,26 +112,24 @@ def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output
     return value if math.isfinite(value) else None
 
 
-def _length(op: torch._ops.OpOverload, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
+def _length(op: str, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
     """How many terms one output element sums, for products and reductions."""
-    name = op._schema.name.removeprefix("aten::").rstrip("_")
     if not operands:
         return None
-    if name in _PRODUCTS:
-        left = operands[-2] if name in ("addmm", "addmv", "baddbmm", "addbmm") else operands[0]
+    if op in _PRODUCTS:
+        left = operands[-2] if op in ("addmm", "addmv", "baddbmm", "addbmm") else operands[0]
         return left.shape[-1] if left.dim() else None
-    if name in _CONVOLUTIONS and len(operands) > 1:
+    if op in _CONVOLUTIONS and len(operands) > 1:
         return math.prod(operands[1].shape[1:])
     if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
         return operands[0].numel() // output.numel()
     return None
 
 
-def _num_full_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _num_full_rows(call: Invocation) -> int | None:
     """Rows that are -inf throughout, along the dimension of a softmax; in attention, along the keys of a mask."""
-    name = op._schema.name.removeprefix("aten::")
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    if name == "scaled_dot_product_attention":
+    named = dict(call.arguments())
+    if call.name == "scaled_dot_product_attention":
         mask = named.get("attn_mask")
         if mask is None:
             return None

@@ -6,6 +6,7 @@ In: the aten calls of one thread. Out: `OpCall` records, each op as the user wro
 from __future__ import annotations
 
 import linecache
+import math
 import sys
 import threading
 import weakref
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
+from nandoctor.engine.invocation import Invocation, op_name
 from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, numbers_in, unwrap
 from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
 from nandoctor.evidence.formats import FloatFormat
@@ -86,7 +88,7 @@ def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: An
     if op_name(op) in _LOOKED_INTO:
         return op.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
     with unobserved():
-        return _active.tracer.observe(op, args, kwargs)
+        return _active.tracer.observe(Invocation(op=op, args=args, kwargs=kwargs))
 
 
 class OpTracer:
@@ -148,31 +150,32 @@ class OpTracer:
             for order, (recording, taken, given) in enumerate(zip(self._recordings, inputs, outputs, strict=True))
         )
 
-    def observe(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def observe(self, call: Invocation) -> Any:
         """Run one op and record it. Ops without floating-point output are run and forgotten."""
         if not self._armed:
-            return op(*args, **kwargs)
-        operands = list(_tensor_arguments(op, args, kwargs))
-        inputs = [self._identify(name, unwrap(tensor)) for name, tensor in operands]
-        kept_args, kept_kwargs = _kept(op, args, kwargs)
-        rng_state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
-        output = op(*args, **kwargs)
+            return call.run()
+        inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
+        before = call.kept()
+        rng_state = torch.get_rng_state() if call.is_random else None
+        output = call.run()
         leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings):
             return output
         exam = None
         if self._num_exams < MAX_EXAMS and _makes_bad(inputs, readings):
-            self._num_exams += 1
-            exam = self._examine(op, kept_args, kept_kwargs, leaves, rng_state)
-        self._record(op, args, kwargs, inputs, readings, exam)
+            # An infinity that the code wrote down is a mask most of the time: every layer may have one.
+            self._num_exams += not any(math.isinf(value) for _, value in call.scalars())
+            exam = self._examine(before, leaves, rng_state)
+        self._record(call, inputs, readings, exam)
+        order = len(self._recordings) - 1
         if self._gradients is not None:
-            recording = self._recordings[-1]
-            self._gradients.claim(leaves, len(self._recordings) - 1, recording.op, recording.owner)
+            recording = self._recordings[order]
+            self._gradients.claim(leaves, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, len(self._recordings) - 1, reading)
-            if op._schema.is_mutable:
-                self._storage_writers[_storage(leaf)] = len(self._recordings) - 1
+            self._remember(leaf, order, reading)
+            if call.op._schema.is_mutable:
+                self._storage_writers[_storage(leaf)] = order
         return output
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
@@ -193,57 +196,36 @@ class OpTracer:
         return writer
 
     def _record(
-        self,
-        op: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[_Tensor],
-        readings: list[Reading | None],
-        exam: Exam | None,
+        self, call: Invocation, inputs: list[_Tensor], readings: list[Reading | None], exam: Exam | None
     ) -> None:
-        name, owner = op_name(op), LOSS_OWNER if self.phase == "loss" else self._find_owner()
+        owner = LOSS_OWNER if self.phase == "loss" else self._find_owner()
         if self._gradients is not None and not torch.is_grad_enabled():
             self._gradients.owner_inside = owner
         self._recordings.append(
             _Recording(
-                op=name,
+                op=call.name,
                 owner=owner,
-                nth=self._counts[owner, name],
+                nth=self._counts[owner, call.name],
                 phase=self.phase,
                 source=_find_source(sys._getframe(1)),
                 inputs=inputs,
                 outputs=[reading for reading in readings if reading is not None],
-                scalars=tuple(_scalar_arguments(op, args, kwargs)),
+                scalars=tuple(call.scalars()),
                 exam=exam,
             )
         )
-        self._counts[owner, name] += 1
+        self._counts[owner, call.name] += 1
 
-    def _examine(
-        self,
-        op: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[torch.Tensor],
-        rng_state: torch.Tensor | None,
-    ) -> Exam:
+    def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> Exam:
         made = (values for leaf in leaves if (values := numbers_in(leaf)) is not None)
         worst = next(values for values in made if not torch.isfinite(values).all())
-        operands = ((name, numbers_in(tensor)) for name, tensor in _tensor_arguments(op, args, kwargs))
-        floating = [(name, values) for name, values in operands if values is not None]
         after = torch.get_rng_state()
         try:
             if rng_state is not None:
                 torch.set_rng_state(rng_state)
-            return examine(op, args, kwargs, floating, worst, low=self._low)
+            return examine(call, worst, low=self._low)
         finally:
             torch.set_rng_state(after)
-
-
-def op_name(op: torch._ops.OpOverload) -> str:
-    """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
-    name = op._schema.name.partition("::")[2].removesuffix("_nd")
-    return name.rstrip("_") if not name.startswith("_") else name
 
 
 def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
@@ -252,57 +234,9 @@ def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
     if all(bool(torch.isfinite(limits).all()) for limits in after):
         return False
     before = [tensor.reading.limits for tensor in inputs if tensor.reading is not None]
-    if all(bool(torch.isfinite(limits).all()) for limits in before):
-        return True
-    return any(bool(torch.isnan(limits).any()) for limits in after) and not any(
-        bool(torch.isnan(limits).any()) for limits in before
-    )
-
-
-def _kept(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are now: copied where the op will write to them."""
-    if not op._schema.is_mutable:
-        return args, kwargs
-
-    def copy(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-    return pytree.tree_map(copy, (args, kwargs))  # type: ignore[no-any-return]
-
-
-def _named_arguments(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    yield from zip((argument.name for argument in op._schema.arguments), args, strict=False)
-    yield from kwargs.items()
-
-
-def _tensor_arguments(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in _named_arguments(op, args, kwargs):
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
-
-
-def _scalar_arguments(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, float]]:
-    """Plain numbers among the arguments; a 0-dim tensor on the CPU is a number that torch wrapped for the user."""
-    for name, value in _named_arguments(op, args, kwargs):
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
-        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu" and _is_number(value):
-            yield name, float(value.detach())
-
-
-def _is_number(scalar: torch.Tensor) -> bool:
-    """Whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
-    return not scalar.is_complex() and not torch._C._functorch.is_functorch_wrapped_tensor(scalar)
+    if any(bool(torch.isnan(limits).any()) for limits in after):
+        return not any(bool(torch.isnan(limits).any()) for limits in before)
+    return all(bool(torch.isfinite(limits).all()) for limits in before)
 
 
 def _version(tensor: torch.Tensor) -> int:

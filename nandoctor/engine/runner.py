@@ -331,7 +331,7 @@ def _generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def _with_bad_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
-    """The calls, each with its module's bad state; to look for it reads every weight, so only where something is bad."""
+    """The calls, each with its module's bad state: that reads every weight, so only where something is bad."""
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
     state = _bad_state(model, low)

@@ -176,10 +176,11 @@ def census_of(
     # as index, takes ten times as long as all of the counting.
     magnitudes = values.abs()
     finite = magnitudes < math.inf
-    num_finite, num_zero = _count(finite), values.numel() - _count(values)
+    num_finite = _count(finite)
+    num_zero = values.numel() - _count(values) if num_finite else 0
     num_bad = values.numel() - num_finite
     num_nan = _count(torch.isnan(values)) if num_bad else 0
-    num_posinf = _count(values == math.inf) if num_bad else 0
+    num_posinf = _count(values == math.inf) if num_bad > num_nan else 0
     smallest = _smallest(magnitudes, all_count=not (num_bad or num_zero)) if num_finite > num_zero else math.inf
 
     def num_up_to(limit: float) -> int:

@@ -15,6 +15,7 @@ from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
 from nandoctor.rules import (
     BACKWARD_RULES,
     FORWARD_RULES,
+    mask_constant_overflow,
     poisoned_buffers,
     poisoned_input,
     poisoned_target,
@@ -119,30 +120,44 @@ def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting
 
 
 def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
-    found: list[tuple[int, Diagnosis]] = []
+    found = [*_from_lineage_outside(lineage, trace), *_from_births(lineage, trace, low)]
+    # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
+    # is to blame before it.
+    found.sort(key=lambda item: (_code(item[1]) == mask_constant_overflow.CODE, item[0]))
+    start = found[0][0] if found else 0
+    involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
+    return Conclusion(
+        diagnoses=tuple(diagnosis for _, diagnosis in found),
+        chain=_chain(lineage.way_from(start)) if found else (),
+        sighting=next(involved, sightings[0] if sightings else None),
+        complete=lineage.complete and (bool(found) or not lineage.births),
+    )
+
+
+def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[tuple[int, Diagnosis]]:
+    """What was bad before it met the traced ops, with the order of the op that took it first."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
     for op, tensor in outside.values():
         assert tensor.stats is not None
-        if _is_stored_mask(tensor.stats):
-            continue
-        bad = _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase)
-        found += [(op.order, diagnosis) for diagnosis in bad]
+        if not _is_stored_mask(tensor.stats):
+            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase):
+                yield op.order, diagnosis
+
+
+def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[tuple[int, Diagnosis]]:
+    """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     births = lineage.births or (lineage.written if trace.loss is not None and not trace.loss.finite else ())
     for birth in births:
         if birth.op.exam is not None:
             finding = _finding(birth, trace, low)
             by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=find_cause(finding))
-            found += [(birth.op.order, diagnosis) for diagnosis in _absurd_weights(finding, trace) or [by_op]]
-    diagnoses = [diagnosis for _, diagnosis in sorted(found, key=lambda item: item[0])]
-    start = births[0].op.order if births else 0
-    involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
-    return Conclusion(
-        diagnoses=tuple(diagnoses),
-        chain=_chain(lineage),
-        sighting=next(involved, sightings[0] if sightings else None),
-        complete=lineage.complete and (bool(diagnoses) or not births),
-    )
+            for diagnosis in _absurd_weights(finding, trace) or [by_op]:
+                yield birth.op.order, diagnosis
+
+
+def _code(diagnosis: Diagnosis) -> str | None:
+    return diagnosis.cause.code if diagnosis.cause else None
 
 
 def _is_stored_mask(stats: TensorStats) -> bool:
@@ -213,10 +228,10 @@ def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase:
     return [Diagnosis(origin=origin, cause=cause)]
 
 
-def _chain(lineage: Lineage) -> tuple[Link, ...]:
+def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
     """The way from the first birth to the symptom, without the ops that only move values."""
-    carriers = tuple(_link(op, "propagated") for op in lineage.path[1:] if op.op not in MOVES)
-    return (_link(lineage.path[0], "born"), *carriers) if lineage.path else ()
+    carriers = tuple(_link(op, "propagated") for op in way[1:] if op.op not in MOVES)
+    return (_link(way[0], "born"), *carriers)
 
 
 def _link(op: OpCall, event: Literal["born", "propagated"]) -> Link:

@@ -31,18 +31,33 @@ class Birth:
 class Lineage:
     """Everything non-finite that leads to one symptom.
 
-    `births` are ranked; `written` are those that are meant, masks and the like. `outside` are the non-finite tensors
-    that came from outside the traced ops (weights, buffers, the batch), each with the op that took it. `path` leads
-    from the first birth to the symptom, `members` are the orders of all ops involved. `complete` is False where a
+    `births` stand in the order of execution; `written` are those that are meant, masks and the like. `outside` are the
+    non-finite tensors that came from outside the traced ops (weights, buffers, the batch), each with the op that took
+    it. `ops` are all that handed non-finite values on, the last of them to the `symptom`. `complete` is False where a
     non-finite tensor came from before the traced span.
     """
 
     births: tuple[Birth, ...]
     written: tuple[Birth, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
-    path: tuple[OpCall, ...]
-    members: frozenset[int]
+    ops: tuple[OpCall, ...]
+    symptom: int
     complete: bool
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The orders of all ops involved."""
+        return frozenset(op.order for op in self.ops)
+
+    def way_from(self, start: int) -> tuple[OpCall, ...]:
+        """One way along which the damage went from the op `start` to the symptom, the shortest."""
+        ops = {op.order: op for op in self.ops}
+        ways: dict[int, tuple[int, ...]] = {start: (start,)}
+        for op in self.ops:
+            reached = [ways[tensor.producer] for tensor in _bad_inputs(op) if tensor.producer in ways]
+            if reached and op.order not in ways:
+                ways[op.order] = (*min(reached, key=len), op.order)
+        return tuple(ops[order] for order in ways.get(self.symptom, (start,)))
 
 
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> Lineage:
@@ -54,13 +69,12 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     written = [birth for birth in candidates if not birth.turned and _is_meant(birth, reference)]
     births = [birth for birth in candidates if not birth.turned and not _is_meant(birth, reference)]
     turned = [birth for birth in candidates if birth.turned and _turns_to_nan(birth.op)]
-    found = births or turned
     return Lineage(
-        births=tuple(found),
+        births=tuple(births or turned),
         written=tuple(written),
         outside=outside,
-        path=_path(sliced, found[0].op.order, symptoms[-1]) if found else (),
-        members=frozenset(op.order for op in sliced),
+        ops=tuple(sliced),
+        symptom=symptoms[-1],
         complete=all(tensor.origin != "unknown" for _, tensor in outside),
     )
 
@@ -133,19 +147,3 @@ def _is_meant(birth: Birth, reference: Trace) -> bool:
         return True
     twin = birth.twin
     return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)
-
-
-def _path(sliced: list[OpCall], start: int, symptom: int) -> tuple[OpCall, ...]:
-    """One way along which the damage went from `start` to `symptom`, the shortest."""
-    followers: dict[int, list[int]] = {op.order: [] for op in sliced}
-    for op in sliced:
-        for tensor in _bad_inputs(op):
-            if tensor.producer in followers:
-                followers[tensor.producer].append(op.order)
-    by_order = {op.order: op for op in sliced}
-    ways: dict[int, tuple[int, ...]] = {start: (start,)}
-    for order in sorted(by_order):
-        for follower in followers[order]:
-            if order in ways and (follower not in ways or len(ways[order]) + 1 < len(ways[follower])):
-                ways[follower] = (*ways[order], follower)
-    return tuple(by_order[order] for order in ways.get(symptom, (start,)))

@@ -83,14 +83,13 @@ def _place(sighting: Sighting) -> Place:
     return (module, number, sighting.where, sighting.value.path)
 
 
-def needs_census(trace: Trace, reference: Trace, low: FloatFormat) -> frozenset[tuple[str, int]]:
+def needs_census(trace: Trace, low: FloatFormat) -> frozenset[tuple[str, int]]:
     """The calls that deserve exact counts: something in them is non-finite, or small enough for `low` to flush."""
 
     def asks(stats: TensorStats) -> bool:
         return not stats.finite or (stats.p05 is not None and stats.p05 < low.smallest_normal)
 
-    calls = (*trace.calls, *reference.calls)
-    return frozenset(call.key for call in calls if any(asks(stats) for stats in (*call.inputs, *call.outputs)))
+    return frozenset(call.key for call in trace.calls if any(asks(stats) for stats in (*call.inputs, *call.outputs)))
 
 
 def open_span(sightings: list[Sighting]) -> tuple[int, float]:

@@ -9,6 +9,7 @@ import pytest
     [
         ("nandoctor.renderers.terminal", "torch matplotlib jinja2"),
         ("nandoctor.renderers.inspection", "torch matplotlib jinja2"),
+        ("nandoctor.renderers.explanation", "torch matplotlib jinja2"),
         ("nandoctor.renderers.jsonfile", "torch matplotlib jinja2 rich"),
         ("nandoctor.renderers.html", "torch matplotlib rich"),
         ("nandoctor.renderers.figures", "torch jinja2 rich matplotlib.pyplot"),

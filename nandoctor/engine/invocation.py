@@ -1,0 +1,97 @@
+"""One call of an aten op, as the dispatcher hands it on.
+
+In: an op and its arguments. Out: what it takes, by the names of its schema, and ways to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """An op and the arguments that it was called with."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
+        return op_name(self.op)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the op draws from torch's generator."""
+        return torch.Tag.nondeterministic_seeded in self.op.tags
+
+    def arguments(self) -> Iterator[tuple[str, Any]]:
+        """The arguments that were given, by their names in the schema."""
+        yield from zip((argument.name for argument in self.op._schema.arguments), self.args, strict=False)
+        yield from self.kwargs.items()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors among the arguments; those of a list are numbered."""
+        for name, value in self.arguments():
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
+
+    def scalars(self) -> Iterator[tuple[str, float]]:
+        """Plain numbers among the arguments; a 0-dim tensor on the CPU is a number that torch wrapped for the user."""
+        for name, value in self.arguments():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield name, float(value)
+            elif isinstance(value, torch.Tensor) and _is_number(value):
+                yield name, float(value.detach())
+
+    def run(self) -> Any:
+        """What the op returns."""
+        return self.op(*self.args, **self.kwargs)
+
+    def kept(self) -> Invocation:
+        """The same call with the arguments as they are now: copied where the op will write to them."""
+        return self._mapped(_copy) if self.op._schema.is_mutable else self
+
+    def widened(self) -> Invocation:
+        """The same call in float64, or complex128: tensors and dtypes both."""
+        return self._mapped(_widen)
+
+    def _mapped(self, change: Any) -> Invocation:
+        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def op_name(op: torch._ops.OpOverload) -> str:
+    """The aten name without namespace, overload and the in-place underscore; of an op with dimensions, its family's."""
+    name = op._schema.name.partition("::")[2].removesuffix("_nd")
+    return name.rstrip("_") if not name.startswith("_") else name
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
+    is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
+    return is_one and not tensor.is_complex() and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(_widest(value.dtype))
+    return _widest(value) if isinstance(value, torch.dtype) else value
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype

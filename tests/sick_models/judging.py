@@ -1,0 +1,59 @@
+"""The examination of nandoctor: a case is saved as a training script would, replayed from the file, and the report judged.
+
+In: a case. Out: `diagnose` gives the report, `faults` what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import nandoctor
+from nandoctor.evidence.report import Report
+from sick_models.case import Case
+
+
+def diagnose(case: Case, folder: Path) -> Report:
+    """The report on the case's failing step, by way of a dump file in `folder`."""
+    path = folder / "dump.pth"
+    torch.save({"state_dict": case.build().state_dict(), **case.batch()}, path)
+    return nandoctor.replay(
+        path,
+        model=case.build,
+        call=case.call,
+        loss=case.loss,
+        loss_scale=case.loss_scale,
+        mode="train" if case.train else "eval",
+    ).report
+
+
+def faults(case: Case, report: Report) -> list[str]:
+    """What the report says and the case does not, in words; nothing where it is right in every point."""
+    return list(_faults(case, report))
+
+
+def _faults(case: Case, report: Report) -> Iterator[str]:
+    origin, code = report.origin, report.cause.code if report.cause else None
+    claims = [("verdict", report.verdict, case.verdict)]
+    if origin is not None and case.verdict != "healthy":
+        claims += [
+            ("phase", origin.phase, case.phase),
+            ("module", origin.module, case.module),
+            ("op", origin.op or "", case.op),
+        ]
+    yield from (f"{what} {said!r}, not {true!r}" for what, said, true in claims if said != true)
+    if (origin is None) != (case.verdict == "healthy"):
+        yield f"{'no' if origin is None else 'an'} origin"
+    if case.verdict != "healthy" and code not in case.causes:
+        yield f"cause {code!r}, not {' or '.join(map(repr, case.causes))}"
+    if origin is not None and not _names_line(case, origin.source.text if origin.source else None):
+        yield f"line {origin.source.text if origin.source else None!r}, not {case.line!r}"
+
+
+def _names_line(case: Case, text: str | None) -> bool:
+    """A custom Function's backward has no line of its own in the graph."""
+    if text is None:
+        return not case.line or case.phase == "backward"
+    return case.line in text
