@@ -6,7 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: a `Report`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,18 +17,19 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
 from nandoctor.engine.grading import grade
-from nandoctor.engine.op_tracer import Span
-from nandoctor.engine.runner import EVERYTHING, MODULES_ONLY, Outcome, Setup, Watch, run
+from nandoctor.engine.optimizer import measure_slots
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.formats import FORMATS, FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
-from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward
-from nandoctor.rules.sighting import find_sightings, needs_census, open_span
+from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer
+from nandoctor.rules.sighting import needs_census
 from nandoctor.rules.summary import describe_first, summarize_runs
 from nandoctor.rules.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
 
@@ -99,17 +100,6 @@ class _Replay:
         self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
         return outcome
 
-    def look_closer(
-        self, attempt: _Attempt, trace: Trace, reference: Trace, ops_in: Span | None = None
-    ) -> tuple[Trace, Trace]:
-        """The step of `attempt` again under autocast and in fp32, with exact counts wherever each run asks for them."""
-
-        def again(policy: Policy, seen: Trace) -> Trace:
-            watch = Watch(examine=needs_census(seen, self.low), ops_in=ops_in)
-            return self.run_again("closer look", attempt, policy, watch)
-
-        return again(self.policy, trace), again(REFERENCE, reference)
-
     def run_again(self, stage: str, attempt: _Attempt, policy: Policy, watch: Watch = MODULES_ONLY) -> Trace:
         """The step of `attempt` again, under another policy or with more to watch."""
         trace = attempt.outcome.trace
@@ -135,6 +125,7 @@ def replay_dump(
     replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
     attempt = _reproduce(replay, preparation, settings)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
+    findings = _look_at_optimizer(findings, measure_slots(dump.moments, attempt.setup.model, replay.low))
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
     return _write_report(findings, attempt, summary, notes, replay.low)
 
@@ -194,10 +185,11 @@ def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings) ->
     setups = preparation.setups
     flags = [settings.mode == "train"] if settings.mode else [True, False]
     seeds = _seeds(settings, setups[0])
+    watch = CLOSELY if preparation.saved_bad else MODULES_ONLY
     for training, seed in [*((flag, seeds[0]) for flag in flags), *((flags[0], seed) for seed in seeds[1:])]:
         if seed != seeds[0] and not any(attempt.outcome.random for attempt in attempts):
             break
-        attempts.append(_attempt(replay, setups, preparation, training, seed))
+        attempts.append(_attempt(replay, setups, preparation, training, seed, watch))
         setups = (attempts[0].setup,)
         if attempts[-1].accepted:
             break
@@ -214,16 +206,21 @@ def _seeds(settings: Settings, setup: Setup) -> list[int | None]:
 
 
 def _attempt(
-    replay: _Replay, setups: tuple[Setup, ...], preparation: Preparation, training: bool, seed: int | None
+    replay: _Replay,
+    setups: tuple[Setup, ...],
+    preparation: Preparation,
+    training: bool,
+    seed: int | None,
+    watch: Watch,
 ) -> _Attempt:
     """Replay the first of `setups`, or the next where the model rejects the arguments themselves."""
     setup, *others = setups
     try:
-        outcome = replay.run("replay under autocast", setup, replay.policy, training=training, seed=seed)
+        outcome = replay.run("replay under autocast", setup, replay.policy, training=training, seed=seed, watch=watch)
     except ModelError as error:
         if others and isinstance(error.__cause__, _WRONG_CALL):
             with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
-                return _attempt(replay, tuple(others), preparation, training, seed)
+                return _attempt(replay, tuple(others), preparation, training, seed, watch)
         raise
     reproduction = grade(preparation.saved, outcome.output, preparation.output_field)
     return _Attempt(setup=setup, outcome=replace(outcome, output=None), reproduction=reproduction)
@@ -247,22 +244,41 @@ def _examine(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Findings
     return replace(findings, bad_gradients=bad_gradients)
 
 
+def _look_at_optimizer(findings: _Findings, slots: Sequence[OptimizerSlot]) -> _Findings:
+    """An optimizer that divides by zero spoils the weights after a step in which all was finite.
+
+    In a file from after that step the weights are bad already, and it is to blame for those that it owns.
+    """
+    diagnoses = diagnose_optimizer(slots, findings.trace)
+    if diagnoses and findings.verdict == "healthy":
+        return replace(findings, verdict="precision", conclusion=Conclusion(diagnoses=diagnoses))
+    first = next(iter(findings.conclusion.diagnoses), None)
+    owners = {diagnosis.origin.module for diagnosis in diagnoses}
+    if findings.verdict == "state" and first is not None and first.origin.module in owners:
+        conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
+        return replace(findings, conclusion=conclusion)
+    return findings
+
+
 def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, Conclusion]:
-    """The fp32 run beside the replay; then both again, op by op, where something went wrong."""
+    """The fp32 run beside the replay, op by op in both where something went wrong."""
     trace = attempt.outcome.trace
-    reference = replay.run_again("replay", attempt, REFERENCE)
+    reference = replay.run_again("replay", attempt, REFERENCE, MODULES_ONLY if trace.finite else CLOSELY)
     if trace.finite and not is_silently_wrong(trace, reference):
-        if any(needs_census(seen, replay.low) for seen in (trace, reference)):
-            trace, reference = replay.look_closer(attempt, trace, reference)
+        trace, reference = (_counted(replay, attempt, *run) for run in ((trace, replay.policy), (reference, REFERENCE)))
         return trace, reference, Conclusion()
-    # What was swallowed need not have crossed a module boundary, so no span is known to hold it.
-    spans = (EVERYTHING,) if trace.finite else (open_span(find_sightings(trace, reference)), EVERYTHING)
-    for span in spans:
-        trace, reference = replay.look_closer(attempt, trace, reference, span)
-        conclusion = conclude(trace, reference, replay.low)
-        if conclusion.complete:
-            break
-    return trace, reference, conclusion
+    if not trace.ops:
+        trace = replay.run_again("closer look", attempt, replay.policy, CLOSELY)
+    if not reference.ops:
+        reference = replay.run_again("closer look", attempt, REFERENCE, CLOSELY)
+    return trace, reference, conclude(trace, reference, replay.low)
+
+
+def _counted(replay: _Replay, attempt: _Attempt, trace: Trace, policy: Policy) -> Trace:
+    """The trace, with exact counts wherever it asks for them."""
+    if not needs_census(trace, replay.low):
+        return trace
+    return replay.run_again("closer look", attempt, policy, Watch(census=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +292,7 @@ class _Backward:
 
 def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float, *, sound: bool) -> _Backward:
     """The backward pass at the step's loss scale; where gradients are bad, in fp32 and at scale 1 as well."""
-    watch = Watch(ops_in=EVERYTHING, backward=True, loss_scale=loss_scale)
+    watch = Watch(ops=True, backward=True, loss_scale=loss_scale)
     trace = replay.run_again("backward", attempt, replay.policy, watch)
     if not trace.bad_gradients or not sound:
         return _Backward(trace=trace, verdict="healthy", conclusion=Conclusion())

@@ -45,6 +45,13 @@ def log_of_negative():
     return Chain(first=nn.Linear(4, 4), log=Returns(lambda x: torch.log(-x.abs() - 1)))
 
 
+class Tiny(nn.Module):
+    """Its output is what fp16 flushes to zero."""
+
+    def forward(self, image):
+        return image * 1e-9
+
+
 BAD_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
 
 
@@ -245,6 +252,23 @@ def test_progress_is_told_by_stage():
     assert told[0] == ("replay under autocast", 0, None)
     assert ("replay under autocast", 3, None) in told
     assert ("replay in fp32", 3, 3) in told
+
+
+@pytest.mark.parametrize(
+    ("make", "arrays", "stages"),
+    [
+        (Overflowing, {"logit": BAD}, ["replay under autocast", "replay in fp32"]),
+        (Overflowing, {}, ["replay under autocast", "replay in fp32", "closer look under autocast"]),
+        (nn.ReLU, {"logit": IMAGE}, ["replay under autocast", "replay in fp32"]),
+        (Tiny, {}, ["replay under autocast", "replay in fp32", "closer look under autocast", "closer look in fp32"]),
+    ],
+    ids=["bad", "bad without an output", "healthy", "small"],
+)
+def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
+    model, told = make(), []
+    dump = dump_of(model, image=IMAGE, **arrays)
+    replay_dump(dump, model, Settings(mode="train"), progress=lambda stage, *_: told.append(stage))
+    assert list(dict.fromkeys(told)) == stages
 
 
 def test_the_live_model_is_as_it_was():

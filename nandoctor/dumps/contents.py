@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.arrays import PickledArray, is_array, stored_values, to_tensor
+from nandoctor.dumps.moments import SecondMoment, read_moments
 from nandoctor.dumps.roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.text import listing, printable
 from nandoctor.errors import DumpError
@@ -50,6 +51,7 @@ class Contents:
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: list[SecondMoment] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     num_values: int = 0
     claimed_nbytes: int = 0
@@ -127,7 +129,9 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
 
 
 def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> None:
-    if is_bookkeeping(name) or mapping.keys() >= _OPTIMIZER_KEYS:
+    if mapping.keys() >= _OPTIMIZER_KEYS:
+        _take_optimizer(contents, name, mapping)
+    elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif _is_state(name, mapping):
         contents.states[name] = _take_state(contents, name, mapping)
@@ -162,6 +166,16 @@ def _take_state(contents: Contents, name: str, mapping: Mapping[object, object])
         else:
             contents.left_out.append(_join(name, parameter))
     return state
+
+
+def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
+    """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
+    moments = () if contents.moments else read_moments(optimizer)
+    for moment in moments:
+        _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
+        contents.moments.append(moment)
+    if not moments:
+        contents.left_out.append(name)
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> None:

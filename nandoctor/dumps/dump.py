@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.moments import SecondMoment
 from nandoctor.evidence.census import Layout
 
 
@@ -24,8 +25,8 @@ class Dump:
     `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
-    dotted names. `rng_states` are the states of random generators. `left_out` names what the file holds
-    besides: optimizer state, other weights, arrays of text.
+    dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer.
+    `left_out` names what the file holds besides: other weights, schedules, arrays of text.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class Dump:
     arrays: Mapping[str, torch.Tensor]
     scalars: Mapping[str, Any] = field(default_factory=dict)
     rng_states: tuple[torch.Tensor, ...] = ()
+    moments: tuple[SecondMoment, ...] = ()
     prefix: str = ""
     state_name: str = ""
     left_out: tuple[str, ...] = ()

@@ -71,6 +71,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
         arrays=contents.arrays,
         scalars=contents.scalars,
         rng_states=tuple(contents.rng_states.values()),
+        moments=tuple(contents.moments),
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
     )
 

@@ -42,7 +42,6 @@ UNREAD = "unread"
 MAX_EXAMS = 64
 LOSS_OWNER: Owner = ("<loss>", "", 0)
 
-Span = tuple[int, float]
 Name = tuple[str, str]
 """What a tensor from outside is ("weight", "buffer" or "batch") and its name."""
 
@@ -92,20 +91,15 @@ def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: An
 
 
 class OpTracer:
-    """Records the ops of the current thread while `watching()` is open, in the `span` of the module tracer's clock.
+    """Records the ops of the current thread while `watching()` is open.
 
-    `span` is the first tick after which ops are recorded and the tick that ends it. `names` maps the id of a weight, a
-    buffer or an array of the batch to
-    what it is. An op that makes non-finite values is examined on the spot, overflow judged against `low`. `gradients`
-    is shown every output, to find the graph nodes of the op.
+    `names` maps the id of a weight, a buffer or an array of the batch to what it is. An op that makes non-finite values
+    is examined on the spot, overflow judged against `low`. `gradients` is shown every output, to find the graph nodes
+    of the op.
     """
 
-    def __init__(
-        self, *, span: Span, names: Mapping[int, Name], low: FloatFormat, gradients: GradientTracer | None = None
-    ) -> None:
+    def __init__(self, *, names: Mapping[int, Name], low: FloatFormat, gradients: GradientTracer | None = None) -> None:
         self.phase: Phase = "forward"
-        self._span = span
-        self._armed = span[0] < 0
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
         self._names = names
         self._low = low
@@ -130,10 +124,6 @@ class OpTracer:
             stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
             yield
 
-    def on_tick(self, tick: int) -> None:
-        """Record from now on, or no longer, as the span says."""
-        self._armed = self._span[0] <= tick < self._span[1]
-
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
         writer = self._writers.get(id(tensor))
@@ -143,17 +133,14 @@ class OpTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """The ops so far, in order."""
-        inputs = collect_all([[(t.name, t.reading) for t in call.inputs if t.reading] for call in self._recordings])
-        outputs = collect_all([[("", reading) for reading in call.outputs] for call in self._recordings])
-        return tuple(
-            _to_call(order, recording, taken, given)
-            for order, (recording, taken, given) in enumerate(zip(self._recordings, inputs, outputs, strict=True))
-        )
+        inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
+        outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
+        stats = collect_all(inputs + outputs)
+        pairs = zip(self._recordings, stats, stats[len(inputs) :], strict=False)
+        return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
 
     def observe(self, call: Invocation) -> Any:
         """Run one op and record it. Ops without floating-point output are run and forgotten."""
-        if not self._armed:
-            return call.run()
         inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None

@@ -5,10 +5,9 @@ In: a `Setup` and a `Policy`. Out: an `Outcome`: the `Trace` and the model's out
 
 from __future__ import annotations
 
-import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from nandoctor.engine.autocast import Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
-from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer, Span
+from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
-from nandoctor.engine.tracer import CallKey, Tracer
+from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
@@ -50,24 +49,22 @@ class Setup:
     rng_states: tuple[torch.Tensor, ...] = ()
 
 
-EVERYTHING: Span = (-1, math.inf)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """What to record beside every module call.
 
-    `examine` names the calls that get an exact census. `ops_in` is the span of ticks in which every operation is
-    recorded too. `backward` runs the backward pass of loss x `loss_scale`, which needs `ops_in` to be everything.
+    `census` counts exactly whatever asks for it, `ops` records every operation. `backward` runs the backward pass of
+    loss x `loss_scale`, and needs `ops`.
     """
 
-    examine: Collection[CallKey] = ()
-    ops_in: Span | None = None
+    census: bool = False
+    ops: bool = False
     backward: bool = False
     loss_scale: float = 1.0
 
 
 MODULES_ONLY = Watch()
+CLOSELY = Watch(census=True, ops=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +95,12 @@ class _Observers:
     ) -> None:
         names = _known_tensors(setup.model, batch)
         self.gradients = GradientTracer(low=low) if watch.backward else None
-        self.ops = OpTracer(span=watch.ops_in, names=names, low=low, gradients=self.gradients) if watch.ops_in else None
+        self.ops = OpTracer(names=names, low=low, gradients=self.gradients) if watch.ops else None
         self.modules = Tracer(
             setup.model,
             census_for=low,
-            examine=watch.examine,
+            examine=watch.census,
             on_call=on_call,
-            on_tick=self.ops.on_tick if self.ops else None,
             producer_of=self.ops.producer_of if self.ops else None,
         )
 
@@ -149,7 +145,7 @@ def run(
     if error is not None and not _shows_damage(outcome.trace):
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
         # (jagged nested ones) cannot be watched op by op.
-        other = replace(watch, ops_in=EVERYTHING if watch.ops_in is None else None)
+        other = replace(watch, ops=not watch.ops)
         outcome, error = _record(setup, policy, training, seed, low, other, on_call, grad=grad)
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error

@@ -36,6 +36,11 @@ class Preparation:
     output_field: str | None
     notes: tuple[str, ...]
 
+    @property
+    def saved_bad(self) -> bool:
+        """Whether the saved output is non-finite, so that a failure is to be expected."""
+        return self.saved is not None and not bool(torch.isfinite(self.saved[1]).all())
+
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Preparation:
     """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.

@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from nandoctor.evidence.formats import FORMATS, FloatFormat
+from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import Census, TensorStats
 
 SAMPLE_SIZE = 1024
 MAX_SAMPLES_LISTED = 64
 
-_REAL_DTYPES = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
+_FORMATS |= {torch.complex32: FP16, torch.complex64: FP32, torch.complex128: FP64}
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -47,7 +48,7 @@ Readings = list[tuple[str, Reading]]
 
 def format_of(dtype: torch.dtype) -> FloatFormat | None:
     """The format of a floating-point or complex dtype, None for every other."""
-    return FORMATS.get(str(_REAL_DTYPES.get(dtype, dtype)).removeprefix("torch."))
+    return _FORMATS.get(dtype)
 
 
 def measure(tensor: torch.Tensor, *, census_for: FloatFormat | None = None) -> Reading | None:

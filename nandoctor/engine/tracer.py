@@ -10,7 +10,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nandoctor.engine.stats import Reading, Readings, collect_all, measure
+from nandoctor.engine.stats import Reading, Readings, collect, collect_all, measure
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
 
-CallKey = tuple[str, int]
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
 
@@ -81,10 +80,6 @@ class _Recording:
     outputs: Readings = field(default_factory=list)
 
     @property
-    def key(self) -> CallKey:
-        return (self.name, self.call)
-
-    @property
     def type_name(self) -> str:
         """The module's class; for a ScriptModule the one that it was made from."""
         module = self.module
@@ -94,10 +89,10 @@ class _Recording:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    `examine` names the calls that get a census of inputs and outputs, flushes judged against `census_for`.
-    `on_call` is told after each call how many have returned, `on_tick` each tick of the clock; `producer_of` finds the
-    traced op that made a tensor. A shared module goes by the first of its names. What is compiled runs eagerly
-    meanwhile: a graph would leave the hooks out, or be traced through them.
+    With `examine` whatever asks for a census gets one, flushes judged against `census_for`. `on_call` is told after
+    each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
+    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
+    them.
     """
 
     def __init__(
@@ -105,16 +100,14 @@ class Tracer:
         model: nn.Module,
         *,
         census_for: FloatFormat,
-        examine: Collection[CallKey] = (),
+        examine: bool = False,
         on_call: Callable[[int], None] | None = None,
-        on_tick: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
     ) -> None:
         self._model = model
         self._census_for = census_for
-        self._examine = frozenset(examine)
+        self._examine = examine
         self._on_call = on_call
-        self._on_tick = on_tick
         self._producer_of = producer_of
         self._calls: list[_Recording] = []
         self._open: list[_Recording] = []
@@ -140,16 +133,17 @@ class Tracer:
         self._hooks.close()
         self._seen.clear()
 
-    def read(self, value: Any, *, census: bool = False) -> Readings:
-        """Measure every tensor in `value`; one that was measured before and not written since costs nothing."""
+    def read(self, *values: Any, census: bool = False) -> Readings:
+        """Measure every tensor in `values`; one that was measured before and not written since costs nothing."""
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), unobserved():
-            readings = [(path, self._measure_once(tensor, census)) for path, tensor in walk_tensors(value)]
+            found = itertools.chain.from_iterable(map(walk_tensors, values))
+            readings = [(path, self._measure_once(tensor, census)) for path, tensor in found]
         return [(path, reading) for path, reading in readings if reading is not None]
 
     def calls(self) -> tuple[ModuleCall, ...]:
         """The calls so far, in the order in which they were entered."""
-        inputs = collect_all([call.inputs for call in self._calls])
-        outputs = collect_all([call.outputs for call in self._calls])
+        stats = collect_all([call.inputs for call in self._calls] + [call.outputs for call in self._calls])
+        inputs, outputs = stats[: len(self._calls)], stats[len(self._calls) :]
         return tuple(
             ModuleCall(
                 module=call.name,
@@ -171,12 +165,11 @@ class Tracer:
                 name=name,
                 call=self._num_calls[name],
                 depth=len(self._open),
-                enter=self._tick(),
+                enter=next(self._ticks),
                 handling=sys.exc_info()[1],
             )
             self._num_calls[name] += 1
-            census = call.key in self._examine
-            call.inputs = self.read(args, census=census) + self.read(kwargs, census=census)
+            call.inputs = self.read(args, kwargs)
             self._calls.append(call)
             self._open.append(call)
 
@@ -190,8 +183,8 @@ class Tracer:
             call = self._open.pop()
             if sys.exc_info()[1] is not call.handling:
                 return  # the forward raised; its caller may catch that and go on
-            call.leave = self._tick()
-            call.outputs = self.read(output, census=call.key in self._examine)
+            call.leave = next(self._ticks)
+            call.outputs = self.read(output)
             self._num_returned += 1
             if self._on_call is not None:
                 self._on_call(self._num_returned)
@@ -204,12 +197,6 @@ class Tracer:
             return ("", "", 0)
         call = self._open[-1]
         return (call.name, call.type_name, call.call)
-
-    def _tick(self) -> int:
-        tick = next(self._ticks)
-        if self._on_tick is not None:
-            self._on_tick(tick)
-        return tick
 
     def _measure_once(self, tensor: torch.Tensor, census: bool) -> Reading | None:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed
@@ -225,6 +212,10 @@ class Tracer:
 
     def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
         reading = measure(tensor, census_for=self._census_for if census else None)
-        if reading is None or self._producer_of is None:
+        if reading is None:
+            return None
+        if self._examine and reading.census is None and collect([("", reading)])[0].asks_for_census(self._census_for):
+            return self._measure(tensor, census=True)
+        if self._producer_of is None:
             return reading
         return dataclasses.replace(reading, producer=self._producer_of(tensor))

@@ -54,7 +54,7 @@ class TensorStats:
     `path` says where the tensor stood in the arguments or the output ("", "[0]", ".logit", "hidden[2]").
     `min`, `max` and `absmax` are over the finite elements: always known where `finite` is True, else only with a
     census, and None where no element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite
-    magnitudes in `sample`, a strided sample of at most 4096 elements that also serves to compare two runs; it is not
+    magnitudes in `sample`, a spread sample of at most 1024 elements that also serves to compare two runs; it is not
     written to reports. `producer` is the `order` of the traced op that made the tensor, None where ops were not traced.
     """
 
@@ -72,6 +72,10 @@ class TensorStats:
     census: Census | None = None
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+
+    def asks_for_census(self, low: FloatFormat) -> bool:
+        """Whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
+        return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from nandoctor.rules import (
     loss_scale_overflow,
     mask_constant_overflow,
     matmul_overflow,
+    optimizer_eps_underflow,
     poisoned_buffers,
     poisoned_input,
     poisoned_target,
@@ -61,6 +62,7 @@ RULES: tuple[ModuleType, ...] = (
     poisoned_buffers,
     poisoned_input,
     poisoned_target,
+    optimizer_eps_underflow,
 )
 """In the order of the published list of codes."""
 

@@ -5,17 +5,19 @@ In: the traces of both runs and the first sighting. Out: a `Conclusion`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
 from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
 from nandoctor.rules import (
     BACKWARD_RULES,
     FORWARD_RULES,
     mask_constant_overflow,
+    optimizer_eps_underflow,
     poisoned_buffers,
     poisoned_input,
     poisoned_target,
@@ -226,6 +228,33 @@ def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase:
         output=stats,
     )
     return [Diagnosis(origin=origin, cause=cause)]
+
+
+def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> tuple[Diagnosis, ...]:
+    """What the next step of the optimizer divides by zero; none where it does not."""
+    found = ((slot, optimizer_eps_underflow.diagnose(slot)) for slot in slots)
+    return tuple(Diagnosis(origin=_in_optimizer(slot, trace), cause=cause) for slot, cause in found if cause)
+
+
+def _in_optimizer(slot: OptimizerSlot, trace: Trace) -> Origin:
+    module, census = slot.parameter.rpartition(".")[0], slot.moment.census
+    assert census is not None
+    return Origin(
+        phase="optimizer",
+        module=module,
+        type=next((call.type for call in trace.calls if call.module == module), ""),
+        call=0,
+        op="addcdiv",
+        source=None,
+        kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
+        num_bad=census.num_zero,
+        numel=slot.moment.numel,
+        first_index=None,
+        samples=(),
+        would_be=None,
+        inputs=(slot.moment,),
+        output=None,
+    )
 
 
 def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:

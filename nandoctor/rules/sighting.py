@@ -5,7 +5,6 @@ In: a trace, and the fp32 trace to tell a meant infinity from a disease. Out: a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -83,19 +82,7 @@ def _place(sighting: Sighting) -> Place:
     return (module, number, sighting.where, sighting.value.path)
 
 
-def needs_census(trace: Trace, low: FloatFormat) -> frozenset[tuple[str, int]]:
-    """The calls that deserve exact counts: something in them is non-finite, or small enough for `low` to flush."""
-
-    def asks(stats: TensorStats) -> bool:
-        return not stats.finite or (stats.p05 is not None and stats.p05 < low.smallest_normal)
-
-    return frozenset(call.key for call in trace.calls if any(asks(stats) for stats in (*call.inputs, *call.outputs)))
-
-
-def open_span(sightings: list[Sighting]) -> tuple[int, float]:
-    """The ticks in which the damage can have been done: from the entry of the call that shows it first, to the end.
-
-    At every module boundary before that, everything was finite.
-    """
-    owner = sightings[0].owner if sightings else None
-    return (owner.enter if owner else -1, math.inf)
+def needs_census(trace: Trace, low: FloatFormat) -> bool:
+    """Whether anything in the trace asks for exact counts and has none."""
+    tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
+    return any(stats.census is None and stats.asks_for_census(low) for stats in tensors)

@@ -51,7 +51,7 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> st
     if verdict == "not-reproduced":
         return "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
     sighting, first = conclusion.sighting, next(iter(conclusion.diagnoses), None)
-    if first is not None and first.origin.phase in ("state", "input", "backward"):
+    if first is not None and first.origin.phase in ("state", "input", "backward", "optimizer"):
         return _headline_of_cause(first, low)
     if sighting is None:
         return _headline_without_sighting(verdict, first, low)

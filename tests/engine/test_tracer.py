@@ -19,7 +19,7 @@ from nandoctor.evidence.formats import FP16
 ONE = torch.ones(2, 3)
 
 
-def trace(model, *args, examine=(), **kwargs):
+def trace(model, *args, examine=False, **kwargs):
     """The recorded calls of one forward."""
     tracer = Tracer(model, census_for=FP16, examine=examine)
     with torch.no_grad(), tracer:
@@ -228,18 +228,21 @@ def test_no_tensor_is_kept():
         assert kept[0]() is None
 
 
-def test_only_the_calls_that_were_asked_for_get_a_census():
-    model = Chain("a", "b", "a", "b", a=nn.Softplus(), b=nn.Tanh())
-    calls = trace(model, ONE, examine={("a", 1)})
-    assert [call.key for call in calls if call.outputs[0].census is not None] == [("a", 1)]
-    assert calls[3].inputs[0].census.num_bad == 0
+@pytest.mark.parametrize(
+    ("value", "asks"), [(math.nan, True), (math.inf, True), (1e-6, True), (0.0, False), (1.0, False)]
+)
+def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
+    (call,) = trace(nn.Identity(), torch.full((4,), value), examine=True)
+    assert (call.outputs[0].census is not None) is asks
+    assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].census is None
 
 
-def test_a_tensor_read_without_a_census_gets_one_when_the_next_call_asks():
-    model = Chain(a=nn.Identity(), b=nn.Identity())
-    _, a, b = trace(model, torch.tensor([math.nan, 1.0]), examine={("b", 0)})
-    assert a.outputs[0].census is None
-    assert (b.inputs[0].census.num_nan, b.inputs[0].absmax) == (1, 1.0)
+def test_a_tensor_read_without_a_census_gets_one_when_it_is_read_again_for_one():
+    tensor = torch.tensor([math.nan, 1.0])
+    with Tracer(nn.Identity(), census_for=FP16) as tracer:
+        first, second = tracer.read(tensor), tracer.read(tensor, census=True)
+    assert first[0][1].census is None
+    assert (second[0][1].census.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
 
 
 def test_progress_counts_the_calls_that_returned():

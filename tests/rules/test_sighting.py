@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from made_traces import GOOD, INF, NAN, call, reference, stats, trace
 
 from nandoctor.evidence.formats import FP16
@@ -129,14 +130,17 @@ def test_another_tensor_of_the_same_call_is_not_meant():
     assert find_first(sick, reference(*MASKED)).value.path == "scores"
 
 
-def test_a_census_is_asked_for_where_a_run_is_bad_or_low_precision_flushes():
-    tiny = stats(1e-7, 1.0)
-    sick = trace(call("", 0, 7), call("tiny", 1, 2, outputs=(tiny,)), call("bad", 3, 4, inputs=(BAD,)))
-    assert needs_census(sick, FP16) == {("tiny", 0), ("bad", 0)}
-
-
-def test_no_census_is_asked_for_where_all_is_well():
-    assert needs_census(HEALTHY, FP16) == frozenset()
+@pytest.mark.parametrize(
+    ("tensor", "asks"),
+    [
+        (without_census(BAD), True),
+        (without_census(stats(1e-7, 1.0)), True),
+        (BAD, False),
+        (stats(1.0, 2.0), False),
+    ],
+)
+def test_a_census_is_asked_for_where_there_is_none_of_what_is_bad_or_flushed(tensor, asks):
+    assert needs_census(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
 
 
 def test_later_sightings_follow_in_the_order_of_execution():

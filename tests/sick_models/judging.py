@@ -1,4 +1,4 @@
-"""The examination of nandoctor: a case is saved as a training script would, replayed from the file, and the report judged.
+"""The examination of nandoctor: a case is saved as a training script would, and replayed from the file.
 
 In: a case. Out: `diagnose` gives the report, `faults` what is wrong with it.
 """
@@ -13,12 +13,19 @@ import torch
 import nandoctor
 from nandoctor.evidence.report import Report
 from sick_models.case import Case
+from sick_models.probing import run
 
 
 def diagnose(case: Case, folder: Path) -> Report:
-    """The report on the case's failing step, by way of a dump file in `folder`."""
+    """The report on the case's failing step, by way of a dump file in `folder`.
+
+    The file holds the last good weights; where the case has an optimizer, also what the step left in it.
+    """
     path = folder / "dump.pth"
-    torch.save({"state_dict": case.build().state_dict(), **case.batch()}, path)
+    dump = {"state_dict": case.build().state_dict(), **case.batch()}
+    if case.optimizer is not None:
+        dump["optimizer"] = run(case, autocast=True).optimizer
+    torch.save(dump, path)
     return nandoctor.replay(
         path,
         model=case.build,

@@ -32,12 +32,16 @@ EXAMINERS = {__file__, str(HERE / "test_corpus.py")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one step of a case gave. `gradients` and `weights` map parameter names to what the step left in them."""
+    """What one step of a case gave. `gradients` and `weights` map parameter names to what the step left in them.
+
+    `optimizer` is the optimizer's state dict after the step, where the case has an optimizer.
+    """
 
     output: list[Tensor]
     loss: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
 
     @property
     def first_bad(self) -> str:
@@ -112,11 +116,18 @@ def _step(case: Case, *, autocast: bool, witness: Witness | None) -> Outcome:
                 (loss * case.loss_scale).backward()
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     gradients = {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
-    if case.optimizer is not None:
-        case.optimizer(model.parameters()).step()
+    optimizer = case.optimizer(model.parameters()) if case.optimizer else None
+    if optimizer is not None:
+        optimizer.step()
     weights = {name: parameter.detach() for name, parameter in named.items()}
     leaves = [tensor.detach() for tensor in float_tensors(output)]
-    return Outcome(output=leaves, loss=loss.detach(), gradients=gradients, weights=weights)
+    return Outcome(
+        output=leaves,
+        loss=loss.detach(),
+        gradients=gradients,
+        weights=weights,
+        optimizer=optimizer.state_dict() if optimizer else {},
+    )
 
 
 @contextmanager

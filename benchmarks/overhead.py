@@ -1,0 +1,220 @@
+"""What watching, emulating and diagnosing cost, as ratios to the plain run of the same model on this machine.
+
+In: `python benchmarks/overhead.py`. Out: one table on standard output; README.md in this folder keeps one.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["KINETO_LOG_LEVEL"] = "99"  # torch.profiler would write of its start and stop
+import torch
+from torch.profiler import ProfilerActivity, profile
+from workloads import Workload, make_encoder, make_unet
+
+import nandoctor
+from nandoctor.engine.autocast import REFERENCE, apply_policy, make_policy
+from nandoctor.engine.runner import Setup, run
+from nandoctor.engine.tracer import Tracer
+from nandoctor.evidence.formats import FP16
+
+CUDA = make_policy("cuda", FP16)
+NATIVE = make_policy("native", FP16)
+CPU = torch.device("cpu")
+REPEATS = 15
+
+Variants = Mapping[str, Callable[[], object]]
+
+
+def main() -> None:
+    """Print everything, one line for each ratio."""
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}")
+    for workload in (make_encoder(), make_unet()):
+        print(f"\n{workload.name}: {workload.description}")
+        model = workload.build().train()
+        _print_ratios("plain fp32 forward", _forwards(workload, model), REPEATS)
+        if workload.name == "U-Net":  # the encoder's products are hardly slower in torch's own fp16
+            _print_native(workload, model)
+        _print_peaks(workload, model)
+        _print_diagnoses(workload)
+    print("\ncommand line")
+    _print_commands()
+
+
+def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
+    """The plain forward first, and everything that is compared with it; all without an autograd graph."""
+    setup = Setup(
+        model=model,
+        batch=workload.batch,
+        used=frozenset(workload.batch),
+        forward=lambda batch: model(**batch),
+        device=CPU,
+        description="",
+    )
+    watched = deepcopy(model)
+
+    def plain() -> None:
+        with torch.no_grad():
+            model(**workload.batch)
+
+    def traced() -> None:
+        with torch.no_grad(), Tracer(model, census_for=FP16) as tracer:
+            model(**workload.batch)
+        tracer.calls()
+
+    def emulated() -> None:
+        with torch.no_grad(), apply_policy(CUDA, CPU):
+            model(**workload.batch)
+
+    return {
+        "plain": plain,
+        "traced forward": traced,
+        "run() in fp32": lambda: run(setup, REFERENCE, training=True, seed=0, low=FP16),
+        "DebugUnderflowOverflow of transformers": _debugged(watched, workload),
+        "emulated fp16 forward": emulated,
+        "run() in emulated fp16": lambda: run(setup, CUDA, training=True, seed=0, low=FP16),
+    }
+
+
+def _debugged(model: torch.nn.Module, workload: Workload) -> Callable[[], None]:
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    DebugUnderflowOverflow(model)  # its hooks stay on the model
+
+    def debugged() -> None:
+        with torch.no_grad():
+            model(**workload.batch)
+
+    return debugged
+
+
+def _print_native(workload: Workload, model: torch.nn.Module) -> None:
+    """Torch's own fp16 autocast of the CPU over the emulated one, on a corner of one image: it is that slow."""
+    corner = {name: tensor[:1, :, :64, :64] for name, tensor in workload.batch.items()}
+
+    def forward(policy: Any) -> Callable[[], None]:
+        def under_policy() -> None:
+            with torch.no_grad(), apply_policy(policy, CPU):
+                model(**corner)
+
+        return under_policy
+
+    _print_ratios("emulated fp16 forward, 1x3x64x64", {"emulated": forward(CUDA), "native fp16": forward(NATIVE)}, 3)
+
+
+def _print_peaks(workload: Workload, model: torch.nn.Module) -> None:
+    """Weights and the most that was allocated beside them, as torch's allocator counts."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    peaks = {name: weights + _peak_allocation(call) for name, call in _forwards(workload, model).items()}
+    print(f"  peak memory over the plain fp32 forward's {peaks['plain'] / 2**20:.0f} MiB")
+    for name in ("traced forward", "emulated fp16 forward"):
+        print(f"    {name:<40} {peaks[name] / peaks['plain']:6.2f}")
+
+
+def _peak_allocation(call: Callable[[], object]) -> int:
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    live = peak = 0
+    events = profiler.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _print_diagnoses(workload: Workload) -> None:
+    """The whole replay of a dump file, from reading it to the report, over what the training step itself takes."""
+    model = workload.build().train()
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(**workload.batch)
+
+    def step() -> None:
+        model.zero_grad()
+        workload.loss(model(**workload.batch), workload.batch).backward()
+
+    sick = workload.build_sick()
+    with _dump_of(workload, sick) as path:
+        variants = {"plain": forward, "a middle layer overflows": lambda: _replay(path, sick, "precision")}
+        _print_ratios("plain fp32 forward", variants, REPEATS // 3)
+    with _dump_of(workload, model) as path:
+        steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss)
+        variants = {"plain": step, "only the gradients are bad": steep}
+        _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
+
+
+def _replay(path: Path, model: torch.nn.Module, verdict: str, **options: Any) -> None:
+    case = nandoctor.replay(path, model=lambda: model, **options)  # the model in hand: to build it is no part of this
+    assert case.verdict == verdict, case
+
+
+@contextmanager
+def _dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
+    """The dump that a training script under autocast would have written at this step."""
+    torch.manual_seed(0)
+    with torch.no_grad(), apply_policy(CUDA, CPU):
+        logit = workload.pick(model.train()(**workload.batch))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "dump.pth"
+        torch.save({"state_dict": model.state_dict(), **workload.batch, "logit": logit}, path)
+        yield path
+
+
+def _print_commands() -> None:
+    python = [sys.executable, "-c"]
+    main_verb = "import sys; from nandoctor.cli import main; sys.argv[0] = 'nandoctor'; main()"
+    workload = make_unet()
+    with _dump_of(workload, workload.build_sick()) as path:
+        report, picture = path.with_suffix(".json"), path.with_suffix(".svg")
+        nandoctor.replay(path, model=workload.build()).save(report)
+        commands = {
+            "bare": [*python, "pass"],
+            "nandoctor --help": [*python, main_verb, "--help"],
+            "nandoctor plot report.json": [*python, main_verb, "plot", str(report), "-o", str(picture)],
+            "python -c 'import torch'": [*python, "import torch"],
+        }
+        runs = {name: _command(command) for name, command in commands.items()}
+        _print_ratios("python -c pass", runs, 7)
+
+
+def _command(arguments: list[str]) -> Callable[[], object]:
+    return lambda: subprocess.run(arguments, check=True, capture_output=True)
+
+
+def _print_ratios(baseline: str, variants: Variants, repeats: int) -> None:
+    """Time the variants in turn, and print the median of each over the first."""
+    times = _time_in_turn(variants, repeats)
+    first, *others = times
+    print(f"  time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
+    for name in others:
+        # Round by round, so that what else the machine does falls on both sides of the ratio.
+        ratios = [ours / plain for ours, plain in zip(times[name], times[first], strict=True)]
+        print(f"    {name:<40} {statistics.median(ratios):6.2f}")
+
+
+def _time_in_turn(variants: Variants, repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for attempt in range(repeats + 1):
+        for name, call in variants.items():
+            started = time.perf_counter()
+            call()
+            if attempt:  # the first fills caches
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""nandoctor and four other ways of finding where a NaN comes from, on the corpus of sick models.
+
+In: `python benchmarks/peers.py`. Out: for each of them how many modules and ops it names rightly, how often it raises
+a false alarm, and what it takes.
+
+Each runs one training step of the case, with its loss, under the emulated CUDA autocast. What it reports is read in
+its favour: an infinite input blames the module around, or the batch where that is bad; a leaf that is named (a Linear)
+names its op as well; a traceback that shows the right line names its module; a cast inside of an emulated product names
+the product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from sick_models import LOSS, Case, all_cases, decoyed, healthy_models
+from sick_models.judging import diagnose
+from sick_models.probing import float_tensors
+from torch import Tensor, nn
+
+from nandoctor.engine.autocast import cuda_autocast
+from nandoctor.rules.base import PRODUCTS
+
+CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")
+ROW = "{:<38} {:>12} {:>12} {:>14} {:>14} {:>14} {:>9} {:>10}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a tool says of one step: whether anything is wrong, and where. `line` is a line of source it shows."""
+
+    alarm: bool = False
+    module: str | None = None
+    op: str = ""
+    line: str = ""
+    crashed: bool = False
+
+
+HEALTHY = Claim()
+Tool = Callable[[Case], Claim]
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    tools: dict[str, Tool] = {
+        "nandoctor": ask_nandoctor,
+        "plain hooks with isfinite": ask_plain_hooks,
+        "transformers DebugUnderflowOverflow": ask_transformers,
+        "torch.autograd.detect_anomaly": ask_anomaly_mode,
+        "TorchLens find_nan": ask_torchlens,
+    }
+    sick = all_cases()
+    twins = [case.twin() for case in sick]
+    decoys = [*healthy_models(), *map(decoyed, twins)]
+    print(f"{len(sick)} sick models, {len(twins)} healthy twins, {len(decoys)} that look ill and are not\n")
+    print(ROW.format("", "module", "op", "not noticed", "alarm: twins", "alarm: decoys", "crashes", "ms a step"))
+    for name, ask in tools.items():
+        started = time.perf_counter()
+        claims = [_guarded(ask, case) for case in sick]
+        elapsed_ms = 1000 * (time.perf_counter() - started) / len(sick)
+        alarms = [sum(_guarded(ask, case).alarm for case in group) for group in (twins, decoys)]
+        pairs = list(zip(sick, claims, strict=True))
+        print(
+            ROW.format(
+                name,
+                f"{sum(names_module(case, claim) for case, claim in pairs)} of {len(sick)}",
+                f"{sum(names_op(case, claim) for case, claim in pairs)} of {len(sick)}",
+                sum(not claim.alarm for claim in claims),
+                *alarms,
+                sum(claim.crashed for claim in claims),
+                f"{elapsed_ms:.0f}",
+            ),
+            flush=True,
+        )
+
+
+def _guarded(ask: Tool, case: Case) -> Claim:
+    """The tool's claim; where it fails on the model itself, that it crashed."""
+    noise = io.StringIO()
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+        torch.manual_seed(0)
+        try:
+            return ask(case)
+        except Exception:
+            return Claim(crashed=True)
+
+
+def names_module(case: Case, claim: Claim) -> bool:
+    """Whether the module is right, or the line shown is the line at fault."""
+    shows_line = bool(case.line) and case.line in claim.line
+    return claim.alarm and (claim.module == case.module or shows_line)
+
+
+def names_op(case: Case, claim: Claim) -> bool:
+    """Whether the op is right by any of its names; for bad state or a bad batch the right owner says it all."""
+    return names_module(case, claim) and (not case.op or _plain(claim.op) in _other_names(case.op))
+
+
+def _plain(op: str) -> str:
+    """add_, __truediv__, SqrtBackward0, Conv2d -> the aten name, as far as it is one."""
+    name = re.sub(r"Backward\d*$", "", op).strip("_").removeprefix("native_")
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    operators = {"truediv": "div", "rtruediv": "div", "iadd": "add", "imul": "mul", "isub": "sub", "radd": "add"}
+    return operators.get(name, name)
+
+
+def _other_names(op: str) -> set[str]:
+    """What an op may be called by a tool that sees its kernel, its graph node, or the cast that ends our emulation."""
+    names = {op, _plain(op), f"safe_{op}"}
+    if op in PRODUCTS:
+        names |= PRODUCTS | {"to_copy", "to", "thnn_fused_lstm_cell"}
+    if op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"):
+        names |= {"cross_entropy", "nll_loss", "nll_loss_2d", "cross_entropy_loss"}
+    return names | ({"var", "std", "std_mean"} if op in ("var", "std") else set())
+
+
+# --- nandoctor -------------------------------------------------------------------------------------------------------
+
+
+def ask_nandoctor(case: Case) -> Claim:
+    """By way of a dump file, as a user would: two precisions, every op, an exam."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = diagnose(case, Path(folder))
+    if report.origin is None:
+        return Claim(alarm=report.verdict not in ("healthy", "not-reproduced"))
+    origin = report.origin
+    return Claim(alarm=True, module=origin.module, op=origin.op or "", line=origin.source.text if origin.source else "")
+
+
+# --- a step, for the others ------------------------------------------------------------------------------------------
+
+
+def _loss(case: Case, output: Any, batch: dict[str, Tensor]) -> Tensor:
+    if case.loss is not None:
+        return case.loss(output, batch)
+    return torch.stack([tensor.float().mean() for tensor in float_tensors(output)]).sum()
+
+
+def _backward(case: Case, loss: Tensor) -> None:
+    """Outside of autocast, at the scale of the case, as GradScaler has it."""
+    with torch.autocast("cpu", enabled=False):
+        (loss * case.loss_scale).backward()
+
+
+def _finite(value: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in float_tensors(value))
+
+
+def _around(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+# --- plain hooks -----------------------------------------------------------------------------------------------------
+
+
+class _Found(Exception):  # noqa: N818
+    """Carries the claim out of a hook; it is no error."""
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__()
+        self.claim = claim
+
+
+def ask_plain_hooks(case: Case) -> Claim:
+    """What most people write: look at every module's inputs and outputs, at the loss, then at the gradients.
+
+    Where a module is found, its own weights and the batch are looked at before it is blamed.
+    """
+    try:
+        _step(case, _hook_forward)
+        _step(case, _hook_backward)
+    except _Found as found:
+        return found.claim
+    return HEALTHY
+
+
+def _step(case: Case, hook: Callable[[str, nn.Module], None]) -> None:
+    model, batch = case.build().train(case.train), case.batch()
+    for path, module in model.named_modules():
+        hook(path, module)
+    with cuda_autocast(torch.float16):
+        try:
+            loss = _loss(case, case.call(model, batch), batch)
+        except _Found as found:
+            raise found if _finite(batch) else _Found(Claim(alarm=True, module="")) from None
+        if not _finite(loss):
+            raise _Found(Claim(alarm=True, module=LOSS if _finite(batch) else ""))
+        _backward(case, loss)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None and not _finite(weight.grad):
+            raise _Found(Claim(alarm=True, module=_around(name)))
+
+
+def _hook_forward(path: str, module: nn.Module) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _finite((args, kwargs)):
+            raise _Found(Claim(alarm=True, module=_around(path)))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if not _finite(output):
+            raise _Found(Claim(alarm=True, module=path, op=_leaf_name(module)))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _hook_backward(path: str, module: nn.Module) -> None:
+    def backward(_: nn.Module, outgoing: Any, incoming: Any) -> None:
+        if _finite(incoming) and not _finite(outgoing):
+            raise _Found(Claim(alarm=True, module=path, op=_leaf_name(module)))
+
+    module.register_full_backward_hook(backward)
+
+
+def _leaf_name(module: nn.Module) -> str:
+    return "" if list(module.children()) else type(module).__name__
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def ask_transformers(case: Case) -> Claim:
+    """Its last frame names the module, and its first remark whether weights, inputs or outputs were bad."""
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    model, batch = case.build().train(case.train), case.batch()
+    debugger, printed = DebugUnderflowOverflow(model, max_frames_to_save=1), io.StringIO()
+    try:
+        with cuda_autocast(torch.float16), contextlib.redirect_stdout(printed):
+            case.call(model, batch)
+    except ValueError as error:
+        if "DebugUnderflowOverflow" not in str(error):
+            raise
+        claim = _read_frames(printed.getvalue(), debugger)
+        return claim if _finite(batch) else Claim(alarm=True, module="")
+    return HEALTHY
+
+
+def _read_frames(text: str, debugger: Any) -> Claim:
+    place = re.search(r"^(\S+) has (?:nans|infs)$", text, re.MULTILINE)
+    headers = re.findall(rf"^{debugger.prefix} ((?:\S+)?) ?(\S+)$", text, re.MULTILINE)
+    assert place is not None
+    module, kind = headers[-1] if headers else ("", "")
+    if place[1].startswith("input"):
+        return Claim(alarm=True, module=_around(module))
+    return Claim(alarm=True, module=module, op=kind)
+
+
+# --- autograd's anomaly mode -----------------------------------------------------------------------------------------
+
+
+def ask_anomaly_mode(case: Case) -> Claim:
+    """It names a node of the graph and shows the traceback of the forward call that made it."""
+    model, batch = case.build().train(case.train), case.batch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.detect_anomaly(), cuda_autocast(torch.float16):
+                _backward(case, _loss(case, case.call(model, batch), batch))
+        except RuntimeError as error:
+            node = re.match(r"Function '(\w+)' returned nan values", str(error))
+            if node is None:
+                raise
+            traceback = "".join(str(warning.message) for warning in caught if "forward call" in str(warning.message))
+            return Claim(alarm=True, op=node[1], line=_innermost_line(traceback))
+    return HEALTHY
+
+
+def _innermost_line(traceback: str) -> str:
+    """The last line of a traceback that is the corpus's own."""
+    frames = re.findall(r'File "(.+)", line (\d+), in ', traceback)
+    own = [(file, int(line)) for file, line in frames if file.startswith(CORPUS)]
+    return linecache.getline(*own[-1]).strip() if own else ""
+
+
+# --- TorchLens -------------------------------------------------------------------------------------------------------
+
+
+class _Step(nn.Module):
+    """The model's call and its loss as one module, since TorchLens calls modules by position."""
+
+    def __init__(self, case: Case, names: list[str]) -> None:
+        super().__init__()
+        self.model = case.build().train(case.train)
+        self._case, self._names = case, names
+
+    def forward(self, *arrays: Tensor) -> Any:
+        batch = dict(zip(self._names, arrays, strict=True))
+        output = self._case.call(self.model, batch)
+        return _loss(self._case, output, batch)  # _without_step knows this line
+
+
+def ask_torchlens(case: Case) -> Claim:
+    """The first op of the forward or the loss that makes a NaN or an infinity; then the same of the backward."""
+    import torchlens
+    from torchlens.debug import bisect_nan_backward, find_nan
+
+    batch = case.batch()
+    with cuda_autocast(torch.float16):
+        forward = find_nan(_Step(case, list(batch)), list(batch.values()))
+        if forward.found and forward.func_name == "none":  # an input of the step, made by no function
+            return Claim(alarm=True, module="")
+        if forward.found:
+            return Claim(
+                alarm=True,
+                module=_without_step(forward.module_address, forward.source_line),
+                op=forward.func_name or "",
+            )
+        saving = torchlens.options.CaptureOptions(save_grads=True)
+        trace = torchlens.trace(_Step(case, list(batch)), list(batch.values()), capture=saving)
+        _backward(case, trace[trace.output_layers[0]].out)
+    backward = bisect_nan_backward(trace)
+    if backward.birth is None:
+        return Claim(alarm=backward.found)
+    place = _without_step(backward.birth.module, backward.birth.source_line)
+    return Claim(alarm=True, module=place, op=backward.birth.grad_fn_class)
+
+
+def _without_step(address: str | None, source_line: str | None) -> str:
+    """`model.layer.linear` -> `layer.linear`; what the step itself called, in no module, is the loss."""
+    file, _, line = (source_line or "").rpartition(":")
+    if address is None or (file == __file__ and "_loss(" in linecache.getline(file, int(line))):
+        return LOSS
+    return address.partition(":")[0].removeprefix("model").removeprefix(".")
+
+
+if __name__ == "__main__":
+    main()

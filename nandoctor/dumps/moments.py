@@ -1,0 +1,58 @@
+"""The second moments of an adaptive optimizer, whose roots its next step divides by.
+
+In: the state dict of an optimizer, as a file holds it. Out: `SecondMoment`s; none for an optimizer of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+# What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
+# there is the one under the root.
+_NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondMoment:
+    """The running mean of squared gradients of one parameter.
+
+    `index` counts the optimizer's parameters from 0; `name` is the parameter's where the optimizer was given names,
+    else "". `eps` is what the optimizer adds to the root, in the format of `values`.
+    """
+
+    index: int
+    name: str
+    eps: float
+    values: torch.Tensor
+
+
+def read_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
+    """The second moments in the state dict of an optimizer, in its order; values of other shapes are passed over.
+
+    Fused optimizers are left out: their kernels keep root and eps in fp32, whatever format the weights have.
+    """
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        return ()
+    return tuple(moment for group in groups if isinstance(group, Mapping) for moment in _of_group(group, state))
+
+
+def _of_group(group: Mapping[object, object], state: Mapping[object, object]) -> Iterator[SecondMoment]:
+    eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
+    if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused"):
+        return
+    for position, index in enumerate(indices):
+        values = _second_moment(state.get(index))
+        if isinstance(index, int) and values is not None:
+            name = names[position] if isinstance(names, list) and position < len(names) else ""
+            yield SecondMoment(index=index, name=name if isinstance(name, str) else "", eps=eps, values=values)
+
+
+def _second_moment(slots: object) -> torch.Tensor | None:
+    if not isinstance(slots, Mapping):
+        return None
+    found = [slots[name] for name in _NAMES if isinstance(slots.get(name), torch.Tensor)]
+    return found[-1] if found and found[-1].is_floating_point() else None
