@@ -15,8 +15,6 @@ pytest.importorskip("transformers")
 
 from models.zoo import MODELS, middle_layer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
-
 
 def write_dump(path, model, spec, *, training):
     """The dump of one step under CUDA's autocast, from the seeds that a replay starts with."""

@@ -131,7 +131,7 @@ def test_a_distribution_that_validates_its_arguments(examine):
     class Sampled(nn.Module):
         def forward(self, x):
             energy = x * x
-            return torch.distributions.Normal(energy - energy.mean(), 1.0).rsample()
+            return torch.distributions.Normal(energy - energy.mean(), 1.0, validate_args=True).rsample()
 
     report = examine(Between(Sampled()), {"x": 1e3 * normal(30, 8)})
     assert blamed(report) == ("precision", "middle", "mul", "elementwise-overflow")
