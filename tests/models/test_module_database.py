@@ -1,0 +1,88 @@
+"""No false alarm over torch's own database of its modules: what is finite in plain fp32 is healthy under the emulation.
+
+In: the modules of `torch.nn` with the inputs that torch tests them with. Out: a verdict on each, in train and in eval.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.engine.settings import Settings
+from nandoctor.engine.tracer import walk_tensors
+from nandoctor.errors import ModelError
+from nandoctor.postmortem import replay_dump
+
+pytest.importorskip("expecttest", reason="torch's own test tools import it")
+
+# Importing torch's test tools freezes the flags of torch.backends for good, which other tests set.
+with mock.patch("torch.backends.disable_global_flags"):
+    from torch.testing._internal.common_modules import module_db
+
+NUM_INPUTS = 8
+"""Of each module, spread evenly: one loss alone has 857, the same few with every set of options."""
+
+REFUSED = ("nn.BCELoss",)
+"""CUDA's autocast raises here, and so does its emulation."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch remarks on some of its own inputs
+    pytest.mark.parametrize("training", [True, False], ids=["train", "eval"]),
+]
+
+
+def modules(*, refused):
+    chosen = [info for info in module_db if (info.name in REFUSED) is refused]
+    return pytest.mark.parametrize("info", chosen, ids=[info.name for info in chosen])
+
+
+def module_inputs(info, training):
+    """Inputs in float32 on a CPU, without those that only build the module."""
+    torch.manual_seed(0)
+    made = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=training)
+    usable = [module_input for module_input in made if module_input.forward_input is not None]
+    return usable[:: -(-len(usable) // NUM_INPUTS)] if usable else []
+
+
+def prepare(info, module_input, training):
+    """The module, and the call of it; some modules write to their input, so each call has its own."""
+    build, forward = module_input.constructor_input, module_input.forward_input
+
+    def call(model, batch):
+        return model(*copy.deepcopy(forward.args), **copy.deepcopy(forward.kwargs))
+
+    torch.manual_seed(0)
+    return info.module_cls(*build.args, **build.kwargs).train(training), call
+
+
+def replay(module, call, training):
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state=module.state_dict(), arrays={})
+    return replay_dump(dump, module, Settings(call=call, mode="train" if training else "eval"))
+
+
+def is_finite_in_plain_fp32(module, call):
+    return all(bool(torch.isfinite(tensor).all()) for _, tensor in walk_tensors(call(module, {})))
+
+
+@modules(refused=False)
+def test_a_module_is_as_healthy_as_in_plain_fp32(info, training):
+    for module_input in module_inputs(info, training):
+        module, call = prepare(info, module_input, training)
+        try:
+            finite = is_finite_in_plain_fp32(module, call)
+        except RuntimeError:
+            continue  # the database has inputs for other dtypes: torch itself refuses them
+        verdict = replay(module, call, training).verdict
+        assert verdict == ("healthy" if finite else "numerics"), module_input.desc
+
+
+@modules(refused=True)
+def test_what_cuda_refuses_is_refused(info, training):
+    for module_input in module_inputs(info, training):
+        with pytest.raises(ModelError, match="unsafe to autocast"):
+            replay(*prepare(info, module_input, training), training)
