@@ -8,6 +8,12 @@ import torch
 import nandoctor
 
 
+@pytest.fixture(autouse=True)
+def same_weights():
+    """Weights that do not depend on which tests ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def examine(tmp_path):
     """A function (model, batch, **options) -> report."""
