@@ -81,10 +81,23 @@ def _hints_of(cls: type) -> dict[str, Any]:
 
 
 def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
-    """The arm of the value's own type, else the first: `float | int | str` keeps a whole number whole."""
+    """The arm of the value's own type or `kind`, else the first: `float | int | str` keeps a whole number whole."""
     if float in arms and data in _NONFINITE:
         return float(data)
-    return data if type(data) in arms else _decode(arms[0], data, place)
+    if type(data) in arms:
+        return data
+    by_kind = {item.default: arm for arm in arms for item in _fields_of(arm) if item.name == "kind"}
+    return _decode_kind(by_kind, data, place) if by_kind else _decode(arms[0], data, place)
+
+
+def _fields_of(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+def _decode_kind(by_kind: Mapping[Any, Any], data: Any, place: str) -> Any:
+    if not isinstance(data, dict) or data.get("kind") not in by_kind:
+        raise _wrong(data, place, f"an object of kind {', '.join(map(str, by_kind))}")
+    return _decode(by_kind[data["kind"]], data, place)
 
 
 def _decode_tuple(hints: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:

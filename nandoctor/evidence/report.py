@@ -6,9 +6,10 @@ In: what the engine measured and the rules concluded. Out: `Report`, to and from
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nandoctor.evidence.census import DumpSummary
+from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import SourceLine, TensorStats
 
@@ -186,6 +187,89 @@ class NearMiss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOutcome:
+    """What a run with an edit gave: whether everything that matters is finite, and how far it is from fp32.
+
+    `max_rel_err` is the largest difference of output, loss or gradients over the largest magnitude of the fp32 run's,
+    taken where fp32 is finite; None where nothing could be compared.
+    """
+
+    finite: bool
+    max_rel_err: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prescription:
+    """A change that was tried on the failing step.
+
+    `verified` means that the run with it is finite and agrees with fp32. `patch` is what a person would write, with
+    file and line where the trace knows them. The smallest change that cures has `rank` 0.
+    """
+
+    edit: Edit
+    title: str
+    patch: str
+    verified: bool
+    outcome: TrialOutcome
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterfactual:
+    """The failing step under other circumstances: `group` is what was varied, `setting` the value that it took."""
+
+    group: Literal["precision", "mode", "samples", "loss-scale", "seed"]
+    setting: str
+    outcome: TrialOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """A set of modules that, kept in fp32, cures the step, and of which none can be left out.
+
+    A name that ends in " (own ops)" stands for the ops in that module's own forward, its children left out.
+    `minimal` tells that every member was left out once, and the failure came back each time.
+    """
+
+    modules: tuple[str, ...]
+    minimal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandSearch:
+    """The search for the smallest sets of modules to keep in fp32; the sets have no member in common."""
+
+    islands: tuple[Island, ...]
+    num_modules: int
+    num_probes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpsUse:
+    """A small constant as it was really used.
+
+    `name` is the attribute of the module, the argument of the op, or the optimizer's eps. `dtype` is the format that
+    it was used in, None where that is not known; `rounded` is what it becomes there. `effect` tells what is left of
+    it: "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of the elements
+    that it was added to and that it did not change; None where it was not added, or not seen.
+    """
+
+    place: Literal["module", "op", "optimizer"]
+    module: str
+    type: str
+    name: str
+    value: float
+    op: str | None = None
+    source: SourceLine | None = None
+    dtype: FloatFormat | None = None
+    rounded: float | None = None
+    rel_err: float | None = None
+    effect: Literal["zero", "subnormal", "normal"] | None = None
+    absorbed_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One run as the report keeps it; `modules` stand in the order in which the calls returned."""
 
@@ -239,6 +323,8 @@ class Report:
     also: tuple[Diagnosis, ...] = ()
     chain: tuple[Link, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
-    prescriptions: tuple[Any, ...] = ()
+    prescriptions: tuple[Prescription, ...] = ()
+    counterfactuals: tuple[Counterfactual, ...] = ()
+    island_search: IslandSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
-    eps_audit: tuple[Any, ...] = ()
+    eps_audit: tuple[EpsUse, ...] = ()

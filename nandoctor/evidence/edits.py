@@ -1,0 +1,168 @@
+"""Edits: changes to a run as plain data, which the engine makes and undoes.
+
+In: places in a model, by the names of a trace. Out: the `Edit`s, each told from the others by its `kind`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nandoctor.evidence.formats import FloatFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSite:
+    """An op in a module's own forward: the `nth` call of `op` there, in call number `call` or, with None, in all.
+
+    `module` is the dotted path, "" the root, "<loss>" the loss function; `op` is the aten name.
+    """
+
+    module: str
+    op: str
+    nth: int
+    call: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepModule:
+    """Run a module in fp32, autocast off: its inputs are widened, its output stays fp32.
+
+    With `children` False only the ops of its own forward are; its children run under autocast as before.
+    """
+
+    kind: Literal["keep-module"] = "keep-module"
+    module: str
+    children: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOp:
+    """Run one op in fp32, autocast off: its inputs are widened, its output stays fp32."""
+
+    kind: Literal["keep-op"] = "keep-op"
+    site: OpSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAttribute:
+    """Give a module's attribute another number: `norm.eps = 1e-5`."""
+
+    kind: Literal["set-attribute"] = "set-attribute"
+    module: str
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetArgument:
+    """Give an op another number as its argument, named as in the op's schema: the 1e-8 of `x + 1e-8`.
+
+    A `value` of None stands for the smallest number of the op's own format, `torch.finfo(x.dtype).min`.
+    """
+
+    kind: Literal["set-argument"] = "set-argument"
+    site: OpSite
+    argument: str
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampArgument:
+    """Clamp a tensor before an op takes it, to [low, high]; None leaves that side open.
+
+    With `nan` also NaN is replaced, by zero. An `argument` of "" stands for what the op returns.
+    """
+
+    kind: Literal["clamp"] = "clamp"
+    site: OpSite
+    argument: str
+    low: float | None = None
+    high: float | None = None
+    nan: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleFirst:
+    """Scale before a product instead of after it: `product` takes its first tensor times `factor`, `scale` is left out.
+
+    `scale` is the multiplication or division by a number that followed.
+    """
+
+    kind: Literal["scale-first"] = "scale-first"
+    product: OpSite
+    scale: OpSite
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmaskRows:
+    """Let a softmax or attention op attend evenly in rows where every key is masked, and give zeros as their result."""
+
+    kind: Literal["unmask-rows"] = "unmask-rows"
+    site: OpSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseFormat:
+    """Run everything under another format: bf16 has the range of fp32, fp32 and fp64 switch autocast off."""
+
+    kind: Literal["use-format"] = "use-format"
+    format: FloatFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLossScale:
+    """Multiply the loss by another number before the backward pass."""
+
+    kind: Literal["loss-scale"] = "loss-scale"
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetBuffers:
+    """Give buffers the values of a fresh model: running means 0, running variances 1, whatever else is bad 0."""
+
+    kind: Literal["reset-buffers"] = "reset-buffers"
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSamples:
+    """Run with these samples of the batch alone, along dimension 0 of every array that has it."""
+
+    kind: Literal["keep-samples"] = "keep-samples"
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetOptimizerEps:
+    """Give the optimizer another eps."""
+
+    kind: Literal["optimizer-eps"] = "optimizer-eps"
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Several edits at once."""
+
+    kind: Literal["together"] = "together"
+    edits: tuple[SingleEdit, ...]
+
+
+SingleEdit = (
+    KeepModule
+    | KeepOp
+    | SetAttribute
+    | SetArgument
+    | ClampArgument
+    | ScaleFirst
+    | UnmaskRows
+    | UseFormat
+    | SetLossScale
+    | ResetBuffers
+    | KeepSamples
+    | SetOptimizerEps
+)
+Edit = SingleEdit | Together
