@@ -19,9 +19,9 @@ from nandoctor.engine.cuda_code import cuda_code
 from nandoctor.engine.kernels import install_kernels
 from nandoctor.engine.shared import Shared
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FloatFormat
+from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
 
-PolicyName = Literal["fp32", "cuda", "native"]
+PolicyName = Literal["fp32", "fp64", "cuda", "native"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Policy:
     """What the matrix products of a run compute in, and by whose lists.
 
     "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
-    autocast stays on, so that a model which asks takes the same path, but rounds nothing.
+    autocast stays on, so that a model which asks takes the same path, but rounds nothing. "fp64" has autocast off, and
+    is for a model and a batch in float64.
     """
 
     name: PolicyName
@@ -37,6 +38,7 @@ class Policy:
 
 
 REFERENCE = Policy(name="fp32", format=FP32)
+EXACT = Policy(name="fp64", format=FP64)
 
 
 def make_policy(name: PolicyName, format: FloatFormat) -> Policy:  # noqa: A002 - the field's own name
@@ -71,8 +73,13 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
     """
     dtype = torch_dtype(policy.format)
     with ExitStack() as stack:
-        if device.type != "cuda" or policy.name == "fp32":
+        if device.type != "cuda" or policy.name in ("fp32", "fp64"):
             stack.enter_context(cuda_code(device))
+        if policy.name == "fp64":
+            stack.enter_context(_default_dtype(dtype))
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            yield
+            return
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
             stack.enter_context(_exact_products(device.type))
             stack.enter_context(install_kernels(device.type))
@@ -91,6 +98,17 @@ def cuda_autocast(dtype: torch.dtype = torch.float16, device: str = "cpu") -> It
         raise NanDoctorError(f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype.")
     with apply_policy(make_policy("cuda", FORMATS[name]), torch.device(device)):
         yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What tensors are made in that the code makes without a dtype, so that they fit the others."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -58,13 +58,27 @@ class Invocation:
 
     def kept(self) -> Invocation:
         """The same call with the arguments as they are now: copied where the op will write to them."""
-        return self._mapped(_copy) if self.op._schema.is_mutable else self
+        return self.mapped(_copy) if self.op._schema.is_mutable else self
 
     def widened(self) -> Invocation:
         """The same call in float64, or complex128: tensors and dtypes both."""
-        return self._mapped(_widen)
+        return self.mapped(_widen)
 
-    def _mapped(self, change: Any) -> Invocation:
+    def with_argument(self, name: str, value: Any) -> Invocation:
+        """The same call with another value for one argument: by its schema's name, or numbered as in `tensors`."""
+        listed, _, index = name.partition("[")
+        if index:
+            items = list(dict(self.arguments())[listed])
+            items[int(index[:-1])] = value
+            return self.with_argument(listed, items)
+        names = [argument.name for argument in self.op._schema.arguments[: len(self.args)]]
+        if name in names:
+            place = names.index(name)
+            return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))
+        return replace(self, kwargs={**self.kwargs, name: value})
+
+    def mapped(self, change: Any) -> Invocation:
+        """The same call with `change` made to every value among the arguments."""
         args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import linecache
 import math
-import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +19,12 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
-from nandoctor.engine.invocation import Invocation, op_name
+from nandoctor.engine.interception import Proceed, find_source, intercepting
+from nandoctor.engine.invocation import Invocation
 from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, numbers_in, unwrap
-from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
+from nandoctor.engine.tracer import Owner
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
-
-_KEY: Any = torch._C._parse_dispatch_key(OBSERVER_KEY)
-_KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-# Composites of which one part or the other is to blame; they are on no autocast list themselves.
-_LOOKED_INTO = frozenset({"cross_entropy_loss"})
-_SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
-_RUNNER = str(Path(__file__).with_name("runner.py"))
 
 UNREAD = "unread"
 """The kind of a buffer that an op takes and only writes: what it holds does not matter."""
@@ -79,17 +69,6 @@ class _Writer(NamedTuple):
     reading: Reading | None
 
 
-_active = threading.local()
-_registration = threading.RLock()
-
-
-def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    if op_name(op) in _LOOKED_INTO:
-        return op.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
-    with unobserved():
-        return _active.tracer.observe(Invocation(op=op, args=args, kwargs=kwargs))
-
-
 class OpTracer:
     """Records the ops of the current thread while `watching()` is open.
 
@@ -114,14 +93,7 @@ class OpTracer:
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
         """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
         self._find_owner = owner
-        with ExitStack() as stack:
-            stack.enter_context(_registration)
-            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-            stack.callback(library._destroy)
-            library.fallback(_observe, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
-            _active.tracer = self
-            stack.callback(delattr, _active, "tracer")
-            stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+        with intercepting(self._observe):
             yield
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
@@ -139,12 +111,12 @@ class OpTracer:
         pairs = zip(self._recordings, stats, stats[len(inputs) :], strict=False)
         return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
 
-    def observe(self, call: Invocation) -> Any:
+    def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it. Ops without floating-point output are run and forgotten."""
         inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
-        output = call.run()
+        output = proceed(call)
         leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings):
@@ -194,7 +166,7 @@ class OpTracer:
                 owner=owner,
                 nth=self._counts[owner, call.name],
                 phase=self.phase,
-                source=_find_source(sys._getframe(1)),
+                source=find_source(),
                 inputs=inputs,
                 outputs=[reading for reading in readings if reading is not None],
                 scalars=tuple(call.scalars()),
@@ -233,15 +205,6 @@ def _version(tensor: torch.Tensor) -> int:
 def _storage(tensor: torch.Tensor) -> int:
     """Views share their storage, so a write through one of them is found from all."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
-
-
-def _find_source(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line of the user's code; None where torch's own modules call each other throughout."""
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
-        if frame.f_code.co_filename == _RUNNER:
-            return None  # further out is whoever called nandoctor
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _to_call(

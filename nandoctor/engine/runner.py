@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +17,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from nandoctor.engine.autocast import Policy, apply_policy
+from nandoctor.engine import interventions
+from nandoctor.engine.autocast import EXACT, Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
 from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
+from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
@@ -54,13 +56,14 @@ class Watch:
     """What to record beside every module call.
 
     `census` counts exactly whatever asks for it, `ops` records every operation. `backward` runs the backward pass of
-    loss x `loss_scale`, and needs `ops`.
+    loss x `loss_scale`, recorded op by op with `ops`; `keep` leaves the gradients themselves in the outcome.
     """
 
     census: bool = False
     ops: bool = False
     backward: bool = False
     loss_scale: float = 1.0
+    keep: bool = False
 
 
 MODULES_ONLY = Watch()
@@ -69,11 +72,16 @@ CLOSELY = Watch(census=True, ops=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers."""
+    """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers.
+
+    `gradients`, by the names of the parameters and at loss scale 1, are there where the watch keeps them.
+    """
 
     trace: Trace
     output: Any
     random: bool
+    loss: torch.Tensor | None = None
+    gradients: Mapping[str, torch.Tensor] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +91,7 @@ class _Result:
     output: Any = None
     loss: torch.Tensor | None = None
     bad_gradients: tuple[TensorStats, ...] = ()
+    gradients: Mapping[str, torch.Tensor] | None = None
     raised: Exception | None = None
     elapsed_s: float = 0.0
 
@@ -94,7 +103,7 @@ class _Observers:
         self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
     ) -> None:
         names = _known_tensors(setup.model, batch)
-        self.gradients = GradientTracer(low=low) if watch.backward else None
+        self.gradients = GradientTracer(low=low) if watch.backward and watch.ops else None
         self.ops = OpTracer(names=names, low=low, gradients=self.gradients) if watch.ops else None
         self.modules = Tracer(
             setup.model,
@@ -127,26 +136,30 @@ def run(
     seed: int | None,
     low: FloatFormat,
     watch: Watch = MODULES_ONLY,
+    edits: Sequence[Edit] = (),
     on_call: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
 
     Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone. A
-    `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `on_call` is
-    told how many module calls have returned.
+    `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `edits` are made
+    to the run, and undone after it. `on_call` is told how many module calls have returned.
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
     """
+    singles = interventions.flatten(edits)
+    policy = interventions.choose_policy(singles, policy)
+    watch = replace(watch, loss_scale=interventions.choose_loss_scale(singles, watch.loss_scale))
     for grad in (watch.backward, True):  # once more with a graph for a model that takes gradients on its way
-        outcome, error = _record(setup, policy, training, seed, low, watch, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, watch, singles, on_call, grad=grad)
         if error is None or "does not require grad" not in str(error):
             break
     if error is not None and not _shows_damage(outcome.trace):
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
         # (jagged nested ones) cannot be watched op by op.
         other = replace(watch, ops=not watch.ops)
-        outcome, error = _record(setup, policy, training, seed, low, other, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, grad=grad)
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
@@ -159,20 +172,25 @@ def _record(
     seed: int | None,
     low: FloatFormat,
     watch: Watch,
+    edits: tuple[SingleEdit, ...],
     on_call: Callable[[int], None] | None,
     *,
     grad: bool,
 ) -> tuple[Outcome, Exception | None]:
     """One run, with an autograd graph where `grad` says so, and the exception that ended it."""
-    batch = {name: tensor.clone() for name, tensor in setup.batch.items()}
+    chosen = interventions.select_samples(edits, setup.batch, setup.used)
+    batch = {name: _in_own_format(tensor, policy).clone() for name, tensor in chosen.items()}
     with _in_mode(setup.model, training):
         with ExitStack() as stack:
             stack.enter_context(_restored(setup.model))
+            if policy is EXACT:
+                stack.enter_context(_widened(setup.model))
             draws = stack.enter_context(_seeded(seed, setup))
             observers = _Observers(setup, batch, watch, low, on_call)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
             stack.enter_context(apply_policy(policy, setup.device))
-            result = _execute(setup, batch, observers, watch, grad=grad)
+            stack.enter_context(interventions.intervene(edits, setup.model, setup.device, observers.modules.owner))
+            result = _execute(setup, batch, observers, watch, edits, grad=grad)
             output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, census=True)
             drew_random = draws()
         calls = _with_bad_state(observers.modules.calls(), setup.model, low)
@@ -193,10 +211,33 @@ def _record(
         backward=observers.gradients.calls(ops) if observers.gradients else (),
         bad_gradients=result.bad_gradients,
     )
-    return Outcome(trace=trace, output=result.output, random=drew_random), result.raised
+    outcome = Outcome(
+        trace=trace, output=result.output, random=drew_random, loss=result.loss, gradients=result.gradients
+    )
+    return outcome, result.raised
 
 
-def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *, grad: bool) -> _Result:
+def _in_own_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
+    return tensor.double() if policy is EXACT and tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    """The model's weights and buffers in float64."""
+    tensors = [*model.parameters(), *model.buffers()]
+    narrow = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
+    for tensor, data in narrow:
+        tensor.data = data.double()
+    try:
+        yield
+    finally:
+        for tensor, data in narrow:
+            tensor.data = data
+
+
+def _execute(
+    setup: Setup, batch: Batch, observers: _Observers, watch: Watch, edits: tuple[SingleEdit, ...], *, grad: bool
+) -> _Result:
     """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
     result = _Result()
     started = time.perf_counter()
@@ -205,10 +246,11 @@ def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *,
             result.output = setup.forward(batch)
             if setup.loss is not None:
                 observers.begin_loss()
-                result.loss = setup.loss(result.output, batch)
+                with interventions.loss_in_fp32(edits, setup.device) as widen:
+                    result.loss = setup.loss(widen(result.output), batch)
         if watch.backward and result.loss is not None:
             with torch.autocast(setup.device.type, enabled=False):
-                result.bad_gradients = _backward(setup.model, result.loss * watch.loss_scale)
+                result.bad_gradients, result.gradients = _backward(setup.model, result.loss, watch)
     except Exception as error:
         result.raised = error
     finally:
@@ -218,14 +260,23 @@ def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *,
     return result
 
 
-def _backward(model: nn.Module, loss: torch.Tensor) -> tuple[TensorStats, ...]:
-    """Run the backward pass, and return the parameters' non-finite gradients; none are left on the model."""
+def _backward(
+    model: nn.Module, loss: torch.Tensor, watch: Watch
+) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
+    """Run the backward pass; the parameters' non-finite gradients, and all of them where they are to be kept.
+
+    None are left on the model.
+    """
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in kept:
             parameter.grad = None
-        loss.backward()  # type: ignore[no-untyped-call]
-        return bad_gradients(model)
+        (loss * watch.loss_scale).backward()  # type: ignore[no-untyped-call]
+        if not watch.keep:
+            return bad_gradients(model), None
+        made = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+        unscaled = {name: gradient / watch.loss_scale for name, gradient in made if gradient is not None}
+        return bad_gradients(model), unscaled
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

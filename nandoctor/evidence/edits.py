@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import SourceLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSite:
-    """An op in a module's own forward: the `nth` call of `op` there, in call number `call` or, with None, in all.
+    """Where an op stands in the code, as a person finds it: every `op` of the line `source` in `type`'s forward.
 
-    `module` is the dotted path, "" the root, "<loss>" the loss function; `op` is the aten name.
+    The line is shared by all modules of one class; `module`, the dotted path ("" the root, "<loss>" the loss function),
+    is the one that it was seen in. Without a `source` the op is the `nth` of its name in each call of `module`. An `op`
+    of "" stands for all ops of the line; otherwise it is the aten name.
     """
 
     module: str
+    type: str
     op: str
-    nth: int
-    call: int | None = None
+    nth: int = 0
+    source: SourceLine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class KeepModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOp:
-    """Run one op in fp32, autocast off: its inputs are widened, its output stays fp32."""
+    """Run an op, or a line, in fp32, autocast off: inputs are widened, outputs stay fp32. In-place ops stay."""
 
     kind: Literal["keep-op"] = "keep-op"
     site: OpSite
@@ -46,11 +50,12 @@ class KeepOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAttribute:
-    """Give a module's attribute another number: `norm.eps = 1e-5`."""
+    """Give an attribute another number in every module of a class where it `was` this one: `norm.eps = 1e-5`."""
 
     kind: Literal["set-attribute"] = "set-attribute"
-    module: str
+    type: str
     name: str
+    was: float
     value: float
 
 
@@ -58,12 +63,14 @@ class SetAttribute:
 class SetArgument:
     """Give an op another number as its argument, named as in the op's schema: the 1e-8 of `x + 1e-8`.
 
-    A `value` of None stands for the smallest number of the op's own format, `torch.finfo(x.dtype).min`.
+    Only where it `was` the number that is to be replaced. A `value` of None stands for the lowest number of the op's
+    own format, `torch.finfo(x.dtype).min`.
     """
 
     kind: Literal["set-argument"] = "set-argument"
     site: OpSite
     argument: str
+    was: float
     value: float | None
 
 

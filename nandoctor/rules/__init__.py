@@ -5,7 +5,8 @@ In: the traces of the runs. Out: what came first, where it was born, why, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from nandoctor.evidence.report import Cause
 from nandoctor.rules import (
@@ -27,7 +28,7 @@ from nandoctor.rules import (
     reduction_overflow,
     where_gradient_trap,
 )
-from nandoctor.rules.base import Finding, GradientFinding
+from nandoctor.rules.base import Doses, Finding, GradientFinding
 
 FORWARD_RULES: tuple[Callable[[Finding], Cause | None], ...] = (
     mask_constant_overflow.diagnose,
@@ -55,3 +56,23 @@ BACKWARD_RULES: tuple[Callable[[GradientFinding], Cause | None], ...] = (
     gradient_singularity.diagnose,
 )
 """For the backward pass, likewise."""
+
+SUGGESTIONS: Mapping[str, Callable[[Any], Iterable[Doses]]] = {
+    rule.CODE: rule.suggest
+    for rule in (
+        division_by_zero,
+        empty_reduction,
+        eps_underflow,
+        exp_overflow,
+        fully_masked_softmax,
+        gradient_singularity,
+        indeterminate_form,
+        invalid_domain,
+        log_of_zero,
+        loss_scale_overflow,
+        mask_constant_overflow,
+        matmul_overflow,
+        where_gradient_trap,
+    )
+}
+"""By cause, the changes of the operation itself that are worth trying; they take the finding that was diagnosed."""

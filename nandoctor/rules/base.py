@@ -6,9 +6,10 @@ In: an examined op with its twin in fp32 and the ops before it. Out: the finding
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nandoctor.evidence.edits import ClampArgument, Edit, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import Exam, OpCall, Operand, OpTensor
@@ -45,6 +46,10 @@ MOVES = words(
 """Ops that hand values on as they are."""
 FILLS = words("full full_like new_full fill masked_fill where scalar_tensor constant_pad_nd")
 """Ops that put a given number in places."""
+
+
+Doses = tuple[Edit, ...]
+"""One change in several strengths, the first that cures being the one to take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +190,18 @@ def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
         ),
         Evidence(name="num_bad", value=exam.num_bad, text=f"{exam.num_bad} of {exam.numel} elements are non-finite"),
     )
+
+
+def site_of(op: OpCall) -> OpSite:
+    """Where a traced op stands in the code."""
+    return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
+
+
+def clamp_doses(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Doses:
+    """The argument of an op clamped to each of the `bounds`, (low, high)."""
+    return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
+
+
+def constant_argument(op: OpCall, constant: float) -> str | None:
+    """The name of the argument that this number is, or that its negative is."""
+    return next((name for name, value in op.scalars if abs(value) == abs(constant)), None)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
@@ -16,6 +17,7 @@ from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
 from nandoctor.rules import (
     BACKWARD_RULES,
     FORWARD_RULES,
+    SUGGESTIONS,
     mask_constant_overflow,
     optimizer_eps_underflow,
     poisoned_buffers,
@@ -24,20 +26,29 @@ from nandoctor.rules import (
     poisoned_weights,
     silent_overflow,
 )
-from nandoctor.rules.base import MOVES, PRODUCTS, Finding, GradientFinding, number
+from nandoctor.rules.base import MOVES, PRODUCTS, Doses, Finding, GradientFinding, number, site_of
 from nandoctor.rules.origin import Birth, Lineage, find_swallowed, trace_back
 from nandoctor.rules.sighting import Sighting, find_sightings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """An op to blame, where it stands in the code, and the changes of it that are worth trying."""
+
+    site: OpSite
+    suggestions: tuple[Doses, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
     """All diagnoses, the likeliest first, and the way from the first one's origin to the symptom.
 
-    `sighting` is where the damage first came to light. `complete` is False where the traced span was too short to
-    reach the origin.
+    `leads` are those of the diagnoses that blame an op of the forward pass or the loss, in the same order. `sighting`
+    is where the damage first came to light. `complete` is False where the traced ops did not reach the origin.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
+    leads: tuple[Lead, ...] = ()
     chain: tuple[Link, ...] = ()
     sighting: Sighting | None = None
     complete: bool = True
@@ -91,7 +102,7 @@ def conclude_backward(
     ops = {op.order: op for op in trace.ops}
     healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
     sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
-    diagnoses = []
+    diagnoses, leads = [], []
     for op in trace.backward:
         if op.exam is None:
             continue
@@ -107,16 +118,18 @@ def conclude_backward(
         causes = (rule(finding) for rule in BACKWARD_RULES)
         cause = next((cause for cause in causes if cause is not None), None)
         diagnoses.append(Diagnosis(origin=_origin(op, op.exam), cause=cause))
-    return Conclusion(diagnoses=tuple(diagnoses))
+        if finding.forward is not None:
+            leads.append(_lead(finding.forward, finding, cause))
+    return Conclusion(diagnoses=tuple(diagnoses), leads=tuple(leads))
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
     findings = [_finding(birth, trace, low) for birth in find_swallowed(trace, reference)]
-    causes = [(finding, silent_overflow.diagnose(finding)) for finding in findings]
+    causes = [(finding, cause) for finding in findings if (cause := silent_overflow.diagnose(finding))]
     return Conclusion(
-        diagnoses=tuple(
-            Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause) for finding, cause in causes if cause
-        ),
+        diagnoses=tuple(Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause) for finding, cause in causes),
+        # What overflowed would have its own rule's word, had it come to light.
+        leads=tuple(_lead(finding.op, finding, find_cause(finding)) for finding, _ in causes),
         sighting=sightings[0] if sightings else None,
     )
 
@@ -129,33 +142,47 @@ def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting],
     start = found[0][0] if found else 0
     involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
     return Conclusion(
-        diagnoses=tuple(diagnosis for _, diagnosis in found),
+        diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
+        leads=tuple(lead for _, _, lead in found if lead is not None),
         chain=_chain(lineage.way_from(start)) if found else (),
         sighting=next(involved, sightings[0] if sightings else None),
         complete=lineage.complete and (bool(found) or not lineage.births),
     )
 
 
-def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[tuple[int, Diagnosis]]:
+_Found = tuple[int, Diagnosis, Lead | None]
+
+
+def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[_Found]:
     """What was bad before it met the traced ops, with the order of the op that took it first."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
     for op, tensor in outside.values():
         assert tensor.stats is not None
         if not _is_stored_mask(tensor.stats):
             for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase):
-                yield op.order, diagnosis
+                yield op.order, diagnosis, None
 
 
-def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[tuple[int, Diagnosis]]:
+def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     births = lineage.births or (lineage.written if trace.loss is not None and not trace.loss.finite else ())
     for birth in births:
         if birth.op.exam is not None:
             finding = _finding(birth, trace, low)
-            by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=find_cause(finding))
-            for diagnosis in _absurd_weights(finding, trace) or [by_op]:
-                yield birth.op.order, diagnosis
+            absurd = _absurd_weights(finding, trace)
+            for diagnosis in absurd:
+                yield birth.op.order, diagnosis, None
+            if not absurd:
+                cause = find_cause(finding)
+                by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause)
+                yield birth.op.order, by_op, _lead(finding.op, finding, cause)
+
+
+def _lead(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Lead:
+    suggest = SUGGESTIONS.get(cause.code) if cause else None
+    doses = (doses for doses in suggest(finding) if doses) if suggest else ()
+    return Lead(site=site_of(op), suggestions=tuple(doses))
 
 
 def _code(diagnosis: Diagnosis) -> str | None:

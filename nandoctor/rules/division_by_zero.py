@@ -16,9 +16,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.rules.base import DIVISIONS, Finding
+from nandoctor.rules.base import DIVISIONS, Doses, Finding, clamp_doses
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
@@ -49,3 +51,10 @@ def _denominator(finding: Finding) -> Operand | None:
     if op in DIVISIONS:
         return finding.operand("other") or finding.operand("tensor2")
     return None
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp what is below the line; where it may be negative, that does not agree with fp32 and is refused."""
+    denominator = _denominator(finding)
+    if denominator is not None:
+        yield clamp_doses(finding.op, denominator.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

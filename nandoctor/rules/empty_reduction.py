@@ -17,8 +17,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import REDUCTIONS, Finding
+from nandoctor.rules.base import REDUCTIONS, Doses, Finding, site_of
 
 CODE = "empty-reduction"
 TITLE = "A reduction over no elements"
@@ -38,3 +41,8 @@ def diagnose(finding: Finding) -> Cause | None:
             Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} averages are 0/0"),
         ),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Count an average over nothing as zero."""
+    yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)

@@ -19,8 +19,11 @@ Known problems
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.rules.base import (
@@ -28,11 +31,14 @@ from nandoctor.rules.base import (
     DIVISIONS,
     LOGARITHMS,
     MOVES,
+    Doses,
     Finding,
     GradientFinding,
     ancestors,
+    constant_argument,
     gradient_evidence,
     number,
+    site_of,
     words,
 )
 
@@ -45,6 +51,8 @@ _HANDING_ON = MOVES | CASTS | {"neg"}
 _SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow"}
 _LARGEST_EPS = 1e-2
 _DEPTH = 6
+_LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
+"""What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -131,3 +139,17 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
         for operand in finding.exam.operands
         if operand.census.num_zero
     )
+
+
+def suggest(finding: Finding | GradientFinding) -> Iterator[Doses]:
+    """A constant that the format holds, and the line that uses it in fp32."""
+    singular = finding.op if isinstance(finding, Finding) else finding.forward
+    assert singular is not None
+    for place, eps in _lost_constants(singular, finding.ops):
+        argument = constant_argument(place, eps)
+        was = dict(place.scalars).get(argument or "")
+        if argument is None or was is None:
+            continue
+        kept = [math.copysign(value, was) for value in _LARGER if value > eps and place.outputs[0].dtype.round(value)]
+        yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
+        yield (KeepOp(site=replace(site_of(place), op="")),)

@@ -19,9 +19,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
-from nandoctor.rules.base import EXPONENTIALS, PRODUCTS, Finding, number, overflow_evidence
+from nandoctor.rules.base import EXPONENTIALS, PRODUCTS, Doses, Finding, clamp_doses, number, overflow_evidence
 
 CODE = "exp-overflow"
 TITLE = "An exponential is too large for its format"
@@ -73,3 +75,16 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
             ),
         ),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp the exponent below what fp32 holds, or what fp16 holds."""
+    exponential = next(_exponentials(finding), None)
+    if exponential is not None and exponential.inputs and exponential.op != "pow":
+        yield clamp_doses(exponential, exponential.inputs[0].name, [(None, high) for high in (80.0, 11.0)])
+
+
+def _exponentials(finding: Finding) -> Iterator[OpCall]:
+    """The op itself, or those that made what it takes."""
+    ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
+    return (op for op in ops if op.op in EXPONENTIALS)

@@ -17,8 +17,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import SOFTMAXES, Finding
+from nandoctor.rules.base import SOFTMAXES, Doses, Finding, site_of
 
 CODE = "fully-masked-softmax"
 TITLE = "Every position of a softmax is masked"
@@ -35,3 +38,8 @@ def diagnose(finding: Finding) -> Cause | None:
         explanation=f"{rows} rows of the scores are -inf throughout, so {finding.op.op} has nothing to choose from.",
         evidence=(Evidence(name="num_full_rows", value=rows, text=f"{rows} rows are masked throughout"),),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Let such rows attend evenly, and take zeros for their result."""
+    yield (UnmaskRows(site=site_of(finding.op)),)

@@ -17,8 +17,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause
-from nandoctor.rules.base import GradientFinding, gradient_evidence, number
+from nandoctor.rules.base import Doses, GradientFinding, gradient_evidence, number
+from nandoctor.rules.invalid_domain import clamp_into_domain
 
 CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"
@@ -38,3 +41,9 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         "comes in is finite, the one that goes out is not, in fp32 either.",
         evidence=gradient_evidence(finding),
     )
+
+
+def suggest(finding: GradientFinding) -> Iterator[Doses]:
+    """Keep the argument of the forward op off the point where the derivative is infinite."""
+    if finding.forward is not None:
+        yield clamp_into_domain(finding.forward)

@@ -17,8 +17,10 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import Finding, GradientFinding, gradient_evidence
+from nandoctor.rules.base import Doses, Finding, GradientFinding, clamp_doses, gradient_evidence
 
 CODE = "indeterminate-form"
 TITLE = "An operation on infinities that has no value"
@@ -48,3 +50,11 @@ def diagnose_gradient(finding: GradientFinding) -> Cause | None:
         explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
         evidence=gradient_evidence(finding),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp an infinite factor to what the format holds: then 0 times it is 0."""
+    limit = finding.format.max
+    for operand in finding.exam.operands if finding.op.op == "mul" else ():
+        if operand.census.num_posinf or operand.census.num_neginf:
+            yield clamp_doses(finding.op, operand.name, [(-limit, limit)])

@@ -18,9 +18,12 @@ Known problems
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import Operand
-from nandoctor.rules.base import Finding, number
+from nandoctor.evidence.trace import OpCall, Operand
+from nandoctor.rules.base import Doses, Finding, clamp_doses, number
 
 CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
@@ -37,6 +40,8 @@ _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lgamma", "special_gammaln", "digamma", "special_digamma", "mvlgamma"), (0.0, float("inf"))),
 }
 """Functions that are infinite on the edge."""
+_MARGINS = (0.0, 1e-12, 1e-6, 1e-4, 1e-3)
+"""How far an argument is kept from the edge."""
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -72,3 +77,19 @@ def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -
     if argument.min < low or (is_open and argument.min == low):
         return argument.min
     return argument.max if argument.max > high or (is_open and argument.max == high) else None
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp the argument into the domain."""
+    yield clamp_into_domain(finding.op)
+
+
+def clamp_into_domain(op: OpCall) -> Doses:
+    """The argument of a function clamped to where it, and its derivative, is finite; empty for an unknown one."""
+    domain = _OPEN_DOMAINS.get(op.op) or _DOMAINS.get(op.op)
+    if domain is None or not op.inputs:
+        return ()
+    low, high = domain
+    argument = op.inputs[-1 if "xlogy" in op.op else 0].name
+    ends = [(low + margin, None if math.isinf(high) else high - margin) for margin in _MARGINS]
+    return clamp_doses(op, argument, ends)

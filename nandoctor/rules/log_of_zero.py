@@ -20,8 +20,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import LOGARITHMS, Finding, writes_infinity
+from nandoctor.rules.base import LOGARITHMS, Doses, Finding, writes_infinity
+from nandoctor.rules.invalid_domain import clamp_into_domain
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
@@ -73,3 +76,8 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
             ),
         ),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp the argument to where the logarithm is finite."""
+    yield clamp_into_domain(finding.op)

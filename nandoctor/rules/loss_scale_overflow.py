@@ -17,8 +17,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import GradientFinding, gradient_evidence, number
+from nandoctor.rules.base import Doses, GradientFinding, gradient_evidence, number
 
 CODE = "loss-scale-overflow"
 TITLE = "The loss scale was too large"
@@ -39,3 +42,8 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         "steps will find a scale that fits.",
         evidence=(scale, *gradient_evidence(finding)),
     )
+
+
+def suggest(finding: GradientFinding) -> Iterator[Doses]:
+    """The scale that GradScaler will come to by halving."""
+    yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))

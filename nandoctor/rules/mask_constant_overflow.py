@@ -20,10 +20,12 @@ Known problems
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
-from nandoctor.rules.base import CASTS, Finding, number, words
+from nandoctor.rules.base import CASTS, FILLS, Doses, Finding, clamp_doses, number, site_of, words
 
 CODE = "mask-constant-overflow"
 TITLE = "The constant of a mask is too large for its format"
@@ -73,3 +75,15 @@ def _is_mask(tensor: OpTensor) -> bool:
 def _is_indicator(operand: Operand) -> bool:
     """A mask of zeros and ones, or of something between."""
     return bool(operand.shape) and operand.min is not None and operand.min >= 0 and (operand.max or 0.0) <= 1
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """The lowest number of the scores' own format, or one that fits beside others."""
+    for name, value in finding.op.scalars:
+        if -math.inf < value <= _VERY_NEGATIVE:
+            site = site_of(finding.op)
+            doses = (None, _VERY_NEGATIVE) if finding.op.op in FILLS else (_VERY_NEGATIVE,)
+            yield tuple(SetArgument(site=site, argument=name, was=value, value=dose) for dose in doses)
+    for tensor in finding.op.inputs:
+        if tensor.stats is not None and _is_mask(tensor):
+            yield clamp_doses(finding.op, tensor.name, [(_VERY_NEGATIVE, None)])

@@ -18,11 +18,18 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import PRODUCTS, Finding, number, overflow_evidence
+from nandoctor.evidence.trace import OpCall
+from nandoctor.rules.base import MOVES, PRODUCTS, Doses, Finding, number, overflow_evidence, site_of, words
 
 CODE = "matmul-overflow"
 TITLE = "A matrix product is too large for its format"
+
+_TAKES_FACTOR = words("matmul mm bmm mv dot einsum tensordot inner outer")
+"""Products that are linear in their first tensor, with nothing added to them."""
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -44,3 +51,26 @@ def diagnose(finding: Finding) -> Cause | None:
         f"{number(finding.format.max)}, so the result is rounded to Inf.",
         evidence=(*overflow_evidence(finding), *terms, *sizes),
     )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Scale before the product, where a multiplication or division by a number follows it."""
+    if finding.op.op not in _TAKES_FACTOR:
+        return
+    for scale in _takers(finding):
+        numbers = [value for name, value in scale.scalars if name == "other" and value]
+        if scale.op in ("mul", "div") and numbers:
+            factor = numbers[0] if scale.op == "mul" else 1 / numbers[0]
+            if abs(factor) < 1:
+                yield (ScaleFirst(product=site_of(finding.op), scale=site_of(scale), factor=factor),)
+
+
+def _takers(finding: Finding) -> Iterator[OpCall]:
+    """The ops that take the product itself, seen through those that only move values."""
+    wave = {finding.op.order}
+    for op in sorted(finding.ops.values(), key=lambda op: op.order):
+        if any(tensor.producer in wave for tensor in op.inputs):
+            if op.op in MOVES:
+                wave.add(op.order)
+            else:
+                yield op

@@ -17,8 +17,11 @@ Known problems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nandoctor.evidence.report import Cause
-from nandoctor.rules.base import MOVES, GradientFinding, gradient_evidence
+from nandoctor.rules.base import DIVISIONS, MOVES, Doses, GradientFinding, clamp_doses, gradient_evidence
+from nandoctor.rules.invalid_domain import clamp_into_domain
 
 CODE = "where-gradient-trap"
 TITLE = "A hidden branch of a selection has no gradient to give"
@@ -58,3 +61,12 @@ def _hiding_selection(finding: GradientFinding) -> str | None:
                 return op.op
         wave = {op.order for op in takers if op.op in MOVES | {"mul", "add", "sub", "neg", "to"}}
     return None
+
+
+def suggest(finding: GradientFinding) -> Iterator[Doses]:
+    """Keep the argument off the singular point, in the hidden branch as well."""
+    forward = finding.forward
+    assert forward is not None
+    yield clamp_into_domain(forward)
+    for tensor in forward.inputs[1:] if forward.op in DIVISIONS else ():
+        yield clamp_doses(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])
