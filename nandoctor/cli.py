@@ -77,6 +77,9 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
         click.option("--mode", type=click.Choice(["train", "eval"]), help="Default: train, then eval."),
         click.option("--device", metavar="cpu|cuda", help="Where to replay (default cpu)."),
         click.option("--seed", type=int, help="For dropout and the like (default 0, then a few more)."),
+        click.option("--no-prescribe", is_flag=True, help="Only say what it is: try no cures."),
+        click.option("--max-trials", type=click.IntRange(min=0), metavar="N", help="Runs to spend on cures (200)."),
+        click.option("--time", type=float, metavar="SECONDS", help="Time to spend on cures (default: no limit)."),
         click.option("--no-strict", is_flag=True, help="Load the weights that fit, leave the rest."),
         click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."),
     ]
@@ -141,7 +144,7 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
 
         report = read_report(source)
     else:
-        report = _replay(source, options).report
+        report = _replay(source, {**options, "no_prescribe": True}).report
     _save(report, file or Path(f"{source.stem}.{kind}.png"))
 
 
@@ -181,7 +184,7 @@ def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case
 def _check(dump: Path, options: dict[str, Any]) -> int:
     """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
     try:
-        verdict = _replay(dump, options, quiet=True).verdict
+        verdict = _replay(dump, {**options, "no_prescribe": True}, quiet=True).verdict
     except click.UsageError:
         raise
     except Exception as error:
@@ -197,6 +200,8 @@ def _given_settings(options: dict[str, Any]) -> dict[str, Any]:
         given["model_args"] = dict(_parse_argument(text) for text in given["model_args"])
     if options["no_strict"]:
         given["strict"] = False
+    if options["no_prescribe"]:
+        given["prescribe"] = False
     return given
 
 
@@ -214,6 +219,8 @@ _PASSED_ON = frozenset(
         "mode",
         "device",
         "seed",
+        "max_trials",
+        "time",
     }
 )
 

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -17,16 +18,20 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
 from nandoctor.engine.grading import grade
+from nandoctor.engine.interventions import batch_size
 from nandoctor.engine.optimizer import measure_slots
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.census import DumpSummary
+from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
+from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
 from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer
 from nandoctor.rules.sighting import needs_census
@@ -84,7 +89,15 @@ class _Replay:
         self._num_calls: int | None = None
 
     def run(
-        self, stage: str, setup: Setup, policy: Policy, *, training: bool, seed: int | None, watch: Watch = MODULES_ONLY
+        self,
+        stage: str,
+        setup: Setup,
+        policy: Policy,
+        *,
+        training: bool,
+        seed: int | None,
+        watch: Watch = MODULES_ONLY,
+        edits: tuple[Edit, ...] = (),
     ) -> Outcome:
         """Run `setup` once, with progress shown as `stage`."""
         self._progress(stage, 0, self._num_calls)
@@ -95,6 +108,7 @@ class _Replay:
             seed=seed,
             low=self.low,
             watch=watch,
+            edits=edits,
             on_call=lambda done: self._progress(stage, done, self._num_calls),
         )
         self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
@@ -125,9 +139,11 @@ def replay_dump(
     replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
     attempt = _reproduce(replay, preparation, settings)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
-    findings = _look_at_optimizer(findings, measure_slots(dump.moments, attempt.setup.model, replay.low))
+    slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
+    findings = _look_at_optimizer(findings, slots)
+    remedies = _treat(replay, attempt, findings, slots, settings, _loss_scale(dump, settings))
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
-    return _write_report(findings, attempt, summary, notes, replay.low)
+    return _write_report(findings, remedies, attempt, summary, notes, replay.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +159,12 @@ class _Findings:
 
 
 def _write_report(
-    findings: _Findings, attempt: _Attempt, summary: DumpSummary, notes: tuple[str, ...], low: FloatFormat
+    findings: _Findings,
+    remedies: Remedies,
+    attempt: _Attempt,
+    summary: DumpSummary,
+    notes: tuple[str, ...],
+    low: FloatFormat,
 ) -> Report:
     verdict, trace, reference = findings.verdict, findings.trace, findings.reference
     shown = Conclusion() if verdict in ("healthy", "not-reproduced") else findings.conclusion
@@ -159,11 +180,14 @@ def _write_report(
         also=tuple(others),
         chain=shown.chain,
         bad_gradients=findings.bad_gradients,
+        prescriptions=remedies.prescriptions,
+        counterfactuals=remedies.counterfactuals,
+        island_search=remedies.island_search,
         headroom=find_near_misses(reference, low),
         runs=runs,
         dump=summary,
         environment=describe_environment(attempt.setup.device),
-        notes=(*notes, *findings.notes, *describe_error_source(runs.autocast.modules)),
+        notes=(*notes, *findings.notes, *remedies.notes, *describe_error_source(runs.autocast.modules)),
         next_steps=advise(verdict, shown, summary),
     )
 
@@ -306,6 +330,49 @@ def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float, *, 
         verdict=judge_backward(trace, reference, cured_by_scale=cured),
         conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, cured_by_scale=cured),
     )
+
+
+def _treat(
+    replay: _Replay,
+    attempt: _Attempt,
+    findings: _Findings,
+    slots: tuple[OptimizerSlot, ...],
+    settings: Settings,
+    loss_scale: float,
+) -> Remedies:
+    """Changes that cure the step, and the step under other circumstances; nothing for a step that did not fail."""
+    if not settings.prescribe or findings.verdict in ("healthy", "not-reproduced"):
+        return Remedies()
+    setup = attempt.setup
+    purse = Purse(Budget(max_trials=settings.max_trials, time_s=settings.time))
+    watch = Watch(backward=setup.loss is not None, keep=setup.loss is not None, loss_scale=loss_scale)
+    numerics = findings.verdict not in ("precision", "silent", "loss-scale")
+
+    @cache
+    def trials_at(training: bool, seed: int | None) -> Trials:
+        def run_step(edits: tuple[Edit, ...], precision: Precision) -> Outcome | None:
+            policy = REFERENCE if precision == "fp32" else replay.policy
+            stage = f"{'replay in fp32' if precision == 'fp32' else 'replay'}, trial {purse.num_run}"
+            with suppress(ModelError):  # an edited model may not run at all
+                return replay.run(stage, setup, policy, training=training, seed=seed, watch=watch, edits=edits)
+            return None
+
+        return Trials(run_step, purse, numerics=numerics, strict_gradients=loss_scale != 1)
+
+    patient = Patient(
+        model=setup.model,
+        trace=findings.trace,
+        reference=findings.reference,
+        conclusion=findings.conclusion,
+        verdict=findings.verdict,
+        low=replay.low,
+        num_samples=batch_size(setup.batch, setup.used),
+        has_loss=setup.loss is not None,
+        loss_scale=loss_scale if setup.loss is not None else None,
+        random=attempt.outcome.random,
+        slots=slots,
+    )
+    return prescribe(patient, trials_at)
 
 
 def _loss_scale(dump: Dump, settings: Settings) -> float:

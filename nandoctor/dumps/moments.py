@@ -20,13 +20,17 @@ class SecondMoment:
     """The running mean of squared gradients of one parameter.
 
     `index` counts the optimizer's parameters from 0; `name` is the parameter's where the optimizer was given names,
-    else "". `eps` is what the optimizer adds to the root, in the format of `values`.
+    else "". `eps` is what the optimizer adds to the root, in the format of `values`. `first` is the running mean of the
+    gradients themselves, where it has one, `step` the number of steps, `decays` those of the two means (0 for a sum).
     """
 
     index: int
     name: str
     eps: float
     values: torch.Tensor
+    first: torch.Tensor | None = None
+    step: int = 1
+    decays: tuple[float, float] = (0.0, 0.0)
 
 
 def read_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
@@ -45,10 +49,37 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
     if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused"):
         return
     for position, index in enumerate(indices):
-        values = _second_moment(state.get(index))
-        if isinstance(index, int) and values is not None:
+        slots = state.get(index)
+        values = _second_moment(slots)
+        if isinstance(index, int) and isinstance(slots, Mapping) and values is not None:
             name = names[position] if isinstance(names, list) and position < len(names) else ""
-            yield SecondMoment(index=index, name=name if isinstance(name, str) else "", eps=eps, values=values)
+            yield SecondMoment(
+                index=index,
+                name=name if isinstance(name, str) else "",
+                eps=eps,
+                values=values,
+                first=_first_moment(slots, values),
+                step=_step(slots),
+                decays=_decays(group),
+            )
+
+
+def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
+    first = slots.get("exp_avg")
+    return first if isinstance(first, torch.Tensor) and first.shape == like.shape else None
+
+
+def _step(slots: Mapping[str, object]) -> int:
+    step = slots.get("step")
+    return max(int(step), 1) if isinstance(step, (int, float, torch.Tensor)) else 1
+
+
+def _decays(group: Mapping[object, object]) -> tuple[float, float]:
+    """Adam's betas, or RMSprop's alpha; Adagrad adds up and forgets nothing."""
+    betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
+    if isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, float) for beta in betas):
+        return betas[0], betas[1]
+    return 0.0, 0.0
 
 
 def _second_moment(slots: object) -> torch.Tensor | None:

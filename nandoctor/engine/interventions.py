@@ -5,6 +5,7 @@ In: `Edit`s and what they change: a model, a batch, a policy, the ops of a threa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,6 +34,7 @@ from nandoctor.evidence.edits import (
     SetAttribute,
     SetLossScale,
     SingleEdit,
+    StableLog,
     Together,
     UnmaskRows,
     UseFormat,
@@ -82,8 +84,9 @@ def select_samples(
 
 
 def batch_size(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
-    """How many samples there are: the length that most of the arrays have which the model takes."""
-    lengths = Counter(tensor.shape[0] for name, tensor in batch.items() if name in used and tensor.dim())
+    """How many samples there are: the length that most of the arrays have which the model takes, or of all."""
+    taken = [tensor for name, tensor in batch.items() if name in used] or list(batch.values())
+    lengths = Counter(tensor.shape[0] for tensor in taken if tensor.dim())
     return lengths.most_common(1)[0][0] if lengths else None
 
 
@@ -166,7 +169,7 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
 class _Regions:
     """The autocast regions around the module calls that are open; `modes` tells by id which modules are in fp32.
 
-    True stands for a module with all below it, False for its own ops.
+    True stands for a module with all below it, False for its own ops: these take what its children return as fp32.
     """
 
     def __init__(self, modes: Mapping[int, bool], device: torch.device) -> None:
@@ -188,9 +191,12 @@ class _Regions:
         self._open.append((module, region, state))
         return _widen((args, kwargs)) if id(module) in self._modes else None
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open and self._open[-1][0] is module:
-            self._close_last()
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._open or self._open[-1][0] is not module:
+            return None
+        self._close_last()
+        goes_into_own_ops = self._open and self._modes.get(id(self._open[-1][0])) is False
+        return _widen(output) if goes_into_own_ops else None
 
     def close(self) -> None:
         while self._open:
@@ -232,9 +238,11 @@ class _OpChanges:
                 self._changes.append((edit.site, _Clamping(edit)))
             elif isinstance(edit, UnmaskRows):
                 self._changes.append((edit.site, _run_unmasked))
+            elif isinstance(edit, StableLog):
+                stable = _StableLog(edit)
+                self._changes += [(edit.inner, stable.remember), (edit.log, stable.take)]
             elif isinstance(edit, ScaleFirst):
-                self._changes.append((edit.product, _Scaling(edit.factor)))
-                self._changes.append((edit.scale, _return_first))
+                self._changes += [(edit.product, _Scaling(edit.factor)), (edit.scale, _return_first)]
 
     @property
     def asked_for(self) -> bool:
@@ -288,7 +296,7 @@ class _Setting:
     def __call__(self, call: Invocation, proceed: Proceed) -> Any:
         numbers = dict(call.scalars())
         was = numbers.get(self._edit.argument)
-        if was is None or abs(was - self._edit.was) > _CLOSE * abs(self._edit.was):
+        if was is None or not math.isclose(was, self._edit.was, rel_tol=_CLOSE):
             return proceed(call)
         value = self._edit.value
         if value is None:
@@ -329,6 +337,28 @@ class _Scaling:
     def __call__(self, call: Invocation, proceed: Proceed) -> Any:
         name, tensor = next(call.tensors())
         return proceed(call.with_argument(name, tensor * self._factor))
+
+
+class _StableLog:
+    """Remembers what went into a softmax or sigmoid, for the logarithm of its result."""
+
+    def __init__(self, edit: StableLog) -> None:
+        self._complement = edit.complement
+        self._taken: tuple[torch.Tensor, int | None] | None = None
+
+    def remember(self, call: Invocation, proceed: Proceed) -> Any:
+        named = dict(call.arguments())
+        self._taken = named["self"], named.get("dim")
+        return proceed(call)
+
+    def take(self, call: Invocation, proceed: Proceed) -> Any:
+        argument = dict(call.arguments()).get("self")
+        if self._taken is None or argument is None or argument.shape != self._taken[0].shape:
+            return proceed(call)
+        taken, dim = self._taken
+        if dim is not None:
+            return torch.log_softmax(taken.float(), dim)
+        return torch.nn.functional.logsigmoid(-taken.float() if self._complement else taken.float())
 
 
 def _return_first(call: Invocation, proceed: Proceed) -> Any:

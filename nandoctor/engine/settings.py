@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from nandoctor.errors import NanDoctorError
@@ -28,7 +29,8 @@ class Settings:
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16", `policy` "cuda" or "native".
+    "bfloat16", `policy` "cuda" or "native". With `prescribe` cures are looked for, in at most `max_trials` runs of the
+    step and `time` seconds; None is without limit.
     """
 
     model: str | None = None
@@ -44,6 +46,9 @@ class Settings:
     device: str = "cpu"
     seed: int | None = None
     strict: bool = True
+    prescribe: bool = True
+    max_trials: int | None = 200
+    time: float | None = None
     directory: Path = field(default_factory=Path.cwd)
 
 
@@ -62,6 +67,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "device": (str, "the name of a device"),
     "seed": (int, "a whole number"),
     "strict": (bool, "true or false"),
+    "prescribe": (bool, "true or false"),
+    "max_trials": (int | NoneType, "a whole number"),
+    "time": (int | float | NoneType, "a number of seconds"),
 }
 
 

@@ -111,6 +111,19 @@ class UnmaskRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StableLog:
+    """Take the logarithm of a softmax or sigmoid in one function, `log_softmax` or `logsigmoid`, from what went in.
+
+    `inner` is the softmax or sigmoid, `log` the logarithm of its result; with `complement` of 1 minus its result.
+    """
+
+    kind: Literal["stable-log"] = "stable-log"
+    log: OpSite
+    inner: OpSite
+    complement: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UseFormat:
     """Run everything under another format: bf16 has the range of fp32, fp32 and fp64 switch autocast off."""
 
@@ -166,6 +179,7 @@ SingleEdit = (
     | ClampArgument
     | ScaleFirst
     | UnmaskRows
+    | StableLog
     | UseFormat
     | SetLossScale
     | ResetBuffers

@@ -29,6 +29,8 @@ CODE = "exp-overflow"
 TITLE = "An exponential is too large for its format"
 
 _FLOAT64_LIMIT = 709.0
+_HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
+"""Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -81,7 +83,7 @@ def suggest(finding: Finding) -> Iterator[Doses]:
     """Clamp the exponent below what fp32 holds, or what fp16 holds."""
     exponential = next(_exponentials(finding), None)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
-        yield clamp_doses(exponential, exponential.inputs[0].name, [(None, high) for high in (80.0, 11.0)])
+        yield clamp_doses(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
 
 
 def _exponentials(finding: Finding) -> Iterator[OpCall]:

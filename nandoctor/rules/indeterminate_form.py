@@ -17,10 +17,12 @@ Known problems
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import Doses, Finding, GradientFinding, clamp_doses, gradient_evidence
+from nandoctor.rules.base import Doses, Finding, GradientFinding, clamp_doses, gradient_evidence, site_of
 
 CODE = "indeterminate-form"
 TITLE = "An operation on infinities that has no value"
@@ -53,7 +55,13 @@ def diagnose_gradient(finding: GradientFinding) -> Cause | None:
 
 
 def suggest(finding: Finding) -> Iterator[Doses]:
-    """Clamp an infinite factor to what the format holds: then 0 times it is 0."""
+    """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
+    for name, value in finding.op.scalars:
+        if math.isinf(value):
+            yield tuple(
+                SetArgument(site=site_of(finding.op), argument=name, was=value, value=math.copysign(finite, value))
+                for finite in (1e4, 1e3)
+            )
     limit = finding.format.max
     for operand in finding.exam.operands if finding.op.op == "mul" else ():
         if operand.census.num_posinf or operand.census.num_neginf:

@@ -22,14 +22,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import LOGARITHMS, Doses, Finding, writes_infinity
+from nandoctor.evidence.trace import OpCall
+from nandoctor.rules.base import (
+    CASTS,
+    LOGARITHMS,
+    MOVES,
+    Doses,
+    Finding,
+    ancestors,
+    site_of,
+    words,
+    writes_infinity,
+)
 from nandoctor.rules.invalid_domain import clamp_into_domain
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
 
 
+_HAS_STABLE_LOG = words("softmax sigmoid")
+_DEPTH = 6
 _HIDDEN_LOGARITHMS = {
     "logdet": "the determinant is zero",
     "linalg_slogdet": "the determinant is zero",
@@ -79,5 +93,17 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
 
 
 def suggest(finding: Finding) -> Iterator[Doses]:
-    """Clamp the argument to where the logarithm is finite."""
+    """The logarithm of a softmax or sigmoid in one function; else its argument clamped to where it is finite."""
+    for source in _behind(finding):
+        if source.op in _HAS_STABLE_LOG:
+            complement = any(op.op in ("rsub", "sub") for op in _behind(finding) if op.order > source.order)
+            yield (StableLog(log=site_of(finding.op), inner=site_of(source), complement=complement),)
+            break
     yield clamp_into_domain(finding.op)
+
+
+def _behind(finding: Finding) -> tuple[OpCall, ...]:
+    """The ops that made the argument, seen through those that move it, and through 1 minus it."""
+    if not finding.op.inputs:
+        return ()
+    return tuple(ancestors(finding.ops, finding.op.inputs[-1], _DEPTH, through=MOVES | CASTS | {"rsub", "sub"}))

@@ -1,0 +1,399 @@
+"""What a person would write to make an edit: a title, and lines to paste.
+
+In: an `Edit` whose places carry the source lines that the trace saw. Out: text.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nandoctor.evidence.edits import (
+    ClampArgument,
+    Edit,
+    KeepModule,
+    KeepOp,
+    KeepSamples,
+    OpSite,
+    ResetBuffers,
+    ScaleFirst,
+    SetArgument,
+    SetAttribute,
+    SetLossScale,
+    SetOptimizerEps,
+    StableLog,
+    Together,
+    UnmaskRows,
+    UseFormat,
+)
+from nandoctor.evidence.formats import BF16
+
+_OFF = 'with torch.autocast("cuda", enabled=False):'
+_FEW = 2
+_NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
+
+
+def write_title(edit: Edit) -> str:
+    """The edit as one short sentence."""
+    if isinstance(edit, Together):
+        if all(isinstance(single, KeepModule) for single in edit.edits):
+            return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
+        return "; ".join(write_title(single) for single in edit.edits)
+    return str(_WRITERS[edit.kind][0](edit))
+
+
+def write_patch(edit: Edit) -> str:
+    """The lines to write, with file and line where they are known."""
+    if isinstance(edit, Together):
+        wholes = [single for single in edit.edits if isinstance(single, KeepModule) and single.children]
+        if len(wholes) > _FEW:
+            rest = [write_patch(single) for single in edit.edits if single not in wholes]
+            return "\n\n".join(["\n".join(_patch_modules(wholes)), *rest])
+        return "\n\n".join(write_patch(single) for single in edit.edits)
+    return "\n".join(_WRITERS[edit.kind][1](edit))
+
+
+def _module_name(edit: Any) -> str:
+    name = edit.module or "the whole model"
+    return name if edit.children else f"the own ops of {edit.module or 'the model'}"
+
+
+def _title_module(edit: KeepModule) -> str:
+    return "Compute the loss in fp32" if edit.module == "<loss>" else f"Keep {_module_name(edit)} in fp32"
+
+
+def _patch_module(edit: KeepModule) -> Iterator[str]:
+    if edit.module == "<loss>":
+        yield "# where the loss is computed:"
+        yield _OFF
+        yield "    loss = loss_fn(output.float(), target)"
+        return
+    parent, _, name = edit.module.rpartition(".")
+    if not edit.children:
+        yield f"# in the forward of {edit.module or 'the model'}: these ops in fp32, its submodules left out"
+        yield _OFF
+        yield "    ...  # with every tensor that goes in as x.float()"
+        return
+    yield f"# in the forward of {parent or 'the model'}, where it calls {name or 'itself'}:"
+    yield _OFF
+    yield f"    y = {_call_of(name)}(x.float())"
+
+
+def _patch_modules(edits: Sequence[KeepModule]) -> Iterator[str]:
+    yield "def keep_in_fp32(module):"
+    yield "    forward = module.forward"
+    yield "    def run(x):"
+    yield f"        {_OFF}"
+    yield "            return forward(x.float())"
+    yield "    module.forward = run"
+    yield f"for name in {[edit.module for edit in edits]!r}:"
+    yield "    keep_in_fp32(model.get_submodule(name))"
+
+
+def _call_of(name: str) -> str:
+    if not name:
+        return "model"
+    return f"self[{name}]" if name.isdigit() else f"self.{name}"
+
+
+def _title_op(edit: KeepOp) -> str:
+    where = _place(edit.site) or f"{edit.site.op} in {edit.site.module or 'the model'}"
+    return f"Compute {where} in fp32"
+
+
+def _patch_op(edit: KeepOp) -> Iterator[str]:
+    text = _text(edit.site)
+    tree = _parse(text)
+    yield _heading(edit.site)
+    if tree is None:
+        yield _OFF
+        yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
+        return
+    lifted = _Lifted()
+    tree = lifted.visit(tree)
+    for name, call in lifted.calls.items():
+        yield f"{name} = {call}  # as it was, outside"
+    yield _OFF
+    names = _tensor_names(tree)
+    if names:
+        yield f"    {', '.join(names)} = {', '.join(f'{name}.float()' for name in names)}"
+    yield f"    {ast.unparse(tree) if lifted.calls else text}"
+
+
+class _Lifted(ast.NodeTransformer):
+    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, str] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not (isinstance(node.func, ast.Attribute) and _root(node.func) == "self"):
+            return self.generic_visit(node)
+        name = f"h{len(self.calls) or ''}"
+        self.calls[name] = ast.unparse(node)
+        return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+
+
+def _title_attribute(edit: SetAttribute) -> str:
+    return f"Set {edit.name} of {edit.type} to {edit.value:g} (was {edit.was:g})"
+
+
+def _patch_attribute(edit: SetAttribute) -> Iterator[str]:
+    yield f"# where {edit.type} is made, or once before training:"
+    yield "for module in model.modules():"
+    yield f"    if isinstance(module, {edit.type}):"
+    yield f"        module.{edit.name} = {edit.value:g}  # was {edit.was:g}"
+
+
+def _title_argument(edit: SetArgument) -> str:
+    new = "the lowest number of its format" if edit.value is None else f"{edit.value:g}"
+    return f"Use {new} instead of {edit.was:g} in {edit.site.op}"
+
+
+def _patch_argument(edit: SetArgument) -> Iterator[str]:
+    def replace_constant(node: ast.AST, text: str) -> str | None:
+        if not _is_constant(node, edit.was):
+            return None
+        if edit.value is not None:
+            return f"{edit.value:g}"
+        return f"torch.finfo({_scores_of(_parse(text), text, node)}.dtype).min"
+
+    new = "torch.finfo(x.dtype).min" if edit.value is None else f"{edit.value:g}"
+    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {edit.was:g} now")
+
+
+def _title_clamp(edit: ClampArgument) -> str:
+    what = edit.argument if edit.argument not in ("", "self", "input") else "the argument"
+    if edit.nan:
+        return f"Take 0 where {edit.site.op} has no value"
+    return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
+
+
+def _bounds_in_words(edit: ClampArgument) -> str:
+    low, high = edit.low, edit.high
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    return f"at least {low:g}" if low is not None else f"at most {high:g}"
+
+
+def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
+    bounds = ", ".join(
+        f"{name}={value:g}" for name, value in (("min", edit.low), ("max", edit.high)) if value is not None
+    )
+    call = "nan_to_num(0.0)" if edit.nan else f"clamp({bounds})"
+
+    def wrap(node: ast.AST, text: str) -> str | None:
+        target = _operand(node, edit.site.op, edit.argument)
+        if target is None:
+            return None
+        whole, inner = ast.get_source_segment(text, node), ast.get_source_segment(text, target)
+        if whole is None or inner is None:
+            return None
+        wrapped = f"{inner}.{call}" if isinstance(target, (ast.Name, ast.Attribute, ast.Call)) else f"({inner}).{call}"
+        return whole.replace(inner, wrapped, 1) if target is not node else wrapped
+
+    yield from _changed_line(edit.site, wrap, f"{_title_clamp(edit)}: .{call}")
+
+
+def _title_scale(edit: ScaleFirst) -> str:
+    return f"Scale by {edit.factor:.4g} before {edit.product.op} instead of after it"
+
+
+def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
+    yield f"{_heading(edit.product)}: multiply the first tensor, as in (q * {edit.factor:.6g}) @ k.transpose(-2, -1)"
+    yield from _quoted(edit.product)
+    yield f"{_heading(edit.scale)}: and leave this {edit.scale.op} out"
+    if edit.scale.source != edit.product.source:
+        yield from _quoted(edit.scale)
+
+
+def _patch_unmask(edit: UnmaskRows) -> Iterator[str]:
+    yield _heading(edit.site)
+    yield from _quoted(edit.site)
+    if edit.site.op == "scaled_dot_product_attention":
+        yield "empty = ~mask.any(-1, keepdim=True)  # rows in which every key is masked (mask: True where it is seen)"
+        yield "out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty).masked_fill(empty, 0.0)"
+        return
+    yield "empty = torch.isneginf(scores).all(-1, keepdim=True)  # rows in which every key is masked"
+    yield "weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)"
+
+
+def _title_log(edit: StableLog) -> str:
+    return f"Take the logarithm and the {edit.inner.op} in one function, {_stable_name(edit)}"
+
+
+def _patch_log(edit: StableLog) -> Iterator[str]:
+    taken = "logits, dim=-1" if edit.inner.op == "softmax" else "-logits" if edit.complement else "logits"
+    if edit.inner.source != edit.log.source:
+        yield f"{_heading(edit.inner)}: keep what goes in here"
+        yield from _quoted(edit.inner)
+    yield f"{_heading(edit.log)}: and take its logarithm from that"
+    yield from _quoted(edit.log)
+    yield f"F.{_stable_name(edit)}({taken})"
+
+
+def _stable_name(edit: StableLog) -> str:
+    return "log_softmax" if edit.inner.op == "softmax" else "logsigmoid"
+
+
+def _patch_format(edit: UseFormat) -> Iterator[str]:
+    if edit.format is BF16:
+        yield 'with torch.autocast("cuda", dtype=torch.bfloat16):  # a GradScaler is not needed with it'
+    else:
+        yield _OFF
+    yield "    output = model(image)"
+
+
+def _patch_loss_scale(edit: SetLossScale) -> Iterator[str]:
+    yield f'scaler = torch.amp.GradScaler("cuda", init_scale={edit.value:g})'
+
+
+def _title_buffers(edit: ResetBuffers) -> str:
+    return f"Reset {len(edit.names)} buffers: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+
+
+def _patch_buffers(edit: ResetBuffers) -> Iterator[str]:
+    owners = sorted({name.rpartition(".")[0] for name in edit.names})
+    yield f"for name in {owners!r}:"
+    yield "    model.get_submodule(name).reset_running_stats()"
+    yield "# then a few batches in train mode, without an optimizer step, give the statistics back"
+
+
+def _patch_samples(edit: KeepSamples) -> Iterator[str]:
+    yield "good = torch.isfinite(image).flatten(1).all(1)"
+    yield f"image, mask = image[good], mask[good]  # in this batch: samples {', '.join(map(str, edit.samples))}"
+
+
+def _patch_optimizer(edit: SetOptimizerEps) -> Iterator[str]:
+    yield "for group in optimizer.param_groups:"
+    yield f'    group["eps"] = {edit.value:g}'
+
+
+_WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]] = {
+    "keep-module": (_title_module, _patch_module),
+    "keep-op": (_title_op, _patch_op),
+    "set-attribute": (_title_attribute, _patch_attribute),
+    "set-argument": (_title_argument, _patch_argument),
+    "clamp": (_title_clamp, _patch_clamp),
+    "scale-first": (_title_scale, _patch_scale),
+    "unmask-rows": (lambda _: "Open the rows that are masked throughout, and take zeros for them", _patch_unmask),
+    "stable-log": (_title_log, _patch_log),
+    "use-format": (lambda edit: f"Run autocast in {edit.format.label}", _patch_format),
+    "loss-scale": (lambda edit: f"Lower the loss scale to {edit.value:g}", _patch_loss_scale),
+    "reset-buffers": (_title_buffers, _patch_buffers),
+    "keep-samples": (lambda _: "Leave the guilty samples out of the batch", _patch_samples),
+    "optimizer-eps": (lambda edit: f"Give the optimizer an eps of {edit.value:g}", _patch_optimizer),
+}
+
+
+def _place(site: OpSite) -> str:
+    return f"line {site.source.line} of {_file_name(site.source.file)}" if site.source else ""
+
+
+def _file_name(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+def _heading(site: OpSite) -> str:
+    owner = "the loss" if site.module == "<loss>" else f"{site.type}.forward"
+    where = f"{_file_name(site.source.file)}:{site.source.line}, in {owner}" if site.source else f"in {owner}"
+    return f"# {where}"
+
+
+def _text(site: OpSite) -> str:
+    return site.source.text if site.source else ""
+
+
+def _quoted(site: OpSite) -> Iterator[str]:
+    if _text(site):
+        yield f"#   {_text(site)}"
+
+
+def _parse(text: str) -> ast.AST | None:
+    """The syntax tree of one line; None for a part of a longer statement. A `return` needs a function around it."""
+    try:
+        return ast.parse(text) if text else None
+    except SyntaxError:
+        return None
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _tensor_names(tree: ast.AST) -> list[str]:
+    """The variables that the line reads, without modules and the functions it calls; some may be no tensors."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = [
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Load)
+        and id(node) not in called
+        and node.id not in _NAMESPACES
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], otherwise: str) -> Iterator[str]:
+    """The line before and after; where it cannot be rewritten, the line and what to do in words."""
+    yield _heading(site)
+    text = _text(site)
+    tree = _parse(text)
+    for node in ast.walk(tree) if tree is not None else ():
+        new = change(node, text) if isinstance(node, ast.expr) else None
+        old = ast.get_source_segment(text, node) if new is not None else None
+        if new is not None and old is not None and isinstance(node, ast.expr):
+            yield f"- {text}"
+            yield f"+ {text[: node.col_offset]}{new}{text[node.col_offset + len(old) :]}"
+            return
+    yield from _quoted(site)
+    yield f"# {otherwise}"
+
+
+def _is_constant(node: ast.AST, number: float) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _is_constant(node.operand, -number)
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and float(node.value) == number
+
+
+def _scores_of(tree: ast.AST | None, text: str, constant: ast.AST) -> str:
+    """What the call fills that has the constant among its arguments: `scores` of `scores.masked_fill(mask, -1e9)`."""
+    for node in ast.walk(tree) if tree is not None else ():
+        takes = isinstance(node, ast.Call) and any(ast.dump(a) == ast.dump(constant) for a in node.args)
+        if takes and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value if _root(node.func) not in _NAMESPACES else None
+            return (ast.get_source_segment(text, owner) if owner is not None else None) or "x"
+    return "x"
+
+
+def _operand(node: ast.AST, op: str, argument: str) -> ast.expr | None:
+    """The expression in `node` that is this argument of the op."""
+    if isinstance(node, ast.BinOp) and op in _OPERATORS.get(type(node.op), ()):
+        return node if not argument else node.right if argument in ("other", "exponent") else node.left
+    if not isinstance(node, ast.Call):
+        return None
+    name = (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
+    if name != op:
+        return None
+    if not argument:
+        return node
+    given = list(node.args)
+    if isinstance(node.func, ast.Attribute) and _root(node.func) not in _NAMESPACES - {"self"}:
+        given.insert(0, node.func.value)
+    place = 1 if argument in ("other", "exponent", "tensor2") else 0
+    return given[place] if place < len(given) else None
+
+
+def _last_name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
