@@ -313,6 +313,7 @@ def _format_at(call: Invocation) -> torch.dtype:
 class _Clamping:
     def __init__(self, edit: ClampArgument) -> None:
         self._edit = edit
+        self._bounds = edit.low, edit.high
 
     def __call__(self, call: Invocation, proceed: Proceed) -> Any:
         if not self._edit.argument:
@@ -325,9 +326,10 @@ class _Clamping:
             return value
         if self._edit.nan:
             value = torch.where(torch.isnan(value), 0.0, value)
-        if self._edit.low is None and self._edit.high is None:
-            return value
-        return value.clamp(self._edit.low, self._edit.high)
+        # A bound that the format cannot hold never binds; torch refuses it.
+        limit = torch.finfo(value.dtype).max
+        low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in self._bounds)
+        return value if low is None and high is None else value.clamp(low, high)
 
 
 class _Scaling:
@@ -353,12 +355,16 @@ class _StableLog:
 
     def take(self, call: Invocation, proceed: Proceed) -> Any:
         argument = dict(call.arguments()).get("self")
-        if self._taken is None or argument is None or argument.shape != self._taken[0].shape:
+        if self._taken is None or argument is None:
             return proceed(call)
         taken, dim = self._taken
         if dim is not None:
-            return torch.log_softmax(taken.float(), dim)
-        return torch.nn.functional.logsigmoid(-taken.float() if self._complement else taken.float())
+            made = torch.log_softmax(taken.float(), dim)
+        else:
+            made = torch.nn.functional.logsigmoid(-taken.float() if self._complement else taken.float())
+        # A dimension of one may have come or gone in between; any other change of shape may have moved elements.
+        same = [size for size in made.shape if size != 1] == [size for size in argument.shape if size != 1]
+        return made.reshape(argument.shape) if same else proceed(call)
 
 
 def _return_first(call: Invocation, proceed: Proceed) -> Any:

@@ -190,8 +190,8 @@ class NearMiss:
 class TrialOutcome:
     """What a run with an edit gave: whether everything that matters is finite, and how far it is from fp32.
 
-    `max_rel_err` is the largest difference of output or loss over the largest magnitude of the fp32 run's, taken where
-    fp32 is finite; None where the run is not finite there.
+    `max_rel_err` is the largest difference of output or loss over the largest magnitude of the fp32 run's, in the worst
+    sample and where fp32 is finite; None where the run is not finite there.
     """
 
     finite: bool

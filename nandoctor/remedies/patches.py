@@ -186,13 +186,14 @@ def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
 
     def wrap(node: ast.AST, text: str) -> str | None:
         target = _operand(node, edit.site.op, edit.argument)
-        if target is None:
+        if target is None or not isinstance(node, ast.expr):
             return None
-        whole, inner = ast.get_source_segment(text, node), ast.get_source_segment(text, target)
-        if whole is None or inner is None:
-            return None
-        wrapped = f"{inner}.{call}" if isinstance(target, (ast.Name, ast.Attribute, ast.Call)) else f"({inner}).{call}"
-        return whole.replace(inner, wrapped, 1) if target is not node else wrapped
+        before, inner, after = _cut(text, target)
+        if not isinstance(target, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+            grouped = isinstance(node, ast.BinOp) and before.endswith("(") and after.startswith(")")
+            before, after = (before[:-1], after[1:]) if grouped else (before, after)
+            inner = f"({inner})"
+        return _within(text, node, f"{before}{inner}.{call}{after}")
 
     yield from _changed_line(edit.site, wrap, f"{_title_clamp(edit)}: .{call}")
 
@@ -346,13 +347,26 @@ def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], ot
     tree = _parse(text)
     for node in ast.walk(tree) if tree is not None else ():
         new = change(node, text) if isinstance(node, ast.expr) else None
-        old = ast.get_source_segment(text, node) if new is not None else None
-        if new is not None and old is not None and isinstance(node, ast.expr):
+        if new is not None and isinstance(node, ast.expr):
+            before, _, after = _cut(text, node)
             yield f"- {text}"
-            yield f"+ {text[: node.col_offset]}{new}{text[node.col_offset + len(old) :]}"
+            yield f"+ {before}{new}{after}"
             return
     yield from _quoted(site)
     yield f"# {otherwise}"
+
+
+def _cut(text: str, node: ast.expr) -> tuple[str, str, str]:
+    """A line before, at and after a node; ast counts its columns in bytes."""
+    assert node.end_col_offset is not None
+    line, start, end = text.encode(), node.col_offset, node.end_col_offset
+    return line[:start].decode(), line[start:end].decode(), line[end:].decode()
+
+
+def _within(text: str, node: ast.expr, changed: str) -> str:
+    """The part of the `changed` line that stands where the node stood."""
+    before, _, after = _cut(text, node)
+    return changed.removeprefix(before).removesuffix(after)
 
 
 def _is_constant(node: ast.AST, number: float) -> bool:

@@ -1,0 +1,123 @@
+"""Patches are what a person would write."""
+
+import pytest
+
+from nandoctor.evidence.edits import (
+    ClampArgument,
+    KeepModule,
+    KeepOp,
+    OpSite,
+    ScaleFirst,
+    SetArgument,
+    SetAttribute,
+    Together,
+    UnmaskRows,
+    UseFormat,
+)
+from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.trace import SourceLine
+from nandoctor.remedies.patches import write_patch, write_title
+
+
+def at(text, op="div", line=45):
+    return OpSite(module="norm", type="Norm", op=op, source=SourceLine(file="/somewhere/unet.py", line=line, text=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "was", "value", "after"),
+    [
+        ("y = x / (std + 1e-8)", "add", 1e-8, 1e-4, "y = x / (std + 0.0001)"),
+        ("return x / x.norm().clamp(min=1e-12)", "clamp", 1e-12, 1e-6, "return x / x.norm().clamp(min=1e-06)"),
+        (
+            "scores = scores.masked_fill(mask, -1e9)",
+            "masked_fill",
+            -1e9,
+            None,
+            "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
+        ),
+        ("s = torch.where(mask, s, -1e9)", "where", -1e9, None, "s = torch.where(mask, s, torch.finfo(x.dtype).min)"),
+    ],
+)
+def test_a_constant_in_its_line(text, op, was, value, after):
+    patch = write_patch(SetArgument(site=at(text, op), argument="other", was=was, value=value))
+    assert patch.splitlines() == ["# unet.py:45, in Norm.forward", f"- {text}", f"+ {after}"]
+
+
+def test_a_constant_that_is_not_in_the_line_is_told_in_words():
+    patch = write_patch(SetArgument(site=at("y = x / (std + eps)", "add"), argument="other", was=1e-8, value=1e-4))
+    assert patch.splitlines()[1:] == ["#   y = x / (std + eps)", "# 0.0001 here, where it is 1e-08 now"]
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "argument", "low", "high", "after"),
+    [
+        ("return torch.log(p)", "log", "self", 1e-6, None, "return torch.log(p.clamp(min=1e-06))"),
+        ("return p.log().sum()", "log", "self", 1e-6, None, "return p.clamp(min=1e-06).log().sum()"),
+        ("y = a / (b - c)", "div", "other", 1e-6, None, "y = a / (b - c).clamp(min=1e-06)"),
+        ("y = torch.acos(u @ v)", "acos", "self", -1, 1, "y = torch.acos((u @ v).clamp(min=-1, max=1))"),
+    ],
+)
+def test_a_clamp_in_its_line(text, op, argument, low, high, after):
+    patch = write_patch(ClampArgument(site=at(text, op), argument=argument, low=low, high=high))
+    assert patch.splitlines()[1:] == [f"- {text}", f"+ {after}"]
+
+
+def test_a_line_in_fp32_names_its_tensors():
+    assert write_patch(KeepOp(site=at("return (x - mean) / torch.sqrt(variance + 1e-8)", ""))).splitlines() == [
+        "# unet.py:45, in Norm.forward",
+        'with torch.autocast("cuda", enabled=False):',
+        "    x, mean, variance = x.float(), mean.float(), variance.float()",
+        "    return (x - mean) / torch.sqrt(variance + 1e-8)",
+    ]
+
+
+def test_calls_of_submodules_stay_outside():
+    assert write_patch(KeepOp(site=at("x = x + self.mlp(self.norm(x))", ""))).splitlines() == [
+        "# unet.py:45, in Norm.forward",
+        "h = self.mlp(self.norm(x))  # as it was, outside",
+        'with torch.autocast("cuda", enabled=False):',
+        "    x, h = x.float(), h.float()",
+        "    x = x + h",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "x = torch.cat([", "f(a,", "    ]) + 1e-8)"])
+def test_part_of_a_statement_is_quoted_as_it_is(text):
+    site = at(text, "add")
+    for edit in (
+        KeepOp(site=site),
+        SetArgument(site=site, argument="other", was=1e-8, value=1e-4),
+        ClampArgument(site=site, argument="self", low=0.0),
+        UnmaskRows(site=site),
+        ScaleFirst(product=site, scale=site, factor=0.5),
+    ):
+        assert text.strip() in write_patch(edit)
+        assert write_title(edit)
+
+
+def test_modules():
+    one, other = KeepModule(module="blocks.3.mlp"), KeepModule(module="head")
+    assert "self.mlp(x.float())" in write_patch(one)
+    assert "blocks.3" in write_patch(one)
+    assert "self[0](x.float())" in write_patch(KeepModule(module="stem.0"))
+    assert write_title(Together(edits=(one, other))) == "Keep 2 modules in fp32: blocks.3.mlp, head"
+    many = Together(edits=tuple(KeepModule(module=name) for name in "abc"))
+    assert "for name in ['a', 'b', 'c']:" in write_patch(many)
+    compile(write_patch(many), "patch", "exec")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        KeepModule(module="a.b"),
+        KeepModule(module="<loss>"),
+        KeepModule(module="a", children=False),
+        SetAttribute(type="Norm", name="eps", was=1e-8, value=1e-4),
+        UseFormat(format=BF16),
+        KeepOp(site=at("y = x + 1", "add")),
+        Together(edits=(KeepModule(module="a"), UseFormat(format=BF16))),
+    ],
+    ids=lambda edit: edit.kind,
+)
+def test_whole_patches_are_python(edit):
+    compile(write_patch(edit), "patch", "exec")
