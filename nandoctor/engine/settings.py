@@ -68,9 +68,10 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "seed": (int, "a whole number"),
     "strict": (bool, "true or false"),
     "prescribe": (bool, "true or false"),
-    "max_trials": (int | NoneType, "a whole number"),
-    "time": (int | float | NoneType, "a number of seconds"),
+    "max_trials": (int | NoneType, "a whole number, 0 or more"),
+    "time": (int | float | NoneType, "a number of seconds, 0 or more"),
 }
+_COUNTED = ("max_trials", "time")
 
 
 def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
@@ -96,7 +97,7 @@ def _check(name: str, value: Any) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is one of: {', '.join(_CHOICES[name])}.")
     kind, words = _KINDS.get(name, (object, ""))
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (name in _COUNTED and isinstance(value, (int, float)) and value < 0):
         raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {words}.")
 
 

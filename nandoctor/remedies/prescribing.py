@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -185,7 +186,7 @@ def _distinct(tried: Iterable[Prescription]) -> list[Prescription]:
 
 def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
     """The changes worth trying, by the verdict; each in its doses."""
-    leads = _distinct_leads(patient.conclusion.leads)
+    leads = _distinct_leads(patient)
     if patient.verdict == "state":
         names = tuple(name for name, buffer in patient.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
@@ -196,7 +197,7 @@ def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
     if patient.verdict in ("precision", "silent"):
         if len(leads) == 1:
             yield from _specific(leads[0], patient)
-            yield from _in_fp32(leads[0], patient)
+            yield from _in_fp32(leads[0], patient, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, patient, trials)
         if patient.has_loss and any(lead.site.module == "<loss>" for lead in leads):
@@ -205,13 +206,13 @@ def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
             yield (UseFormat(format=BF16),)
 
 
-def _distinct_leads(leads: Sequence[Lead]) -> list[Lead]:
+def _distinct_leads(patient: Patient) -> list[Lead]:
     """One lead for each place in the code."""
 
     def place(site: OpSite) -> object:
-        return (site.type, site.op, site.source) if site.source else site
+        return site if _is_library(site, patient.model) else (site.type, site.op, site.source)
 
-    return list({place(lead.site): lead for lead in reversed(leads)}.values())[::-1]
+    return list({place(lead.site): lead for lead in reversed(patient.conclusion.leads)}.values())[::-1]
 
 
 def _specific(lead: Lead, patient: Patient) -> list[Doses]:
@@ -230,22 +231,27 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
     return edit
 
 
-def _in_fp32(lead: Lead, patient: Patient) -> Iterator[Doses]:
-    """The op's line in fp32, its block's own ops, the block."""
+def _in_fp32(lead: Lead, patient: Patient, trials: Trials) -> Iterator[Doses]:
+    """The op's line in fp32; where that is no cure the block's own ops, or the block."""
     site = lead.site
     if site.module == "<loss>":
         return
-    if site.source is not None and not _is_library(site.module, patient.model):
-        yield (KeepOp(site=replace(site, op="")),)
+    if not _is_library(site, patient.model):
+        line = KeepOp(site=replace(site, op=""))
+        yield (line,)
+        if trials.cures(line):
+            return
     if _has_children(site.module, patient.trace):
         yield (KeepModule(module=site.module, children=False),)
     elif site.module:
         yield (KeepModule(module=site.module),)
 
 
-def _is_library(path: str, model: nn.Module) -> bool:
-    """Whether the module is torch's own, so that the source line is its caller's."""
-    return type(model.get_submodule(path)).__module__.startswith("torch.")
+def _is_library(site: OpSite, model: nn.Module) -> bool:
+    """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
+    if site.module == "<loss>":
+        return site.source is None
+    return site.source is None or type(model.get_submodule(site.module)).__module__.startswith("torch.")
 
 
 def _has_children(path: str, trace: Trace) -> bool:
@@ -286,7 +292,8 @@ def _combined(leads: Sequence[Lead], patient: Patient, trials: Trials) -> Iterat
     chosen: list[Edit] = []
     for place, lead in enumerate(leads):
         others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
-        proposals = (edit for doses in (*_specific(lead, patient), *_in_fp32(lead, patient)) for edit in doses)
+        groups = chain(_specific(lead, patient), _in_fp32(lead, patient, trials))
+        proposals = (edit for doses in groups for edit in doses)
         chosen.append(next((edit for edit in proposals if trials.cures(edit, *others)), strong[place]))
     yield (_join(chosen),)
     yield (_join(list(dict.fromkeys(strong))),)

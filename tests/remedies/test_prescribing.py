@@ -1,0 +1,173 @@
+"""Prescriptions on networks unlike the corpus: large ones, several origins, outputs of every kind."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.evidence.edits import KeepModule, Together
+
+
+def save(path, model, **arrays):
+    torch.save({"state_dict": model.state_dict(), **arrays}, path)
+    return path
+
+
+class Lane(nn.Module):
+    """Twenty-nine layers that keep their input's size, one of which passes 65504; tanh hides nothing before it."""
+
+    def __init__(self, loud):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(29))
+        self.calm = nn.LayerNorm(8)
+        for index, layer in enumerate(self.layers):
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+            layer.weight.data += torch.linspace(0, 4e4, 8)[:, None] if index == loud else 0.0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x / x.float().abs().amax(-1, keepdim=True)
+        return self.calm(x)
+
+
+class TwoLanes(nn.Module):
+    """Sixty modules and two independent overflows, [n, 8] -> {"left", "right"}."""
+
+    def __init__(self, loud=(13, 22)):
+        super().__init__()
+        self.left = Lane(loud[0])
+        self.right = Lane(loud[1])
+
+    def forward(self, x):
+        return {"left": self.left(x), "right": self.right(x)}
+
+
+def test_two_independent_overflows_among_sixty_modules(tmp_path):
+    model = TwoLanes()
+    path = save(tmp_path / "dump.pth", model, x=torch.rand(4, 8) + 0.5)
+    report = nandoctor.replay(path, model=TwoLanes).report
+    search = report.island_search
+    first = search.islands[0]
+    assert set(first.modules) == {"left.layers.13", "right.layers.22"}
+    assert first.minimal
+    assert search.num_modules >= 60
+    assert search.num_probes <= 4 * len(first.modules) * math.log2(search.num_modules)
+    cure = next(item for item in report.prescriptions if item.verified)
+    assert isinstance(cure.edit, Together)
+
+    for left_out in first.modules:  # each member is needed
+        kept = [KeepModule(module=name) for name in first.modules if name != left_out]
+        assert not _runs_clean(model, kept)
+    assert _runs_clean(model, [KeepModule(module=name) for name in first.modules])
+
+
+def _runs_clean(model, kept):
+    """The same change made by hand, without nandoctor's engine of edits."""
+
+    def in_fp32(module):
+        forward = module.forward
+
+        def run(x):
+            with torch.autocast("cpu", enabled=False):
+                return forward(x.float())
+
+        return run
+
+    originals = [(model.get_submodule(edit.module), model.get_submodule(edit.module).forward) for edit in kept]
+    try:
+        for module, _ in originals:
+            module.forward = in_fp32(module)
+        torch.manual_seed(0)
+        with nandoctor.cuda_autocast(), torch.no_grad():
+            output = model(torch.rand(4, 8) + 0.5)
+        return all(bool(torch.isfinite(leaf).all()) for leaf in output.values())
+    finally:
+        for module, forward in originals:
+            module.forward = forward
+
+
+class Shared(nn.Module):
+    """One module called three times, of which only the last call overflows."""
+
+    def __init__(self):
+        super().__init__()
+        self.grow = nn.Linear(4, 4, bias=False)
+        self.head = nn.LayerNorm(4)
+        self.grow.weight.data = torch.eye(4) * 60.0
+
+    def forward(self, x):
+        return self.head(self.grow(self.grow(self.grow(x))))
+
+
+def test_a_module_that_is_called_several_times(tmp_path):
+    report = nandoctor.replay(save(tmp_path / "d.pth", Shared(), x=torch.rand(2, 4) + 1), model=Shared).report
+    assert report.prescriptions[0].verified
+    assert report.prescriptions[0].title == "Keep grow in fp32"
+
+
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(16, 16)
+        self.lift.weight.data = torch.eye(16) * 400
+
+    def forward(self, x):
+        h = self.lift(x)
+        return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_silent_overflow_is_cured_where_it_is_made(tmp_path):
+    report = nandoctor.replay(save(tmp_path / "d.pth", Silent(), x=torch.randn(3, 16)), model=Silent).report
+    assert report.verdict == "silent"
+    assert report.prescriptions[0].verified
+    assert "(h * h)" in report.prescriptions[0].patch
+
+
+class Domain(nn.Module):
+    def forward(self, x):
+        return torch.acos(x)
+
+
+def test_where_fp32_fails_too_precision_is_not_prescribed(tmp_path):
+    report = nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.tensor([[0.5, 1.5]])), model=Domain).report
+    assert report.verdict == "numerics"
+    assert [item.edit.kind for item in report.prescriptions] == ["clamp"]
+    assert report.island_search is None
+    assert any("no precision cures this" in note for note in report.notes)
+    settings = {(line.group, line.setting): line.outcome.finite for line in report.counterfactuals}
+    assert settings["precision", "fp64"] is False
+
+
+def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lift = nn.Linear(4, 4)
+            self.drop = nn.Dropout(0.5)
+            self.calm = nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.calm(self.drop(self.lift(x)))
+
+    x = torch.randn(3, 4)
+    x[1] = 6e4
+    model = Net()
+    model.lift.weight.data = torch.eye(4) * 0.9
+    report = nandoctor.replay(save(tmp_path / "d.pth", model, x=x), model=Net, mode="train").report
+    lines = {(line.group, line.setting): line.outcome for line in report.counterfactuals}
+    assert not lines["mode", "train"].finite
+    assert lines["mode", "eval"].finite  # 1 / (1 - p) is what passes the limit
+    assert not lines["samples", "sample 1 alone"].finite
+    assert lines["samples", "without sample 1"].finite
+    assert sum(group == "seed" for group, _ in lines) == 3
+    assert lines["precision", "fp32"].max_rel_err == 0
+
+
+@pytest.mark.parametrize("options", [{"max_trials": -1}, {"time": "long"}, {"prescribe": "yes"}])
+def test_a_setting_that_means_nothing(options, tmp_path):
+    with pytest.raises(nandoctor.NanDoctorError):
+        nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.ones(1, 1)), model=Domain, **options)
