@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
 from nandoctor.engine.invocation import Invocation, op_name
-from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, numbers_in, unwrap
+from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, unwrap
 from nandoctor.engine.tracer import OBSERVER_KEY, Owner, unobserved
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
@@ -126,6 +126,7 @@ class OpTracer:
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
+        tensor = unwrap(tensor)
         writer = self._writers.get(id(tensor))
         if writer is not None and writer.tensor() is tensor and writer.version == _version(tensor):
             return writer.order
@@ -204,13 +205,11 @@ class OpTracer:
         self._counts[owner, call.name] += 1
 
     def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> Exam:
-        made = (values for leaf in leaves if (values := numbers_in(leaf)) is not None)
-        worst = next(values for values in made if not torch.isfinite(values).all())
         after = torch.get_rng_state()
         try:
             if rng_state is not None:
                 torch.set_rng_state(rng_state)
-            return examine(call, worst, low=self._low)
+            return examine(call, leaves, low=self._low)
         finally:
             torch.set_rng_state(after)
 
