@@ -17,9 +17,7 @@ from nandoctor.errors import DumpError
 from nandoctor.evidence.report import Grade, Reproduction
 
 
-def saved_outputs(
-    dump: Dump, key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()
-) -> list[str]:
+def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()) -> list[str]:
     """The names of the arrays that are saved outputs, the one to grade against first.
 
     `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from nandoctor.engine.autocast import Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
-from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer
+from nandoctor.engine.op_tracer import Kind, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
@@ -93,9 +94,9 @@ class _Observers:
     def __init__(
         self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
     ) -> None:
-        names = _known_tensors(setup.model, batch)
+        known = _known_tensors(setup.model, batch)
         self.gradients = GradientTracer(low=low) if watch.backward else None
-        self.ops = OpTracer(names=names, low=low, gradients=self.gradients) if watch.ops else None
+        self.ops = OpTracer(known=known, low=low, gradients=self.gradients) if watch.ops else None
         self.modules = Tracer(
             setup.model,
             census_for=low,
@@ -146,7 +147,9 @@ def run(
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
         # (jagged nested ones) cannot be watched op by op.
         other = replace(watch, ops=not watch.ops)
+        blinded = f"{type(error).__name__}: {error}" if watch.ops else None
         outcome, error = _record(setup, policy, training, seed, low, other, on_call, grad=grad)
+        outcome = replace(outcome, trace=replace(outcome.trace, blinded=blinded))
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
@@ -231,20 +234,15 @@ def _backward(model: nn.Module, loss: torch.Tensor) -> tuple[TensorStats, ...]:
             parameter.grad = gradient
 
 
-def _known_tensors(model: nn.Module, batch: Batch) -> dict[int, Name]:
-    """What each tensor that the ops meet from outside is, by identity."""
-    unread = {
-        id(buffer): (UNREAD, name)
-        for module in model.modules()
-        if _writes_only(module)
-        for name, buffer in module.named_buffers(recurse=False)
-    }
-    return {
-        **{id(tensor): ("weight", name) for name, tensor in model.named_parameters()},
-        **{id(tensor): ("buffer", name) for name, tensor in model.named_buffers()},
-        **unread,
-        **{id(tensor): ("batch", name) for name, tensor in batch.items()},
-    }
+def _known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    """What the ops meet from outside."""
+    idle = (module for module in model.modules() if _writes_only(module))
+    unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
+    yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
+    for name, tensor in model.named_buffers():
+        if not is_lazy(tensor):
+            yield "unread" if id(tensor) in unread else "buffer", name, tensor
+    yield from (("batch", name, tensor) for name, tensor in batch.items())
 
 
 def _shows_damage(trace: Trace) -> bool:

@@ -215,11 +215,15 @@ class Tracer:
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             reading = known[2]
-            if not census or reading is None or reading.census is not None:
+            if reading is None or ((reading.census or not census) and self._is_current(reading, tensor)):
                 return reading
         reading = self._measure(tensor, census)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
         return reading
+
+    def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
+        """Whether no traced op has written to the tensor since, be it through `.data`, which counts other versions."""
+        return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
         reading = measure(tensor, census_for=self._census_for if census else None)

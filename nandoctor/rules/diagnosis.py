@@ -12,10 +12,11 @@ from typing import Literal
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
-from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
+from nandoctor.evidence.trace import Exam, ModuleCall, OpCall, OpTensor, TensorStats, Trace
 from nandoctor.rules import (
     BACKWARD_RULES,
     FORWARD_RULES,
+    log_of_zero,
     mask_constant_overflow,
     optimizer_eps_underflow,
     poisoned_buffers,
@@ -24,7 +25,7 @@ from nandoctor.rules import (
     poisoned_weights,
     silent_overflow,
 )
-from nandoctor.rules.base import MOVES, PRODUCTS, Finding, GradientFinding, number
+from nandoctor.rules.base import CASTS, MOVES, PRODUCTS, Finding, GradientFinding, is_constant, number
 from nandoctor.rules.origin import Birth, Lineage, find_swallowed, trace_back
 from nandoctor.rules.sighting import Sighting, find_sightings
 
@@ -70,11 +71,11 @@ def _conclude_untraced(trace: Trace, sightings: list[Sighting]) -> Conclusion:
         return Conclusion(complete=False)
     sighting, diagnoses = sightings[0], []
     if sighting.where == "batch":
-        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace, "forward")
+        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace.calls, "forward")
     for stats in sighting.owner.state if sighting.owner else ():
         assert sighting.owner is not None
         name = ".".join(filter(None, (sighting.owner.module, stats.path)))
-        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace, "forward")
+        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace.calls, "forward")
     return Conclusion(diagnoses=tuple(diagnoses), sighting=sighting, complete=bool(diagnoses))
 
 
@@ -139,18 +140,26 @@ def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting],
 def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[tuple[int, Diagnosis]]:
     """What was bad before it met the traced ops, with the order of the op that took it first."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
+    for op, tensor in lineage.outside:
+        if tensor.origin == "unknown" and not is_constant(tensor):
+            yield op.order, Diagnosis(origin=_taken(op, tensor), cause=None)
     for op, tensor in outside.values():
         assert tensor.stats is not None
         if not _is_stored_mask(tensor.stats):
-            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase):
+            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace.calls, op.phase):
                 yield op.order, diagnosis
 
 
 def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[tuple[int, Diagnosis]]:
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
-    births = lineage.births or (lineage.written if trace.loss is not None and not trace.loss.finite else ())
-    for birth in births:
+    in_loss = trace.loss is not None and not trace.loss.finite
+    if in_loss and not lineage.births and not lineage.written:
+        for op, tensor in lineage.outside:
+            if is_constant(tensor):
+                taker = next((later for later in lineage.way_from(op.order) if later.op not in MOVES | CASTS), op)
+                yield taker.order, Diagnosis(origin=_taken(taker, tensor), cause=log_of_zero.diagnose_constant(tensor))
+    for birth in lineage.births or (lineage.written if in_loss else ()):
         if birth.op.exam is not None:
             finding = _finding(birth, trace, low)
             by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=find_cause(finding))
@@ -191,16 +200,46 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
     )
 
 
+def _taken(op: OpCall, tensor: OpTensor) -> Origin:
+    """A value that came from outside the traced ops, where `op` took it."""
+    stats, census = tensor.stats, tensor.stats.census if tensor.stats else None
+    assert stats is not None
+    return Origin(
+        phase=op.phase,
+        module=op.module,
+        type=op.type,
+        call=op.call,
+        op=op.op,
+        source=op.source,
+        kinds=census.kinds if census else (),
+        num_bad=census.num_bad if census else 0,
+        numel=stats.numel,
+        first_index=census.first_bad_index if census else None,
+        samples=(),
+        would_be=None,
+        inputs=(stats,),
+        output=op.outputs[0],
+    )
+
+
 def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
     """A weight that is finite and so large that no product with it can be asked for."""
     found: list[Diagnosis] = []
     for tensor in finding.op.inputs:
         if tensor.origin == "weight" and tensor.stats is not None and finding.op.op in PRODUCTS:
-            found += _from_outside("weight", tensor.path, tensor.stats, trace, finding.op.phase)
+            found += _from_outside("weight", tensor.path, tensor.stats, trace.calls, finding.op.phase)
     return found
 
 
-def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase: str) -> list[Diagnosis]:
+def diagnose_state(
+    weights: Sequence[tuple[str, TensorStats]], buffers: Sequence[tuple[str, TensorStats]]
+) -> tuple[Diagnosis, ...]:
+    """What can be said of bad tensors of which nothing but the name is known."""
+    named = [("weight", *item) for item in weights] + [("buffer", *item) for item in buffers]
+    return tuple(diagnosis for item in named for diagnosis in _from_outside(*item, (), "forward"))
+
+
+def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[ModuleCall], phase: str) -> list[Diagnosis]:
     """The diagnosis of a weight, a buffer or an array that was bad from the start; none where it was not."""
     if kind == "batch":
         rule = poisoned_target if phase != "forward" else poisoned_input
@@ -214,7 +253,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase:
     origin = Origin(
         phase="input" if kind == "batch" else "state",
         module=owner,
-        type=next((call.type for call in trace.calls if call.module == owner), ""),
+        type=next((call.type for call in calls if call.module == owner), ""),
         call=0,
         op=None,
         source=None,

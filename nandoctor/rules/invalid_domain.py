@@ -4,9 +4,10 @@ In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
-    1 or lgamma at 0, the edge of whose domain is infinitely high.
+    1 or lgamma at 0, the edge of whose domain is infinitely high; any pole.
 Evidence it needs
-    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there.
+    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. Of a function
+    without an entry here: no finite value in float64 either.
 Why it happens
     Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
     nothing bounds it.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.rules.base import Finding, number
+from nandoctor.rules.base import CASTS, FILLS, MOVES, PRODUCTS, REDUCTIONS, Finding, number
 
 CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
@@ -37,6 +38,9 @@ _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lgamma", "special_gammaln", "digamma", "special_digamma", "mvlgamma"), (0.0, float("inf"))),
 }
 """Functions that are infinite on the edge."""
+
+
+_NO_FUNCTIONS = PRODUCTS | REDUCTIONS | MOVES | CASTS | FILLS
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -61,6 +65,21 @@ def diagnose(finding: Finding) -> Cause | None:
             Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
             Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements are NaN"),
         ),
+    )
+
+
+def diagnose_pole(finding: Finding) -> Cause | None:
+    """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
+    operands, op = finding.exam.operands, finding.op.op
+    taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
+    if op in _NO_FUNCTIONS or finding.turned or finding.overflowed or not taken or len(taken) < len(operands):
+        return None
+    values = ", ".join(map(number, taken))
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{op} has no finite value at {values}, not even in float64.",
+        evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
     )
 
 
