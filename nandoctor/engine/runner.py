@@ -29,6 +29,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
 Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Batch], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Setup:
     batch: Batch
     used: frozenset[str]
     forward: Callable[[Batch], Any]
-    loss: Callable[[Any, Batch], torch.Tensor] | None = None
+    loss: Loss | None = None
     device: torch.device
     description: str
     rng_states: tuple[torch.Tensor, ...] = ()
@@ -139,9 +140,9 @@ def run(
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
     """
-    for grad in (watch.backward, True):  # once more with a graph for a model that takes gradients on its way
+    for grad in sorted({watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
         outcome, error = _record(setup, policy, training, seed, low, watch, on_call, grad=grad)
-        if error is None or "does not require grad" not in str(error):
+        if error is None or _shows_damage(outcome.trace):
             break
     if error is not None and not _shows_damage(outcome.trace):
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
@@ -208,7 +209,7 @@ def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *,
             result.output = setup.forward(batch)
             if setup.loss is not None:
                 observers.begin_loss()
-                result.loss = setup.loss(result.output, batch)
+                result.loss = _compute_loss(setup.loss, result.output, batch, setup.device)
         if watch.backward and result.loss is not None:
             with torch.autocast(setup.device.type, enabled=False):
                 result.bad_gradients = _backward(setup.model, result.loss * watch.loss_scale)
@@ -219,6 +220,17 @@ def _execute(setup: Setup, batch: Batch, observers: _Observers, watch: Watch, *,
             observers.gradients.close()
     result.elapsed_s = time.perf_counter() - started
     return result
+
+
+def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """The loss under autocast, or outside of it where it uses what CUDA's autocast refuses, as training must have."""
+    try:
+        return loss(output, batch)
+    except RuntimeError as error:
+        if "unsafe to autocast" not in str(error):
+            raise
+    with torch.autocast(device.type, enabled=False):
+        return loss(output, batch)
 
 
 def _backward(model: nn.Module, loss: torch.Tensor) -> tuple[TensorStats, ...]:

@@ -36,6 +36,7 @@ EXPONENTIALS = words("exp exp2 expm1 sinh cosh softplus special_exp2 special_exp
 LOGARITHMS = words("log log2 log10 log1p logit special_logit xlogy special_xlogy special_log1p")
 DIVISIONS = words("div true_divide divide reciprocal rsqrt remainder fmod addcdiv floor_divide")
 SOFTMAXES = words("softmax log_softmax _softmax _log_softmax logsumexp scaled_dot_product_attention masked_softmax")
+NORMALISATIONS = words("batch_norm layer_norm group_norm instance_norm rms_norm")
 CASTS = words("to _to_copy half bfloat16 type_as type copy")
 MOVES = words(
     """view reshape _unsafe_view transpose permute contiguous expand expand_as unsqueeze squeeze flatten unflatten clone

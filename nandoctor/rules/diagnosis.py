@@ -108,7 +108,13 @@ def conclude_backward(
         causes = (rule(finding) for rule in BACKWARD_RULES)
         cause = next((cause for cause in causes if cause is not None), None)
         diagnoses.append(Diagnosis(origin=_origin(op, op.exam), cause=cause))
-    return Conclusion(diagnoses=tuple(diagnoses))
+    return Conclusion(diagnoses=tuple(diagnoses) or _first_hit(trace))
+
+
+def _first_hit(trace: Trace) -> tuple[Diagnosis, ...]:
+    """Where no op makes the bad gradient, as when a hook of the user's does: the op that meets it first."""
+    hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
+    return tuple(Diagnosis(origin=_taken(op, tensor), cause=None) for op, tensor in hits)[:1]
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
@@ -218,7 +224,7 @@ def _taken(op: OpCall, tensor: OpTensor) -> Origin:
         samples=(),
         would_be=None,
         inputs=(stats,),
-        output=op.outputs[0],
+        output=next(iter(op.outputs), None),
     )
 
 

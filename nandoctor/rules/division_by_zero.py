@@ -3,9 +3,9 @@
 In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
-    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros.
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
 Evidence it needs
-    Exact zeros in the denominator.
+    Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.rules.base import DIVISIONS, Finding
+from nandoctor.rules.base import DIVISIONS, NORMALISATIONS, Finding
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
@@ -26,6 +26,8 @@ TITLE = "A division by zero"
 
 def diagnose(finding: Finding) -> Cause | None:
     """A division with exact zeros below the line."""
+    if finding.op.op in NORMALISATIONS:
+        return _explain_norm(finding)
     denominator = _denominator(finding)
     if denominator is None or finding.overflowed or not denominator.census.num_zero:
         return None
@@ -37,6 +39,19 @@ def diagnose(finding: Finding) -> Cause | None:
         evidence=(
             Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {denominator.name} are exactly zero"),
         ),
+    )
+
+
+def _explain_norm(finding: Finding) -> Cause | None:
+    """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
+    if finding.turned or finding.overflowed:
+        return None
+    num_bad = finding.exam.num_bad
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
+        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{num_bad} elements have no finite value"),),
     )
 
 

@@ -32,6 +32,7 @@ _DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("acos", "asin", "arccos", "arcsin"), (-1.0, 1.0)),
     **dict.fromkeys(("acosh", "arccosh"), (1.0, float("inf"))),
     **dict.fromkeys(("logit", "special_logit"), (0.0, 1.0)),
+    "batch_norm": (0.0, float("inf")),
 }
 _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("atanh", "arctanh", "erfinv", "special_erfinv"), (-1.0, 1.0)),
@@ -39,6 +40,9 @@ _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
 }
 """Functions that are infinite on the edge."""
 
+
+_NAMES = {"batch_norm": "running_var"}
+"""The operand that the domain is about, where it is not the first."""
 
 _NO_FUNCTIONS = PRODUCTS | REDUCTIONS | MOVES | CASTS | FILLS
 
@@ -52,15 +56,16 @@ def diagnose(finding: Finding) -> Cause | None:
         return None
     if "nan" not in finding.exam.kinds and not is_open:
         return None
-    outside = _outside(finding.exam.operands[-1 if "xlogy" in op else 0], domain, is_open=is_open)
+    argument = _argument(finding)
+    outside = None if argument is None else _outside(argument, domain, is_open=is_open)
     if outside is None:
         return None
     low, high = domain
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{op} is defined from {number(low)} to {number(high)}, and its argument reaches "
-        f"{number(outside)}.",
+        explanation=f"{op} is defined from {number(low)} to {number(high)}, and its {_NAMES.get(op, 'argument')} "
+        f"reaches {number(outside)}.",
         evidence=(
             Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
             Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements are NaN"),
@@ -81,6 +86,13 @@ def diagnose_pole(finding: Finding) -> Cause | None:
         explanation=f"{op} has no finite value at {values}, not even in float64.",
         evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
     )
+
+
+def _argument(finding: Finding) -> Operand | None:
+    """The operand that the domain is about."""
+    if finding.op.op in _NAMES:
+        return finding.operand(_NAMES[finding.op.op])
+    return finding.exam.operands[-1 if "xlogy" in finding.op.op else 0]
 
 
 def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -> float | None:
