@@ -35,7 +35,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     exact = recompute(call, place, like=output)
     worst, num_exact_finite = _find_worst(bad, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
-    taken = ((name, numbers_in(tensor)) for name, tensor in call.tensors())
+    taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
     operands = [(name, values) for name, values in taken if values is not None]
     return Exam(
         num_bad=census.num_bad,
@@ -51,6 +51,12 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
     )
+
+
+def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of an operand: those of integers as well where they are counted with, as by a division."""
+    is_integer = format_of(tensor.dtype) is None and tensor.dtype is not torch.bool
+    return tensor.double() if is_integer and name in ("self", "other") else numbers_in(tensor)
 
 
 def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:

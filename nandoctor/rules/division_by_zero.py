@@ -28,17 +28,22 @@ def diagnose(finding: Finding) -> Cause | None:
     """A division with exact zeros below the line."""
     if finding.op.op in NORMALISATIONS:
         return _explain_norm(finding)
-    denominator = _denominator(finding)
-    if denominator is None or finding.overflowed or not denominator.census.num_zero:
+    if finding.overflowed:
         return None
-    zeros = denominator.census.num_zero
+    denominator = _denominator(finding)
+    if denominator is not None and denominator.census.num_zero:
+        return _explain(finding, denominator.name, denominator.census.num_zero)
+    if finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
+        return _explain(finding, "other", 1)
+    return None
+
+
+def _explain(finding: Finding, name: str, zeros: int) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {denominator.name}.",
-        evidence=(
-            Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {denominator.name} are exactly zero"),
-        ),
+        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {name}.",
+        evidence=(Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {name} are exactly zero"),),
     )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import Finding, GradientFinding, feeds_product, gradient_evidence
+from nandoctor.rules.base import FILLS, Finding, GradientFinding, feeds_product, gradient_evidence
 
 CODE = "indeterminate-form"
 TITLE = "An operation on infinities that has no value"
@@ -32,7 +32,7 @@ def diagnose(finding: Finding) -> Cause | None:
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
     if written and not finding.turned and feeds_product(finding.op, finding.ops.values()):
         return _explain_written(finding, "reaches a product, whose sums it spoils")
-    if written and finding.exam.kinds == ("+inf",):
+    if written and (finding.exam.kinds == ("+inf",) or finding.op.op in FILLS):
         return _explain_written(finding, "is never removed")
     if "nan" not in finding.exam.kinds or not (finding.turned or written):
         return None
@@ -50,8 +50,8 @@ def _explain_written(finding: Finding, what: str) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The infinity that {finding.op.op} writes here {what}.",
-        evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} infinities were written"),),
+        explanation=f"The {' or '.join(finding.exam.kinds)} that {finding.op.op} writes here {what}.",
+        evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} non-finite values were written"),),
     )
 
 
