@@ -99,7 +99,8 @@ def conclude_backward(
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
-            twins_are_finite=op.key in healthy - sick,
+            # A cast to fp32 has no backward in a run that is fp32 throughout.
+            twins_are_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
             cured_by_scale=cured_by_scale,
             loss_scale=loss_scale,
             ops=ops,

@@ -142,3 +142,13 @@ def test_a_loss_that_autocast_refuses_was_computed_outside_of_it(examine):
 
     batch = {"x": normal(4, 8), "label": torch.ones(4, 2)}
     assert blamed(examine(Between(nn.ReLU()), batch, loss=loss, inputs="x")) == HEALTHY
+
+
+def test_a_gradient_that_fp16_cannot_take_back(examine):
+    """The loss is computed in fp32, and its gradient is cast on the way back: in fp32 there is no such cast."""
+
+    def loss(output, _):
+        return output.float().sum() * 1e5
+
+    report = examine(Between(nn.ReLU()), {"x": normal(4, 8)}, loss=loss)
+    assert blamed(report) == ("precision", "<loss>", "to", "gradient-overflow")
