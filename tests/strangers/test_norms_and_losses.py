@@ -152,3 +152,19 @@ def test_a_gradient_that_fp16_cannot_take_back(examine):
 
     report = examine(Between(nn.ReLU()), {"x": normal(4, 8)}, loss=loss)
     assert blamed(report) == ("precision", "<loss>", "to", "gradient-overflow")
+
+
+class Bounded(nn.Module):
+    def __init__(self, bound):
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, x):
+        return torch.atanh(torch.tanh(6 * x).clamp(-self.bound, self.bound))
+
+
+@pytest.mark.parametrize(
+    ("bound", "found"), [(1 - 1e-3, HEALTHY), (1 - 1e-5, ("precision", "middle", "atanh", "eps-underflow"))]
+)
+def test_a_bound_that_fp16_rounds_to_one(examine, bound, found):
+    assert blamed(examine(Between(Bounded(bound)), {"x": 3 * normal(4, 8)})) == found
