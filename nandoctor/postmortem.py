@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from textwrap import shorten
 
 import torch
 
@@ -23,6 +24,7 @@ from nandoctor.engine.optimizer import measure_slots
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
+from nandoctor.engine.stats import collect, measure
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
@@ -33,7 +35,7 @@ from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
 from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
-from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer
+from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
 from nandoctor.rules.sighting import needs_census
 from nandoctor.rules.summary import describe_first, summarize_runs
 from nandoctor.rules.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
@@ -134,7 +136,7 @@ def replay_dump(
     """
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return _report_weights(summary)
+        return _report_weights(dump, summary, FORMATS[settings.amp_dtype])
     preparation = prepare(dump, model, settings)
     replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
     attempt = _reproduce(replay, preparation, settings)
@@ -187,9 +189,23 @@ def _write_report(
         runs=runs,
         dump=summary,
         environment=describe_environment(attempt.setup.device),
-        notes=(*notes, *findings.notes, *remedies.notes, *describe_error_source(runs.autocast.modules)),
+        notes=(
+            *notes,
+            *findings.notes,
+            *remedies.notes,
+            *_describe_blindness(trace),
+            *describe_error_source(runs.autocast.modules),
+        ),
         next_steps=advise(verdict, shown, summary),
     )
+
+
+def _describe_blindness(trace: Trace) -> tuple[str, ...]:
+    """What is said of the modules alone, because their operations cannot be watched."""
+    if trace.blinded is None:
+        return ()
+    reason = shorten(trace.blinded, 90)
+    return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
 
 
 def describe_environment(device: torch.device) -> Environment:
@@ -383,7 +399,7 @@ def _loss_scale(dump: Dump, settings: Settings) -> float:
     return float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
 
 
-def _report_weights(summary: DumpSummary) -> Report:
+def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Report:
     """The report on a file that holds no batch: its weights are bad, or there is nothing to say."""
     bad = (*summary.bad_weights, *summary.bad_buffers)
     if not bad:
@@ -392,15 +408,29 @@ def _report_weights(summary: DumpSummary) -> Report:
             remedy="Save the failing batch beside the weights next time, or give --call file.py:function, a "
             "(model, batch) -> output that makes its own.",
         )
+    weights, buffers = (
+        [(array.name, stats) for array in group if (stats := _count(dump.state[array.name], low)) is not None]
+        for group in (summary.bad_weights, summary.bad_buffers)
+    )
+    first, *others = diagnose_state(weights, buffers) or (None,)
     names = ", ".join(array.name for array in bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
     return Report(
         verdict="state",
         headline=f"{len(bad)} of {summary.num_weights} saved tensors are non-finite: {names}.",
         reproduction=Reproduction(grade="no-reference"),
         first_nonfinite=None,
+        origin=first.origin if first else None,
+        cause=first.cause if first else None,
+        also=tuple(others),
         runs=None,
         dump=summary,
         environment=describe_environment(torch.device("cpu")),
         notes=("The file holds no batch, so nothing was run.",),
         next_steps=advise("state", Conclusion(), summary),
     )
+
+
+def _count(tensor: torch.Tensor, low: FloatFormat) -> TensorStats | None:
+    """The exact counts of one saved tensor, None where it is stored in a way that shows no numbers."""
+    reading = measure(tensor, census_for=low)
+    return None if reading is None else collect([("", reading)])[0]

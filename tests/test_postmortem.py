@@ -220,6 +220,15 @@ def test_weights_alone_are_judged_by_themselves():
     report = replay_dump(dump, None, Settings())
     assert (report.verdict, report.runs) == ("state", None)
     assert report.headline == "1 of 4 saved tensors are non-finite: last.bias."
+    assert (report.origin.phase, report.origin.module, report.cause.code) == ("state", "last", "poisoned-weights")
+    assert report.origin.kinds == ("nan",)
+
+
+def test_buffers_alone_are_told_from_weights():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].running_var.fill_(float("inf"))
+    report = replay_dump(dump_of(model, layout="weights-only"), None, Settings())
+    assert (report.origin.module, report.cause.code) == ("1", "poisoned-buffers")
 
 
 def test_sound_weights_alone_are_nothing_to_replay():

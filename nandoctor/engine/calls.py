@@ -99,6 +99,11 @@ def find_bindings(model: nn.Module, available: Mapping[str, Any], tensors: Seque
     raise _explain_ambiguity(model, parameters, unmet, spare, available)
 
 
+def required_names(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that forward cannot do without."""
+    return frozenset(parameter.name for parameter in _read_parameters(model).required)
+
+
 def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
     """The array of a parameter's name, or the only one of that name in a container ("image" finds "batch.image")."""
     if parameter in available:

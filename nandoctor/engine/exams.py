@@ -25,16 +25,17 @@ _PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "ad
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 
 
-def examine(call: Invocation, output: torch.Tensor, *, low: FloatFormat) -> Exam:
-    """Examine one op whose `output` is non-finite; `call` holds the arguments as they were before it ran."""
-    output = output.detach()
+def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> Exam:
+    """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
+    made = [numbers_in(output) for output in outputs]
+    place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
     bad = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
     census, _ = census_of(output, own, low)
-    exact = recompute(call, like=output)
+    exact = recompute(call, place, like=output)
     worst, num_exact_finite = _find_worst(bad, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
-    taken = ((name, numbers_in(tensor)) for name, tensor in call.tensors())
+    taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
     operands = [(name, values) for name, values in taken if values is not None]
     return Exam(
         num_bad=census.num_bad,
@@ -52,15 +53,22 @@ def examine(call: Invocation, output: torch.Tensor, *, low: FloatFormat) -> Exam
     )
 
 
-def recompute(call: Invocation, *, like: torch.Tensor) -> torch.Tensor | None:
-    """The op's output in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
+def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of an operand: those of integers as well where they are counted with, as by a division."""
+    is_integer = format_of(tensor.dtype) is None and tensor.dtype is not torch.bool
+    return tensor.double() if is_integer and name in ("self", "other") else numbers_in(tensor)
+
+
+def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:
+    """The op's output at `place` in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
     try:
         with torch.no_grad(), _without_autocast():
             output = call.widened().run()
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    leaves = (numbers_in(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return next((values.double() for values in leaves if values is not None and values.shape == like.shape), None)
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    values = numbers_in(leaves[place]) if place < len(leaves) else None
+    return None if values is None or values.shape != like.shape else values.double()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ In: the saved output and what the model returned. Out: a `Reproduction`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from nandoctor.errors import DumpError
 from nandoctor.evidence.report import Grade, Reproduction
 
 
-def saved_outputs(dump: Dump, key: str | None) -> list[str]:
+def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()) -> list[str]:
     """The names of the arrays that are saved outputs, the one to grade against first.
 
-    `key` is the user's word. Else they go by their names; failing that, a floating-point array of no known role
-    that holds non-finite values is taken for one: a training script saves its dump because of it.
+    `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a
+    floating-point array of no known role that holds some is taken for one: a training script saves its dump because of
+    it. What the model has `taken` by its name is none, nor is one of no known role that the user's functions `read`.
 
     Raises:
         DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
     """
-    named = [name for name in dump.arrays if role_of(name) == "output"]
+    named = [name for name in dump.arrays if role_of(name) == "output" and name not in taken]
+    named.sort(key=lambda name: _is_finite(dump.arrays[name]))
     if key is not None and key in dump.arrays:
         return [key, *(name for name in named if name != key)]
     if key is not None and not named:
@@ -39,8 +41,12 @@ def saved_outputs(dump: Dump, key: str | None) -> list[str]:
     return [
         name
         for name, array in dump.arrays.items()
-        if role_of(name) == "unknown" and array.is_floating_point() and not torch.isfinite(array).all()
+        if role_of(name) == "unknown" and name not in {*taken, *read} and not _is_finite(array)
     ]
+
+
+def _is_finite(array: torch.Tensor) -> bool:
+    return not array.is_floating_point() or bool(torch.isfinite(array).all())
 
 
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:

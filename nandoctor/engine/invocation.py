@@ -37,8 +37,11 @@ class Invocation:
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors among the arguments; those of a list are numbered."""
+        """The tensors that the op takes; those of a list are numbered, and what it only writes to is left out."""
+        written = {argument.name for argument in self.op._schema.arguments if argument.is_out}
         for name, value in self.arguments():
+            if name in written:
+                continue
             if isinstance(value, torch.Tensor):
                 yield name, value
             elif isinstance(value, (list, tuple)):

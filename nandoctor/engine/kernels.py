@@ -159,7 +159,9 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
         lifted = lower(tensor).float()
         # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
         # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
-        return lifted.requires_grad_() if tensor.requires_grad and not lifted.requires_grad else lifted
+        # Under torch.vmap and its kin only the outside may ask for gradients.
+        asks = tensor.requires_grad and not lifted.requires_grad and not torch._C._are_functorch_transforms_active()
+        return lifted.requires_grad_() if asks else lifted
 
     return _round(call.cast(lift).run(), dtype)
 

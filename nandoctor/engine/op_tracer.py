@@ -9,10 +9,10 @@ import linecache
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,19 +21,21 @@ from nandoctor.engine.exams import examine
 from nandoctor.engine.gradients import GradientTracer
 from nandoctor.engine.interception import Proceed, find_source, intercepting
 from nandoctor.engine.invocation import Invocation
-from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, numbers_in, unwrap
+from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, unwrap
 from nandoctor.engine.tracer import Owner
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
 
-UNREAD = "unread"
-"""The kind of a buffer that an op takes and only writes: what it holds does not matter."""
+# They give memory as it lies there. What fills it need not be an op: torch.tensor() writes to it directly.
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 MAX_EXAMS = 64
 LOSS_OWNER: Owner = ("<loss>", "", 0)
 
-Name = tuple[str, str]
-"""What a tensor from outside is ("weight", "buffer" or "batch") and its name."""
+Kind = Literal["weight", "buffer", "unread", "batch"]
+"""What a tensor from outside is; an unread buffer is one that ops take and only write: what it holds is all one."""
+
+Name = tuple[Kind, str]
 
 
 class _Tensor(NamedTuple):
@@ -69,25 +71,46 @@ class _Writer(NamedTuple):
     reading: Reading | None
 
 
+class _Storage(NamedTuple):
+    """A living tensor whose memory this is, and who wrote there last."""
+
+    tensor: weakref.ref[torch.Tensor]
+    order: int | None
+
+
 class OpTracer:
     """Records the ops of the current thread while `watching()` is open.
 
-    `names` maps the id of a weight, a buffer or an array of the batch to what it is. An op that makes non-finite values
-    is examined on the spot, overflow judged against `low`. `gradients` is shown every output, to find the graph nodes
-    of the op.
+    `known` are the tensors from outside with their names. An op that makes non-finite values is examined on the spot,
+    overflow judged against `low`. `gradients` is shown every output, to find the graph nodes of the op.
     """
 
-    def __init__(self, *, names: Mapping[int, Name], low: FloatFormat, gradients: GradientTracer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        known: Iterable[tuple[Kind, str, torch.Tensor]],
+        low: FloatFormat,
+        gradients: GradientTracer | None = None,
+    ) -> None:
         self.phase: Phase = "forward"
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
-        self._names = names
+        self._names: dict[int, Name] = {}
         self._low = low
         self._gradients = gradients
         self._recordings: list[_Recording] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
-        self._storage_writers: dict[int, int] = {}
+        self._storages: dict[int, _Storage] = {}
         self._num_exams = 0
+        for kind, name, tensor in known:
+            self._name(tensor, (kind, name))
+
+    def _name(self, tensor: torch.Tensor, name: Name) -> None:
+        """Know a tensor by its identity, and by its memory under another guise: `weight.data`."""
+        self._names[id(tensor)] = name
+        if tensor.layout == torch.strided and tensor.data_ptr():
+            self._names[tensor.data_ptr()] = name
+            self._storages[_address(tensor)] = _Storage(weakref.ref(tensor), None)
 
     @contextmanager
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
@@ -98,10 +121,12 @@ class OpTracer:
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
-        writer = self._writers.get(id(tensor))
-        if writer is not None and writer.tensor() is tensor and writer.version == _version(tensor):
+        tensor = unwrap(tensor)
+        writer = self._find_writer(tensor)
+        if writer is not None and not self._is_outdated(writer, tensor):
             return writer.order
-        return self._storage_writers.get(_storage(tensor)) if _version(tensor) > 0 else None
+        storage = self._find_storage(tensor)
+        return None if storage is None else storage.order
 
     def calls(self) -> tuple[OpCall, ...]:
         """The ops so far, in order."""
@@ -112,14 +137,14 @@ class OpTracer:
         return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
-        """Run one op and record it. Ops without floating-point output are run and forgotten."""
+        """Run one op and record it. Ops without floating-point output, or with none yet, are run and forgotten."""
         inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
         output = proceed(call)
         leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
-        if not any(readings):
+        if not any(readings) or call.name in _UNFILLED:
             return output
         exam = None
         if self._num_exams < MAX_EXAMS and _makes_bad(inputs, readings):
@@ -132,26 +157,54 @@ class OpTracer:
             recording = self._recordings[order]
             self._gradients.claim(leaves, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, order, reading)
-            if call.op._schema.is_mutable:
-                self._storage_writers[_storage(leaf)] = order
+            self._remember(leaf, order, reading, wrote=call.op._schema.is_mutable)
         return output
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
-        known_as = self._names.get(id(tensor))
-        if known_as is not None and known_as[0] == UNREAD:
+        known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
+        if known_as is not None and known_as[0] == "unread":
             return _Tensor(name, None, None, known_as)
-        writer = self._writers.get(id(tensor))
-        if writer is None or writer.tensor() is not tensor or writer.version != _version(tensor):
-            reading = measure(tensor)
-            if known_as is not None and not is_finite(reading):
+        writer = self._find_writer(tensor)
+        if writer is None or self._is_outdated(writer, tensor):
+            reading, producer = measure(tensor), self.producer_of(tensor)
+            if producer is None and not is_finite(reading):
                 reading = measure(tensor, census_for=self._low)
-            writer = self._remember(tensor, self.producer_of(tensor), reading)
+            writer = self._remember(tensor, producer, reading)
         return _Tensor(name, writer.reading, writer.order, known_as)
 
-    def _remember(self, tensor: torch.Tensor, order: int | None, reading: Reading | None) -> _Writer:
+    def _find_alias(self, tensor: torch.Tensor) -> Name | None:
+        """The name of the tensor from outside that lies at the same place, if nobody wrote there since."""
+        is_strided = tensor.layout == torch.strided
+        return self._names.get(tensor.data_ptr()) if is_strided and self.producer_of(tensor) is None else None
+
+    def _find_writer(self, tensor: torch.Tensor) -> _Writer | None:
+        """What was noted of this very tensor, outdated or not."""
+        writer = self._writers.get(id(tensor))
+        return writer if writer is not None and writer.tensor() is tensor else None
+
+    def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was written to since; also through `.data`, which counts versions of its own."""
+        storage = self._find_storage(tensor)
+        written = None if storage is None else storage.order
+        if writer.version != _version(tensor) or written is None:
+            return writer.version != _version(tensor)
+        return writer.order is None or written > writer.order
+
+    def _find_storage(self, tensor: torch.Tensor) -> _Storage | None:
+        """The memory behind a tensor; None where its owner is gone, and something else may lie there by now."""
+        storage = self._storages.get(_address(tensor))
+        return storage if storage is not None and storage.tensor() is not None else None
+
+    def _remember(
+        self, tensor: torch.Tensor, order: int | None, reading: Reading | None, *, wrote: bool = False
+    ) -> _Writer:
         writer = _Writer(weakref.ref(tensor), _version(tensor), order, reading)
         self._writers[id(tensor)] = writer
+        storage = self._find_storage(tensor)
+        if storage is None:
+            self._storages[_address(tensor)] = _Storage(writer.tensor, order)
+        elif wrote:  # a view leaves the memory as it is
+            self._storages[_address(tensor)] = storage._replace(order=order)
         return writer
 
     def _record(
@@ -176,35 +229,40 @@ class OpTracer:
         self._counts[owner, call.name] += 1
 
     def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> Exam:
-        made = (values for leaf in leaves if (values := numbers_in(leaf)) is not None)
-        worst = next(values for values in made if not torch.isfinite(values).all())
         after = torch.get_rng_state()
         try:
             if rng_state is not None:
                 torch.set_rng_state(rng_state)
-            return examine(call, worst, low=self._low)
+            return examine(call, leaves, low=self._low)
         finally:
             torch.set_rng_state(after)
 
 
 def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
-    """Whether the op turned finite inputs into non-finite output, or infinities into NaN."""
-    after = [reading.limits for reading in outputs if reading is not None]
-    if all(bool(torch.isfinite(limits).all()) for limits in after):
+    """Whether the op turned finite inputs into non-finite output, infinities into NaN, or those of one sign into both.
+
+    The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the exam tells.
+    """
+    if all(map(is_finite, outputs)):
         return False
-    before = [tensor.reading.limits for tensor in inputs if tensor.reading is not None]
-    if any(bool(torch.isnan(limits).any()) for limits in after):
-        return not any(bool(torch.isnan(limits).any()) for limits in before)
-    return all(bool(torch.isfinite(limits).all()) for limits in before)
+    before, after = _kinds([tensor.reading for tensor in inputs]), _kinds(outputs)
+    return "nan" not in before and (not before or bool(after - before))
+
+
+def _kinds(readings: Iterable[Reading | None]) -> set[str]:
+    """Which of "nan", "inf" and "-inf" there are; beside a NaN nothing else shows."""
+    limits = [limit for reading in readings if reading is not None for limit in reading.limits.tolist()]
+    return {str(limit) for limit in limits if not math.isfinite(limit)}
 
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Views share their storage, so a write through one of them is found from all."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+def _address(tensor: torch.Tensor) -> int:
+    """Views share their memory, so a write through one of them is found from all; without any, the tensor's own id."""
+    address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    return address or -id(tensor)
 
 
 def _to_call(

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from nandoctor.engine import interventions
 from nandoctor.engine.autocast import EXACT, Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
-from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer
+from nandoctor.engine.op_tracer import Kind, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
@@ -30,6 +31,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
 Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Batch], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Setup:
     batch: Batch
     used: frozenset[str]
     forward: Callable[[Batch], Any]
-    loss: Callable[[Any, Batch], torch.Tensor] | None = None
+    loss: Loss | None = None
     device: torch.device
     description: str
     rng_states: tuple[torch.Tensor, ...] = ()
@@ -102,9 +104,9 @@ class _Observers:
     def __init__(
         self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
     ) -> None:
-        names = _known_tensors(setup.model, batch)
+        known = _known_tensors(setup.model, batch)
         self.gradients = GradientTracer(low=low) if watch.backward and watch.ops else None
-        self.ops = OpTracer(names=names, low=low, gradients=self.gradients) if watch.ops else None
+        self.ops = OpTracer(known=known, low=low, gradients=self.gradients) if watch.ops else None
         self.modules = Tracer(
             setup.model,
             census_for=low,
@@ -151,15 +153,17 @@ def run(
     singles = interventions.flatten(edits)
     policy = interventions.choose_policy(singles, policy)
     watch = replace(watch, loss_scale=interventions.choose_loss_scale(singles, watch.loss_scale))
-    for grad in (watch.backward, True):  # once more with a graph for a model that takes gradients on its way
+    for grad in sorted({watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
         outcome, error = _record(setup, policy, training, seed, low, watch, singles, on_call, grad=grad)
-        if error is None or "does not require grad" not in str(error):
+        if error is None or _shows_damage(outcome.trace):
             break
     if error is not None and not _shows_damage(outcome.trace):
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
         # (jagged nested ones) cannot be watched op by op.
         other = replace(watch, ops=not watch.ops)
+        blinded = f"{type(error).__name__}: {error}" if watch.ops else None
         outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, grad=grad)
+        outcome = replace(outcome, trace=replace(outcome.trace, blinded=blinded))
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
@@ -247,7 +251,7 @@ def _execute(
             if setup.loss is not None:
                 observers.begin_loss()
                 with interventions.loss_in_fp32(edits, setup.device) as widen:
-                    result.loss = setup.loss(widen(result.output), batch)
+                    result.loss = _compute_loss(setup.loss, widen(result.output), batch, setup.device)
         if watch.backward and result.loss is not None:
             with torch.autocast(setup.device.type, enabled=False):
                 result.bad_gradients, result.gradients = _backward(setup.model, result.loss, watch)
@@ -258,6 +262,17 @@ def _execute(
             observers.gradients.close()
     result.elapsed_s = time.perf_counter() - started
     return result
+
+
+def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """The loss under autocast, or outside of it where it uses what CUDA's autocast refuses, as training must have."""
+    try:
+        return loss(output, batch)
+    except RuntimeError as error:
+        if "unsafe to autocast" not in str(error):
+            raise
+    with torch.autocast(device.type, enabled=False):
+        return loss(output, batch)
 
 
 def _backward(
@@ -282,20 +297,15 @@ def _backward(
             parameter.grad = gradient
 
 
-def _known_tensors(model: nn.Module, batch: Batch) -> dict[int, Name]:
-    """What each tensor that the ops meet from outside is, by identity."""
-    unread = {
-        id(buffer): (UNREAD, name)
-        for module in model.modules()
-        if _writes_only(module)
-        for name, buffer in module.named_buffers(recurse=False)
-    }
-    return {
-        **{id(tensor): ("weight", name) for name, tensor in model.named_parameters()},
-        **{id(tensor): ("buffer", name) for name, tensor in model.named_buffers()},
-        **unread,
-        **{id(tensor): ("batch", name) for name, tensor in batch.items()},
-    }
+def _known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    """What the ops meet from outside."""
+    idle = (module for module in model.modules() if _writes_only(module))
+    unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
+    yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
+    for name, tensor in model.named_buffers():
+        if not is_lazy(tensor):
+            yield "unread" if id(tensor) in unread else "buffer", name, tensor
+    yield from (("batch", name, tensor) for name, tensor in batch.items())
 
 
 def _shows_damage(trace: Trace) -> bool:

@@ -5,15 +5,16 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.engine.calls import Binding, bind_inputs, bind_user_call, find_bindings
+from nandoctor.engine.calls import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.engine.cuda_code import cuda_code
 from nandoctor.engine.grading import saved_outputs
 from nandoctor.engine.models import build_model, find_attribute, load_state
@@ -62,7 +63,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
         call, loss = (_find_function(spec, settings) for spec in (settings.call, settings.loss))
     notes = load_state(net, dump.state, strict=settings.strict)
     net.to(device)
-    outputs = saved_outputs(dump, settings.output)
+    taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
+    outputs = saved_outputs(dump, settings.output, taken=taken, read={*_texts_in(call), *_texts_in(loss)})
     batch, cast_notes = _make_batch(dump.arrays, net, device)
     inputs = {name: array for name, array in batch.items() if name not in outputs}
     bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
@@ -76,6 +78,15 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
 
 def _find_function(spec: str | Callable[..., Any] | None, settings: Settings) -> Callable[..., Any] | None:
     return find_attribute(spec, directory=settings.directory) if isinstance(spec, str) else spec
+
+
+def _texts_in(function: Callable[..., Any] | None) -> Iterator[str]:
+    """The texts written in a function, and so the names of the arrays that it reads."""
+    waiting = [getattr(function, "__code__", None)]
+    while waiting:
+        constants = getattr(waiting.pop(), "co_consts", ())
+        yield from (constant for constant in constants if isinstance(constant, str))
+        waiting += [constant for constant in constants if isinstance(constant, CodeType)]
 
 
 def _find_device(name: str) -> torch.device:

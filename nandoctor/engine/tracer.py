@@ -123,6 +123,7 @@ class Tracer:
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self._model.named_modules():
                 hooks.callback(self._watch_entry(module, name).remove)
+                hooks.callback(self._watch_arguments(module).remove)
                 hooks.callback(self._watch_return(module).remove)
             self._hooks = hooks.pop_all()
         return self
@@ -159,7 +160,9 @@ class Tracer:
         )
 
     def _watch_entry(self, module: nn.Module, name: str) -> RemovableHandle:
-        def on_entry(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before all other hooks, since what they compute (a spectral norm) is part of the call."""
+
+        def on_entry(_: nn.Module, args: tuple[Any, ...]) -> None:
             call = _Recording(
                 module=module,
                 name=name,
@@ -169,17 +172,25 @@ class Tracer:
                 handling=sys.exc_info()[1],
             )
             self._num_calls[name] += 1
-            call.inputs = self.read(args, kwargs)
             self._calls.append(call)
             self._open.append(call)
 
         # A ScriptModule refuses hooks, which its graph could not keep; Module's own method serves calls from Python.
-        return nn.Module.register_forward_pre_hook(module, on_entry, with_kwargs=True)
+        return nn.Module.register_forward_pre_hook(module, on_entry, prepend=True)
+
+    def _watch_arguments(self, module: nn.Module) -> RemovableHandle:
+        """After all other hooks, which may have changed them."""
+
+        def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._open and self._open[-1].module is module:
+                self._open[-1].inputs = self.read(args, kwargs)
+
+        return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
 
     def _watch_return(self, module: nn.Module) -> RemovableHandle:
         def on_return(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self._open or self._open[-1].module is not module:
-                return  # a hook before ours raised, so this call was never opened
+                return  # a hook for all modules raised, so this call was never opened
             call = self._open.pop()
             if sys.exc_info()[1] is not call.handling:
                 return  # the forward raised; its caller may catch that and go on
@@ -204,11 +215,15 @@ class Tracer:
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             reading = known[2]
-            if not census or reading is None or reading.census is not None:
+            if reading is None or ((reading.census or not census) and self._is_current(reading, tensor)):
                 return reading
         reading = self._measure(tensor, census)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
         return reading
+
+    def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
+        """Whether no traced op has written to the tensor since, be it through `.data`, which counts other versions."""
+        return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
         reading = measure(tensor, census_for=self._census_for if census else None)

@@ -213,7 +213,8 @@ class Trace:
     `bad_gradients` (the non-finite gradients of parameters) are there where a loss was given.
 
     `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
-    an exception that ended the forward early. `ops` are the operations of the span that was asked for.
+    an exception that ended the forward early. `ops` are the operations of the span that was asked for; `blinded` is the
+    message of the exception for which none could be watched.
     """
 
     policy: str
@@ -226,6 +227,7 @@ class Trace:
     elapsed_s: float
     raised: str | None = None
     ops: tuple[OpCall, ...] = ()
+    blinded: str | None = None
     buffers: frozenset[str] = frozenset()
     loss: TensorStats | None = None
     backward: tuple[OpCall, ...] = ()

@@ -44,6 +44,7 @@ FORWARD_RULES: tuple[Callable[[Finding], Cause | None], ...] = (
     division_by_zero.diagnose,
     empty_reduction.diagnose,
     indeterminate_form.diagnose,
+    invalid_domain.diagnose_pole,
 )
 """For the forward pass and the loss; the first that can decide names the cause."""
 

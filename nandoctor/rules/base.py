@@ -6,7 +6,7 @@ In: an examined op with its twin in fp32 and the ops before it. Out: the finding
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nandoctor.evidence.edits import ClampArgument, Edit, OpSite
@@ -37,6 +37,7 @@ EXPONENTIALS = words("exp exp2 expm1 sinh cosh softplus special_exp2 special_exp
 LOGARITHMS = words("log log2 log10 log1p logit special_logit xlogy special_xlogy special_log1p")
 DIVISIONS = words("div true_divide divide reciprocal rsqrt remainder fmod addcdiv floor_divide")
 SOFTMAXES = words("softmax log_softmax _softmax _log_softmax logsumexp scaled_dot_product_attention masked_softmax")
+NORMALISATIONS = words("batch_norm layer_norm group_norm instance_norm rms_norm")
 CASTS = words("to _to_copy half bfloat16 type_as type copy")
 MOVES = words(
     """view reshape _unsafe_view transpose permute contiguous expand expand_as unsqueeze squeeze flatten unflatten clone
@@ -130,8 +131,35 @@ class GradientFinding:
 
 
 def writes_infinity(op: OpCall) -> bool:
-    """Whether the code put an infinity there itself, as masks are made."""
-    return op.op in FILLS and any(math.isinf(value) for _, value in op.scalars)
+    """Whether the code put an infinity there itself, as masks are made: it stands among the numbers of the call."""
+    return any(math.isinf(value) for _, value in op.scalars)
+
+
+def is_constant(tensor: OpTensor) -> bool:
+    """Whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
+    census = tensor.stats.census if tensor.stats is not None else None
+    return tensor.origin == "unknown" and census is not None and not census.num_nan
+
+
+def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
+    """Whether this is the logarithm of a mask of zeros and ones that was no floating-point tensor before."""
+    if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.exam is None:
+        return False
+    mask, cast = op.exam.operands[0], ops[op.inputs[0].producer]
+    is_indicator = mask.min == 0 and mask.max == 1 and mask.census.smallest == 1
+    return is_indicator and cast.op in CASTS and all(tensor.stats is None for tensor in cast.inputs)
+
+
+def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
+    """Whether the infinities of `written` reach a product along `ops`: as masks they would have been gone by then."""
+    carriers = {written.order}
+    for op in ops:
+        bad = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
+        if any(tensor.producer in carriers for tensor in bad):
+            if op.op in PRODUCTS:
+                return True
+            carriers.add(op.order)
+    return False
 
 
 def ancestors(

@@ -13,11 +13,12 @@ from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
-from nandoctor.evidence.trace import Exam, OpCall, TensorStats, Trace
+from nandoctor.evidence.trace import Exam, ModuleCall, OpCall, OpTensor, TensorStats, Trace
 from nandoctor.rules import (
     BACKWARD_RULES,
     FORWARD_RULES,
     SUGGESTIONS,
+    log_of_zero,
     mask_constant_overflow,
     optimizer_eps_underflow,
     poisoned_buffers,
@@ -26,7 +27,17 @@ from nandoctor.rules import (
     poisoned_weights,
     silent_overflow,
 )
-from nandoctor.rules.base import MOVES, PRODUCTS, Doses, Finding, GradientFinding, number, site_of
+from nandoctor.rules.base import (
+    CASTS,
+    MOVES,
+    PRODUCTS,
+    Doses,
+    Finding,
+    GradientFinding,
+    is_constant,
+    number,
+    site_of,
+)
 from nandoctor.rules.origin import Birth, Lineage, find_swallowed, trace_back
 from nandoctor.rules.sighting import Sighting, find_sightings
 
@@ -81,11 +92,11 @@ def _conclude_untraced(trace: Trace, sightings: list[Sighting]) -> Conclusion:
         return Conclusion(complete=False)
     sighting, diagnoses = sightings[0], []
     if sighting.where == "batch":
-        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace, "forward")
+        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace.calls, "forward")
     for stats in sighting.owner.state if sighting.owner else ():
         assert sighting.owner is not None
         name = ".".join(filter(None, (sighting.owner.module, stats.path)))
-        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace, "forward")
+        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace.calls, "forward")
     return Conclusion(diagnoses=tuple(diagnoses), sighting=sighting, complete=bool(diagnoses))
 
 
@@ -109,7 +120,8 @@ def conclude_backward(
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
-            twins_are_finite=op.key in healthy - sick,
+            # A cast to fp32 has no backward in a run that is fp32 throughout.
+            twins_are_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
             cured_by_scale=cured_by_scale,
             loss_scale=loss_scale,
             ops=ops,
@@ -120,7 +132,13 @@ def conclude_backward(
         diagnoses.append(Diagnosis(origin=_origin(op, op.exam), cause=cause))
         if finding.forward is not None:
             leads.append(_lead(finding.forward, finding, cause))
-    return Conclusion(diagnoses=tuple(diagnoses), leads=tuple(leads))
+    return Conclusion(diagnoses=tuple(diagnoses) or _first_hit(trace), leads=tuple(leads))
+
+
+def _first_hit(trace: Trace) -> tuple[Diagnosis, ...]:
+    """Where no op makes the bad gradient, as when a hook of the user's does: the op that meets it first."""
+    hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
+    return tuple(Diagnosis(origin=_taken(op, tensor), cause=None) for op, tensor in hits)[:1]
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
@@ -156,18 +174,27 @@ _Found = tuple[int, Diagnosis, Lead | None]
 def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[_Found]:
     """What was bad before it met the traced ops, with the order of the op that took it first."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
+    for op, tensor in lineage.outside:
+        if tensor.origin == "unknown" and not is_constant(tensor):
+            yield op.order, Diagnosis(origin=_taken(op, tensor), cause=None), None
     for op, tensor in outside.values():
         assert tensor.stats is not None
         if not _is_stored_mask(tensor.stats):
-            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase):
+            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace.calls, op.phase):
                 yield op.order, diagnosis, None
 
 
 def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
-    births = lineage.births or (lineage.written if trace.loss is not None and not trace.loss.finite else ())
-    for birth in births:
+    in_loss = trace.loss is not None and not trace.loss.finite
+    if in_loss and not lineage.births and not lineage.written:
+        for op, tensor in lineage.outside:
+            if is_constant(tensor):
+                taker = next((later for later in lineage.way_from(op.order) if later.op not in MOVES | CASTS), op)
+                cause = log_of_zero.diagnose_constant(tensor)
+                yield taker.order, Diagnosis(origin=_taken(taker, tensor), cause=cause), None
+    for birth in lineage.births or (lineage.written if in_loss else ()):
         if birth.op.exam is not None:
             finding = _finding(birth, trace, low)
             absurd = _absurd_weights(finding, trace)
@@ -218,16 +245,46 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
     )
 
 
+def _taken(op: OpCall, tensor: OpTensor) -> Origin:
+    """A value that came from outside the traced ops, where `op` took it."""
+    stats, census = tensor.stats, tensor.stats.census if tensor.stats else None
+    assert stats is not None
+    return Origin(
+        phase=op.phase,
+        module=op.module,
+        type=op.type,
+        call=op.call,
+        op=op.op,
+        source=op.source,
+        kinds=census.kinds if census else (),
+        num_bad=census.num_bad if census else 0,
+        numel=stats.numel,
+        first_index=census.first_bad_index if census else None,
+        samples=(),
+        would_be=None,
+        inputs=(stats,),
+        output=next(iter(op.outputs), None),
+    )
+
+
 def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
     """A weight that is finite and so large that no product with it can be asked for."""
     found: list[Diagnosis] = []
     for tensor in finding.op.inputs:
         if tensor.origin == "weight" and tensor.stats is not None and finding.op.op in PRODUCTS:
-            found += _from_outside("weight", tensor.path, tensor.stats, trace, finding.op.phase)
+            found += _from_outside("weight", tensor.path, tensor.stats, trace.calls, finding.op.phase)
     return found
 
 
-def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase: str) -> list[Diagnosis]:
+def diagnose_state(
+    weights: Sequence[tuple[str, TensorStats]], buffers: Sequence[tuple[str, TensorStats]]
+) -> tuple[Diagnosis, ...]:
+    """What can be said of bad tensors of which nothing but the name is known."""
+    named = [("weight", *item) for item in weights] + [("buffer", *item) for item in buffers]
+    return tuple(diagnosis for item in named for diagnosis in _from_outside(*item, (), "forward"))
+
+
+def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[ModuleCall], phase: str) -> list[Diagnosis]:
     """The diagnosis of a weight, a buffer or an array that was bad from the start; none where it was not."""
     if kind == "batch":
         rule = poisoned_target if phase != "forward" else poisoned_input
@@ -241,7 +298,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase:
     origin = Origin(
         phase="input" if kind == "batch" else "state",
         module=owner,
-        type=next((call.type for call in trace.calls if call.module == owner), ""),
+        type=next((call.type for call in calls if call.module == owner), ""),
         call=0,
         op=None,
         source=None,

@@ -3,9 +3,9 @@
 In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
-    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros.
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
 Evidence it needs
-    Exact zeros in the denominator.
+    Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.rules.base import DIVISIONS, Doses, Finding, clamp_doses
+from nandoctor.rules.base import DIVISIONS, NORMALISATIONS, Doses, Finding, clamp_doses
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
@@ -28,17 +28,37 @@ TITLE = "A division by zero"
 
 def diagnose(finding: Finding) -> Cause | None:
     """A division with exact zeros below the line."""
-    denominator = _denominator(finding)
-    if denominator is None or finding.overflowed or not denominator.census.num_zero:
+    if finding.op.op in NORMALISATIONS:
+        return _explain_norm(finding)
+    if finding.overflowed:
         return None
-    zeros = denominator.census.num_zero
+    denominator = _denominator(finding)
+    if denominator is not None and denominator.census.num_zero:
+        return _explain(finding, denominator.name, denominator.census.num_zero)
+    if finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
+        return _explain(finding, "other", 1)
+    return None
+
+
+def _explain(finding: Finding, name: str, zeros: int) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {denominator.name}.",
-        evidence=(
-            Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {denominator.name} are exactly zero"),
-        ),
+        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {name}.",
+        evidence=(Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {name} are exactly zero"),),
+    )
+
+
+def _explain_norm(finding: Finding) -> Cause | None:
+    """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
+    if finding.turned or finding.overflowed:
+        return None
+    num_bad = finding.exam.num_bad
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
+        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{num_bad} elements have no finite value"),),
     )
 
 

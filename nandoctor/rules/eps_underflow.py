@@ -8,7 +8,8 @@ What it is
 Evidence it needs
     An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
     made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
-    and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it.
+    and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
+    or a bound just below one, of which the format makes one.
 Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix
@@ -46,9 +47,10 @@ CODE = "eps-underflow"
 TITLE = "A small constant was lost in the lower precision"
 
 _ADDING = words("add sub rsub clamp clamp_min maximum max full")
+_BOUNDING = words("clamp clamp_max clamp_min minimum maximum hardtanh")
 _SUBTRACTIONS = words("sub rsub")
 _HANDING_ON = MOVES | CASTS | {"neg"}
-_SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow"}
+_SINGULAR = DIVISIONS | LOGARITHMS | words("sqrt pow atanh arctanh erfinv special_erfinv acos arccos asin arcsin")
 _LARGEST_EPS = 1e-2
 _DEPTH = 6
 _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
@@ -98,10 +100,12 @@ def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tup
     guarded = singular.inputs[1:] if singular.op in ("div", "addcdiv", "floor_divide") else singular.inputs
     for tensor in guarded:
         subtracted = set(_subtracted(singular, tensor, ops))
+        near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON)}
         for op in ancestors(ops, tensor, _DEPTH):
             for eps in _small_constants(op) if op.op in _ADDING else ():
                 if _vanishes(op, eps) or (op.order in subtracted and _is_absorbed(op, eps)):
                     yield op, eps
+            yield from ((op, eps) for eps in _gaps_below_one(op) if op.order in subtracted | near)
 
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
@@ -115,6 +119,15 @@ def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -
 
 def _small_constants(op: OpCall) -> list[float]:
     return [abs(value) for _, value in op.scalars if 0 < abs(value) <= _LARGEST_EPS]
+
+
+def _gaps_below_one(op: OpCall) -> list[float]:
+    """By how much the op was to keep below one in magnitude, where its format makes exactly one of that."""
+    made = op.outputs[0]
+    if op.op not in _BOUNDING or (made.absmax or 0.0) < 1:
+        return []
+    gaps = (1 - abs(value) for _, value in op.scalars)
+    return [gap for gap in gaps if 0 < gap <= _LARGEST_EPS and made.dtype.round(1 - gap) == 1]
 
 
 def _vanishes(op: OpCall, eps: float) -> bool:

@@ -4,9 +4,10 @@ In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
     Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
-    hand-written entropy (0 * log 0), the difference of two infinities.
+    hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.
 Evidence it needs
-    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity.
+    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; or a written one
+    that is not masked away before the next product.
 Why it happens
     A mask is applied by arithmetic where it should be applied by selection.
 Fix
@@ -22,7 +23,16 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.rules.base import Doses, Finding, GradientFinding, clamp_doses, gradient_evidence, site_of
+from nandoctor.rules.base import (
+    FILLS,
+    Doses,
+    Finding,
+    GradientFinding,
+    clamp_doses,
+    feeds_product,
+    gradient_evidence,
+    site_of,
+)
 
 CODE = "indeterminate-form"
 TITLE = "An operation on infinities that has no value"
@@ -30,7 +40,11 @@ TITLE = "An operation on infinities that has no value"
 
 def diagnose(finding: Finding) -> Cause | None:
     """NaN made of infinities."""
-    written = [value for _, value in finding.op.scalars if value in (float("inf"), float("-inf"))]
+    written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
+    if written and not finding.turned and feeds_product(finding.op, finding.ops.values()):
+        return _explain_written(finding, "reaches a product, whose sums it spoils")
+    if written and (finding.exam.kinds == ("+inf",) or finding.op.op in FILLS):
+        return _explain_written(finding, "is never removed")
     if "nan" not in finding.exam.kinds or not (finding.turned or written):
         return None
     infinite = sum(operand.census.num_posinf + operand.census.num_neginf for operand in finding.exam.operands)
@@ -39,6 +53,16 @@ def diagnose(finding: Finding) -> Cause | None:
         title=TITLE,
         explanation=f"{finding.op.op} makes NaN of infinities: {finding.exam.num_bad} elements have no value.",
         evidence=(Evidence(name="num_infinite", value=infinite + len(written), text=f"{infinite} infinities went in"),),
+    )
+
+
+def _explain_written(finding: Finding, what: str) -> Cause:
+    num_bad = finding.exam.num_bad
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The {' or '.join(finding.exam.kinds)} that {finding.op.op} writes here {what}.",
+        evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} non-finite values were written"),),
     )
 
 

@@ -4,9 +4,10 @@ In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
-    1 or lgamma at 0, the edge of whose domain is infinitely high.
+    1 or lgamma at 0, the edge of whose domain is infinitely high; any pole.
 Evidence it needs
-    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there.
+    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. Of a function
+    without an entry here: no finite value in float64 either.
 Why it happens
     Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
     nothing bounds it.
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
-from nandoctor.rules.base import Doses, Finding, clamp_doses, number
+from nandoctor.rules.base import CASTS, FILLS, MOVES, PRODUCTS, REDUCTIONS, Doses, Finding, clamp_doses, number
 
 CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
@@ -34,6 +35,7 @@ _DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("acos", "asin", "arccos", "arcsin"), (-1.0, 1.0)),
     **dict.fromkeys(("acosh", "arccosh"), (1.0, float("inf"))),
     **dict.fromkeys(("logit", "special_logit"), (0.0, 1.0)),
+    "batch_norm": (0.0, float("inf")),
 }
 _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("atanh", "arctanh", "erfinv", "special_erfinv"), (-1.0, 1.0)),
@@ -42,6 +44,12 @@ _OPEN_DOMAINS: dict[str, tuple[float, float]] = {
 """Functions that are infinite on the edge."""
 _MARGINS = (0.0, 1e-12, 1e-6, 1e-4, 1e-3)
 """How far an argument is kept from the edge."""
+
+
+_NAMES = {"batch_norm": "running_var"}
+"""The operand that the domain is about, where it is not the first."""
+
+_NO_FUNCTIONS = PRODUCTS | REDUCTIONS | MOVES | CASTS | FILLS
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -53,20 +61,43 @@ def diagnose(finding: Finding) -> Cause | None:
         return None
     if "nan" not in finding.exam.kinds and not is_open:
         return None
-    outside = _outside(finding.exam.operands[-1 if "xlogy" in op else 0], domain, is_open=is_open)
+    argument = _argument(finding)
+    outside = None if argument is None else _outside(argument, domain, is_open=is_open)
     if outside is None:
         return None
     low, high = domain
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{op} is defined from {number(low)} to {number(high)}, and its argument reaches "
-        f"{number(outside)}.",
+        explanation=f"{op} is defined from {number(low)} to {number(high)}, and its {_NAMES.get(op, 'argument')} "
+        f"reaches {number(outside)}.",
         evidence=(
             Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
             Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements are NaN"),
         ),
     )
+
+
+def diagnose_pole(finding: Finding) -> Cause | None:
+    """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
+    operands, op = finding.exam.operands, finding.op.op
+    taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
+    if op in _NO_FUNCTIONS or finding.turned or finding.overflowed or not taken or len(taken) < len(operands):
+        return None
+    values = ", ".join(map(number, taken))
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{op} has no finite value at {values}, not even in float64.",
+        evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
+    )
+
+
+def _argument(finding: Finding) -> Operand | None:
+    """The operand that the domain is about."""
+    if finding.op.op in _NAMES:
+        return finding.operand(_NAMES[finding.op.op])
+    return finding.exam.operands[-1 if "xlogy" in finding.op.op else 0]
 
 
 def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -> float | None:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.rules.base import (
     CASTS,
     LOGARITHMS,
@@ -41,9 +41,9 @@ from nandoctor.rules.invalid_domain import clamp_into_domain
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
 
-
 _HAS_STABLE_LOG = words("softmax sigmoid")
 _DEPTH = 6
+_WRITTEN = "The -inf that is written here, a probability of zero, is what the loss is made of."
 _HIDDEN_LOGARITHMS = {
     "logdet": "the determinant is zero",
     "linalg_slogdet": "the determinant is zero",
@@ -53,15 +53,21 @@ _HIDDEN_LOGARITHMS = {
 
 def diagnose(finding: Finding) -> Cause | None:
     """A logarithm whose argument is zero, in the open or by construction."""
-    if writes_infinity(finding.op):
-        return _explain(finding, "The -inf that is written here, a probability of zero, is what the loss is made of.")
+    if writes_infinity(finding.op) and finding.exam.kinds == ("-inf",):
+        return _explain(finding.exam.num_bad, _WRITTEN)
     if finding.op.op in _HIDDEN_LOGARITHMS and finding.exam.kinds in (("+inf",), ("-inf",)):
-        return _explain(finding, f"{finding.op.op} is infinite: {_HIDDEN_LOGARITHMS[finding.op.op]}.")
+        return _explain(finding.exam.num_bad, f"{finding.op.op} is infinite: {_HIDDEN_LOGARITHMS[finding.op.op]}.")
     return _diagnose_logarithm(finding)
 
 
-def _explain(finding: Finding, explanation: str) -> Cause:
-    num_bad = Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} values are infinite")
+def diagnose_constant(tensor: OpTensor) -> Cause | None:
+    """A -inf of the code's own, in a tensor that it made of numbers, and of which the loss is made."""
+    census = tensor.stats.census if tensor.stats is not None else None
+    return _explain(census.num_neginf, _WRITTEN) if census is not None and census.kinds == ("-inf",) else None
+
+
+def _explain(num_infinite: int, explanation: str) -> Cause:
+    num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{num_infinite} values are infinite")
     return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=(num_bad,))
 
 

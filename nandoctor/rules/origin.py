@@ -12,14 +12,14 @@ import numpy as np
 
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
 from nandoctor.rules.alignment import differs
-from nandoctor.rules.base import writes_infinity
+from nandoctor.rules.base import feeds_product, is_constant, is_log_of_mask, writes_infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
     """An op that made non-finite values, and the same op of the fp32 run (None where that took another way).
 
-    `turned` tells that its inputs were infinite already, on purpose, and it made NaN of them.
+    `turned` tells that its inputs were infinite already, on purpose: it made NaN of them, or overflowed beside them.
     """
 
     op: OpCall
@@ -64,18 +64,19 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were born."""
     twins = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
-    outside = tuple((op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None)
+    outside = [(op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None]
     candidates = [Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op))) for op in sliced]
-    written = [birth for birth in candidates if not birth.turned and _is_meant(birth, reference)]
-    births = [birth for birth in candidates if not birth.turned and not _is_meant(birth, reference)]
+    births = [birth for birth in candidates if _is_born(birth, ops, reference)]
     turned = [birth for birth in candidates if birth.turned and _turns_to_nan(birth.op)]
+    written = [birth for birth in candidates if not birth.turned and birth not in births]
+    misused = [birth for birth in written if writes_infinity(birth.op) and feeds_product(birth.op, sliced)]
     return Lineage(
-        births=tuple(births or turned),
+        births=tuple(births or turned or misused),
         written=tuple(written),
-        outside=outside,
+        outside=tuple(outside),
         ops=tuple(sliced),
         symptom=symptoms[-1],
-        complete=all(tensor.origin != "unknown" for _, tensor in outside),
+        complete=all(tensor.origin != "unknown" or is_constant(tensor) for _, tensor in outside),
     )
 
 
@@ -87,7 +88,9 @@ def find_swallowed(trace: Trace, reference: Trace) -> tuple[Birth, ...]:
     twins = {op.key: op for op in reference.ops}
     births = (Birth(op=op, twin=twins.get(op.key), turned=False) for op in trace.ops if op.exam and not _bad_inputs(op))
     return tuple(
-        birth for birth in births if not _is_meant(birth, reference) and _is_missed(birth.op, trace.ops, twins)
+        birth
+        for birth in births
+        if not _is_meant(birth, trace.ops, reference) and _is_missed(birth.op, trace.ops, twins)
     )
 
 
@@ -138,12 +141,23 @@ def _turns_to_nan(op: OpCall) -> bool:
     return op.exam is not None and "nan" in op.exam.kinds
 
 
-def _is_meant(birth: Birth, reference: Trace) -> bool:
+def _is_born(birth: Birth, ops: Sequence[OpCall], reference: Trace) -> bool:
+    """Whether the op made values that are not meant: of finite ones, or by overflowing beside infinities."""
+    if not birth.turned:
+        return not _is_meant(birth, ops, reference)
+    return _overflows(birth.op) and not (reference.finite and birth.twin is not None and _overflows(birth.twin))
+
+
+def _overflows(op: OpCall) -> bool:
+    return op.exam is not None and op.exam.num_exact_finite > 0
+
+
+def _is_meant(birth: Birth, ops: Sequence[OpCall], reference: Trace) -> bool:
     """An infinity that the code wrote down itself, or that a healthy fp32 run has at the same place."""
     kinds = birth.op.exam.kinds if birth.op.exam else ()
     if "nan" in kinds:
         return False
-    if writes_infinity(birth.op):
+    if writes_infinity(birth.op) or is_log_of_mask(birth.op, ops):
         return True
     twin = birth.twin
     return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)

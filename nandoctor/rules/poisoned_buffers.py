@@ -32,6 +32,6 @@ def diagnose(name: str, stats: TensorStats) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The buffer {name} holds non-finite values before the forward starts, and is read here.",
+        explanation=f"The buffer {name} holds non-finite values, and all that is computed with it is lost.",
         evidence=(Evidence(name="buffer", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
     )

@@ -28,7 +28,7 @@ TITLE = "A sum over many elements is too large for its format"
 def diagnose(finding: Finding) -> Cause | None:
     """A reduction whose exact value is finite and does not fit."""
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
-    if not summing or not finding.overflowed:
+    if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
         return None
     length = finding.exam.length
     terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
@@ -36,10 +36,19 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The {finding.op.op}{over} gives {number(finding.exam.exact_absmax)}; {finding.format} holds at "
-        f"most {number(finding.format.max)}.",
+        explanation=f"The {finding.op.op}{over} gives {_result(finding)}; {finding.format} holds at most "
+        f"{number(finding.format.max)}.",
         evidence=(*overflow_evidence(finding), *terms),
     )
+
+
+def _is_beyond_float64(finding: Finding) -> bool:
+    """Whether finite terms make an infinity even in float64, as only long products do."""
+    return finding.op.op in ("prod", "cumprod") and not finding.turned and "nan" not in finding.exam.kinds
+
+
+def _result(finding: Finding) -> str:
+    return number(finding.exam.exact_absmax) if finding.overflowed else "more than even float64 holds"
 
 
 def _sums_with_ones(finding: Finding) -> bool:

@@ -180,7 +180,7 @@ def test_an_exception_in_a_hook_of_the_user_upsets_no_other_call():
     model.child, model.last = nn.ReLU(), nn.Tanh()
     model.child.register_forward_pre_hook(refuse)
     calls = trace(model, ONE)
-    assert [(call.module, call.depth, call.leave) for call in calls] == [("", 0, 3), ("last", 1, 2)]
+    assert [(call.module, call.depth, call.leave) for call in calls] == [("", 0, 4), ("child", 1, None), ("last", 1, 3)]
 
 
 def test_hooks_of_the_user_are_respected():
