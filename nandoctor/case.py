@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
-from nandoctor.engine.settings import override, read_settings
+from nandoctor.engine.constants import list_constants
+from nandoctor.engine.models import build_model
+from nandoctor.engine.settings import Settings, override, read_settings
 from nandoctor.engine.setup import ModelSource
-from nandoctor.evidence.report import FirstNonfinite, Report
-from nandoctor.postmortem import Progress, replay_dump
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import EpsUse, FirstNonfinite, Report
+from nandoctor.postmortem import Progress, audit_dump, replay_dump
 from nandoctor.renderers.base import save_report
 from nandoctor.rules.summary import tabulate
 
@@ -49,10 +52,39 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
+    dump, settings = _read(dump, options)
+    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+
+
+def list_eps(
+    dump: Dump | str | os.PathLike[str] | None = None,
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> tuple[EpsUse, ...]:
+    """Every eps of a model; with a dump, every small constant of its step, and what each was really used in.
+
+    Arguments are those of `replay`.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
+    """
+    if dump is None:
+        settings = override(read_settings(Path.cwd()), options)
+        source = _anchor(model) if model is not None else settings.model
+        if source is None:
+            raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
+        return list_constants(build_model(source, settings.model_args, directory=settings.directory))
+    dump, settings = _read(dump, options)
+    return audit_dump(dump, _anchor(model), settings, progress=progress)
+
+
+def _read(dump: Dump | str | os.PathLike[str], options: dict[str, Any]) -> tuple[Dump, Settings]:
+    """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     given = {name: _anchor(value) if name in ("call", "loss") else value for name, value in options.items()}
-    settings = override(read_settings(dump.path), given)
-    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+    return dump, override(read_settings(dump.path), given)
 
 
 def _anchor(spec: Any) -> Any:

@@ -36,6 +36,9 @@ _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
 _RUNNER = str(Path(__file__).with_name("runner.py"))
 
+OnOp = Callable[[int, Invocation, Any], None]
+"""Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
+
 UNREAD = "unread"
 """The kind of a buffer that an op takes and only writes: what it holds does not matter."""
 
@@ -95,15 +98,23 @@ class OpTracer:
 
     `names` maps the id of a weight, a buffer or an array of the batch to what it is. An op that makes non-finite values
     is examined on the spot, overflow judged against `low`. `gradients` is shown every output, to find the graph nodes
-    of the op.
+    of the op, `on_op` every op with its tensors.
     """
 
-    def __init__(self, *, names: Mapping[int, Name], low: FloatFormat, gradients: GradientTracer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        names: Mapping[int, Name],
+        low: FloatFormat,
+        gradients: GradientTracer | None = None,
+        on_op: OnOp | None = None,
+    ) -> None:
         self.phase: Phase = "forward"
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
         self._names = names
         self._low = low
         self._gradients = gradients
+        self._on_op = on_op
         self._recordings: list[_Recording] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
@@ -163,6 +174,8 @@ class OpTracer:
             self._remember(leaf, order, reading)
             if call.op._schema.is_mutable:
                 self._storage_writers[_storage(leaf)] = order
+        if self._on_op is not None:
+            self._on_op(order, before, output)
         return output
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:

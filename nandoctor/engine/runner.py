@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nandoctor.engine.autocast import Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
-from nandoctor.engine.op_tracer import UNREAD, Name, OpTracer
+from nandoctor.engine.op_tracer import UNREAD, Name, OnOp, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
@@ -91,11 +91,17 @@ class _Observers:
     """The tracers of one run, made for one batch."""
 
     def __init__(
-        self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
+        self,
+        setup: Setup,
+        batch: Batch,
+        watch: Watch,
+        low: FloatFormat,
+        on_call: Callable[[int], None] | None,
+        on_op: OnOp | None,
     ) -> None:
         names = _known_tensors(setup.model, batch)
         self.gradients = GradientTracer(low=low) if watch.backward else None
-        self.ops = OpTracer(names=names, low=low, gradients=self.gradients) if watch.ops else None
+        self.ops = OpTracer(names=names, low=low, gradients=self.gradients, on_op=on_op) if watch.ops else None
         self.modules = Tracer(
             setup.model,
             census_for=low,
@@ -119,6 +125,22 @@ class _Observers:
             self.ops.phase = "loss"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The failing step as it was replayed: what `run` needs to run it again."""
+
+    setup: Setup
+    policy: Policy
+    training: bool
+    seed: int | None
+    loss_scale: float = 1.0
+
+    def run(self, watch: Watch, *, on_op: OnOp | None = None) -> Outcome:
+        """The step again, with something to watch."""
+        low = self.policy.format
+        return run(self.setup, self.policy, training=self.training, seed=self.seed, low=low, watch=watch, on_op=on_op)
+
+
 def run(
     setup: Setup,
     policy: Policy,
@@ -128,25 +150,26 @@ def run(
     low: FloatFormat,
     watch: Watch = MODULES_ONLY,
     on_call: Callable[[int], None] | None = None,
+    on_op: OnOp | None = None,
 ) -> Outcome:
     """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
 
     Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone. A
     `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `on_call` is
-    told how many module calls have returned.
+    told how many module calls have returned, `on_op` each op with its tensors.
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
     """
     for grad in (watch.backward, True):  # once more with a graph for a model that takes gradients on its way
-        outcome, error = _record(setup, policy, training, seed, low, watch, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, watch, on_call, on_op, grad=grad)
         if error is None or "does not require grad" not in str(error):
             break
     if error is not None and not _shows_damage(outcome.trace):
         # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
         # (jagged nested ones) cannot be watched op by op.
         other = replace(watch, ops=not watch.ops)
-        outcome, error = _record(setup, policy, training, seed, low, other, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, other, on_call, on_op, grad=grad)
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
     return outcome
@@ -160,6 +183,7 @@ def _record(
     low: FloatFormat,
     watch: Watch,
     on_call: Callable[[int], None] | None,
+    on_op: OnOp | None,
     *,
     grad: bool,
 ) -> tuple[Outcome, Exception | None]:
@@ -169,7 +193,7 @@ def _record(
         with ExitStack() as stack:
             stack.enter_context(_restored(setup.model))
             draws = stack.enter_context(_seeded(seed, setup))
-            observers = _Observers(setup, batch, watch, low, on_call)
+            observers = _Observers(setup, batch, watch, low, on_call, on_op)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
             stack.enter_context(apply_policy(policy, setup.device))
             result = _execute(setup, batch, observers, watch, grad=grad)

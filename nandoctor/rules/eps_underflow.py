@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.rules.base import (
@@ -43,7 +44,6 @@ _ADDING = words("add sub rsub clamp clamp_min maximum max full")
 _SUBTRACTIONS = words("sub rsub")
 _HANDING_ON = MOVES | CASTS | {"neg"}
 _SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow"}
-_LARGEST_EPS = 1e-2
 _DEPTH = 6
 
 
@@ -106,7 +106,7 @@ def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -
 
 
 def _small_constants(op: OpCall) -> list[float]:
-    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= _LARGEST_EPS]
+    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= LARGEST_EPS]
 
 
 def _vanishes(op: OpCall, eps: float) -> bool:
