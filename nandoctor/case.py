@@ -17,7 +17,8 @@ from nandoctor.engine.settings import Settings, override, read_settings
 from nandoctor.engine.setup import ModelSource
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import EpsUse, FirstNonfinite, Report
-from nandoctor.postmortem import Progress, audit_dump, replay_dump
+from nandoctor.postmortem import Progress, audit_dump, examine_dump, replay_dump
+from nandoctor.remedies.repro import make_script
 from nandoctor.renderers.base import save_report
 from nandoctor.rules.summary import tabulate
 
@@ -54,6 +55,26 @@ def replay(
     """
     dump, settings = _read(dump, options)
     return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+
+
+def repro(
+    dump: Dump | str | os.PathLike[str],
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> str:
+    """A standalone script with the smallest tensors that still fail as the dump does, and the nearest case that passes.
+
+    Arguments are those of `replay`.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong, or nothing can be shown without the
+            project's own code.
+    """
+    dump, settings = _read(dump, options)
+    found = examine_dump(dump, _anchor(model), settings, progress=progress)
+    return make_script(found.report, found.step, dump)
 
 
 def list_eps(

@@ -173,6 +173,38 @@ def explain(code: str | None) -> None:
 
 
 @main.command()
+@click.argument("dump", type=DumpPath)
+@_replay_options
+@click.option("-o", "file", metavar="FILE", type=DumpPath, help="Write the script there instead of printing it.")
+def repro(dump: Path, file: Path | None, **options: Any) -> None:
+    """Write a script with the smallest tensors that still fail as DUMP does; it needs torch alone.
+
+    Next to what fails it shows the nearest case that passes. It was run before it is given.
+    """
+    from nandoctor.case import load
+    from nandoctor.case import repro as make_repro
+
+    if file is not None and not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}.", param_hint="-o")
+    with _progress_shown(quiet=False) as progress:
+        script = make_repro(load(dump, trust=options["trust"]), progress=progress, **_given_settings(options))
+    if file is None:
+        click.echo(script, nl=False)
+        return
+    _write(file, script)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NanDoctorError(
+            f"{file} cannot be written: {error.strerror or error}.", remedy="Name a file that you may write to."
+        ) from error
+    click.echo(f"Wrote {file}", err=True)
+
+
+@main.command()
 @click.argument("values", metavar="[VALUE]...", type=float, nargs=-1)
 @click.option("--dump", type=DumpPath, help="Replay this dump, and show what every small constant was really used in.")
 @_replay_options

@@ -77,7 +77,8 @@ class Origin:
     """The operation, the state or the array that the damage comes from.
 
     `module` is the dotted path of the module whose forward called the op, "" the root, "<loss>" the loss function; for
-    bad state its owner. `op` is the aten name, None where no op is to blame. `would_be` is what the worst element
+    bad state its owner. `op` is the aten name, None where no op is to blame; `nth` counts its calls from that forward.
+    `would_be` is what the worst element
     would have been with unlimited range, from the same inputs; None where the op has no finite value there.
     """
 
@@ -95,6 +96,7 @@ class Origin:
     would_be: float | None
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
+    nth: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

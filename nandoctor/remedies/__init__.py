@@ -1,0 +1,4 @@
+"""What helps: changes that are tried on the failing step, and the smallest case that still fails.
+
+In: a step that can be run again, and its report. Out: what cures it, and scripts that show it.
+"""
