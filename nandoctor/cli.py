@@ -51,6 +51,8 @@ def main() -> None:
     nandoctor replay dump.pth --model train.py:make_model
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
+    nandoctor repro dump.pth --model train.py:make_model -o repro.py
+    nandoctor eps 1e-8
     """  # noqa: D301  (click wants the escape itself)
 
 

@@ -24,6 +24,8 @@ from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.remedies.excerpt import METHOD, Excerpt, Mode, Node, Ref, find_function, kinds_of
 from nandoctor.rules.base import ancestors
 
+NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
+
 _MAX_DEPTH = 8
 _MAX_OPS = 24
 _LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
@@ -123,10 +125,7 @@ def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) ->
     if target.order in refused:
         raise refused[target.order]
     if target.order not in pieces or (gradient is not None and gradient.values is None):
-        raise NanDoctorError(
-            f"{target.op} did not come by again in a second run.",
-            remedy="The step is not the same every time: give --seed, and make the forward deterministic.",
-        )
+        raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
     low = torch_dtype(step.policy.format)
     return Cutting(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 

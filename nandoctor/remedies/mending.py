@@ -45,32 +45,34 @@ def _passes(excerpt: Excerpt) -> bool:
 
 def _numbers(excerpt: Excerpt) -> Iterator[Mend]:
     """An eps raised just enough, or a constant made one that the format holds."""
-    limit = torch.finfo(excerpt.low).max
     for name, number in excerpt.numbers.items():
         if abs(number) <= LARGEST_EPS:
-            values = _least(number, partial(_passes_with, excerpt, name))
-            words = _RAISED
+            value, words = _least(number, partial(_passes_with_number, excerpt, name)), _RAISED
         else:
-            values, words = math.copysign(limit, number), "with the largest constant that the format holds"
-        if values is not None and _passes(mended := excerpt.with_numbers(**{name: values})):
-            yield Mend(changes={name: repr(values)}, words=words, excerpt=mended)
+            value = math.copysign(torch.finfo(excerpt.low).max, number)
+            words = "with the largest constant that the format holds"
+        if value is not None and _passes_with_number(excerpt, name, value):
+            mended = excerpt.with_numbers(**{name: value})
+            yield Mend(changes={name: repr(value)}, words=words, excerpt=mended)
+
+
+def _passes_with_number(excerpt: Excerpt, name: str, number: float) -> bool:
+    return _passes(excerpt.with_numbers(**{name: number}))
 
 
 def _scalars(excerpt: Excerpt) -> Iterator[Mend]:
     """An eps that is a tensor of its own raised just enough."""
     for name, leaf in excerpt.leaves.items():
         if leaf.dim() == 0 and leaf.is_floating_point() and 0 < abs(leaf) <= LARGEST_EPS:
-            value = _least(float(leaf), partial(_passes_filled, excerpt, name))
+            value = _least(float(leaf), partial(_passes_with, excerpt, name, torch.full_like))
             if value is not None:
                 yield from _try(excerpt, {name: f"torch.full_like({name}, {value!r})"}, _RAISED)
 
 
-def _passes_filled(excerpt: Excerpt, name: str, number: float) -> bool:
-    return _passes(excerpt.with_leaves(**{name: torch.full_like(excerpt.leaves[name], number)}))
-
-
-def _passes_with(excerpt: Excerpt, name: str, number: float) -> bool:
-    return _passes(excerpt.with_numbers(**{name: number}))
+def _passes_with(
+    excerpt: Excerpt, name: str, change: Callable[[torch.Tensor, float], torch.Tensor], strength: float
+) -> bool:
+    return _passes(excerpt.with_leaves(**{name: change(excerpt.leaves[name], strength)}))
 
 
 def _least(start: float, passes: Callable[[float], bool]) -> float | None:
@@ -121,10 +123,7 @@ def _scales(excerpt: Excerpt) -> Iterator[Mend]:
     for name, leaf in excerpt.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or not leaf.any():
             continue
-
-        def passes(factor: float, name: str = name, leaf: torch.Tensor = leaf) -> bool:
-            return _passes(excerpt.with_leaves(**{name: leaf * factor}))
-
+        passes = partial(_passes_with, excerpt, name, torch.mul)
         factor = next((2.0**-k for k in range(1, _HALVINGS) if passes(2.0**-k)), None)
         if factor is not None and (leaf * factor).any():
             found.append((_bisected(2 * factor, factor, passes), name))
@@ -137,11 +136,7 @@ def _floors(excerpt: Excerpt) -> Iterator[Mend]:
     for name, leaf in excerpt.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or name == excerpt.gradient:
             continue
-
-        def passes(floor: float, name: str = name, leaf: torch.Tensor = leaf) -> bool:
-            return _passes(excerpt.with_leaves(**{name: leaf.clamp(min=floor)}))
-
-        floor = _least(1e-8, passes)
+        floor = _least(1e-8, partial(_passes_with, excerpt, name, torch.clamp))
         if floor is not None:
             yield from _try(excerpt, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept off zero")
 

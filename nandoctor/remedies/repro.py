@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -18,7 +19,7 @@ from nandoctor.engine.runner import Step, Watch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
-from nandoctor.remedies.cutting import Cutting, cut
+from nandoctor.remedies.cutting import NOT_THE_SAME, Cutting, cut
 from nandoctor.remedies.excerpt import Excerpt, Node, Ref
 from nandoctor.remedies.mending import mend
 from nandoctor.remedies.script import write_script
@@ -26,6 +27,7 @@ from nandoctor.remedies.shrinking import Failure, find_failure, shrink
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
 _OUTSIDE = ("weight", "buffer", "batch")
+_SEE_REPLAY = "`nandoctor replay` tells how it went, and what could be tried."
 
 
 def make_script(report: Report, step: Step | None, dump: Dump) -> str:
@@ -36,13 +38,12 @@ def make_script(report: Report, step: Step | None, dump: Dump) -> str:
     if report.verdict in ("healthy", "not-reproduced"):
         raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
     excerpt, failure = _find_excerpt(report, step, dump)
-    smallest = shrink(excerpt, failure)
-    script = write_script(smallest, failure, mend(smallest), dict(_facts(report, dump)))
-    _prove(script)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
+        smallest = shrink(excerpt, failure)
+        script = write_script(smallest, failure, mend(smallest), dict(_facts(report, dump)))
+        _prove(script)
     return script
-
-
-_SEE_REPLAY = "`nandoctor replay` tells how it went, and what could be tried."
 
 
 def _find_excerpt(report: Report, step: Step | None, dump: Dump) -> tuple[Excerpt, Failure]:
@@ -75,6 +76,8 @@ def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     for op in ops:
         if op.key == key:
             return op
+    if origin.phase != "backward":
+        raise NanDoctorError(f"{origin.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
     raise NanDoctorError(
         f"{origin.op} is no op of torch but a custom autograd Function: only the project's own code can show it.",
         remedy="Call the Function by itself, with torch.autograd.gradcheck or a gradient of the size in the report.",
@@ -110,7 +113,7 @@ def _grow(cutting: Cutting, *, wants_finite: bool) -> tuple[Excerpt, Failure]:
         orders, excerpt, failure = grown
     for order in sorted(orders)[:-1]:
         fewer = [other for other in orders if other != order]
-        if _fails_as(failure, pruned := cutting.excerpt(fewer)):
+        if failure.is_shown_by(pruned := cutting.excerpt(fewer)):
             orders, excerpt = fewer, pruned
     return excerpt, failure
 
@@ -123,46 +126,32 @@ def _grown(cutting: Cutting, orders: list[int], failure: Failure) -> Iterator[tu
                 yield [*orders, supplier], excerpt, found
 
 
-def _fails_as(failure: Failure, excerpt: Excerpt) -> bool:
-    return failure.is_shown_by(excerpt)
-
-
 def _bad_weight(report: Report, dump: Dump) -> Excerpt:
     """A file of weights alone: the tensor as it was saved."""
     name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
-    leaf = name.rpartition(".")[2]
-    leaf = leaf if leaf.isidentifier() else "weight"
-    node = Node(name="clone_1", function="torch.clone", mode="plain", args=(Ref(name=leaf),), kwargs={})
-    return Excerpt(nodes=(node,), result=Ref(name=node.name), leaves={leaf: dump.state[name]}, low=torch.float16)
+    nodes = (_node("clone_1", "torch.clone", "saved"),)
+    return Excerpt(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": dump.state[name]}, low=torch.float16)
 
 
 def _optimizer_step(origin: Origin, dump: Dump) -> Excerpt:
     """Adam's quotient for the parameter of the origin, where its gradient was zero."""
-    found = [moment for moment in dump.moments if not moment.values.all()]
-    moment = next((m for m in found if m.values.numel() == origin.numel), found[0])
+    flushed = [moment for moment in dump.moments if not moment.values.all()]
+    moment = next((m for m in flushed if m.values.numel() == origin.numel), flushed[0])
     return Excerpt(
         nodes=(
-            Node(name="root", function="torch.sqrt", mode="plain", args=(Ref(name="exp_avg_sq"),), kwargs={}),
-            Node(
-                name="denominator",
-                function="torch.add",
-                mode="plain",
-                args=(Ref(name="root"), Ref(name="eps")),
-                kwargs={},
-            ),
-            Node(
-                name="step",
-                function="torch.div",
-                mode="plain",
-                args=(Ref(name="exp_avg"), Ref(name="denominator")),
-                kwargs={},
-            ),
+            _node("root", "torch.sqrt", "exp_avg_sq"),
+            _node("denominator", "torch.add", "root", "eps"),
+            _node("step", "torch.div", "exp_avg", "denominator"),
         ),
         result=Ref(name="step"),
         leaves={"exp_avg_sq": moment.values, "exp_avg": torch.zeros_like(moment.values)},
         numbers={"eps": moment.eps},
         low=torch.float16,
     )
+
+
+def _node(name: str, function: str, *taken: str) -> Node:
+    return Node(name=name, function=function, mode="plain", args=tuple(Ref(name=other) for other in taken), kwargs={})
 
 
 def _facts(report: Report, dump: Dump) -> Iterator[tuple[str, str]]:

@@ -10,14 +10,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nandoctor.remedies.excerpt import Excerpt, Kind, kinds_of
 
 _MAX_RUNS = 1500
 _MAX_SLOTS = 6
+_MAX_SHARE = 64
 _MAX_DIGITS = 9
 
 Slot = tuple[str, int]
@@ -59,25 +62,30 @@ class _Shrinking:
         self._runs_left = _MAX_RUNS
 
     def shrink(self, excerpt: Excerpt) -> Excerpt:
+        """Halves first, since each run of what is large takes long; one value for all before single elements go."""
+        excerpt = self._narrow_all(excerpt, 2)
+        excerpt = self._simplify(excerpt, _constants)
+        excerpt = self._narrow_all(excerpt, _MAX_SHARE)
+        return self._simplify(self._simplify(excerpt, _constants), _roundings)
+
+    def _narrow_all(self, excerpt: Excerpt, finest: int) -> Excerpt:
         before = None
         while before != (before := _size(excerpt)):
             for slots in [*_groups(excerpt)]:
                 if _are_alike(excerpt, slots):
-                    excerpt = self._narrow(excerpt, slots)
-        for name in excerpt.leaves:
-            excerpt = self._simplify(excerpt, name)
+                    excerpt = self._narrow(excerpt, slots, finest)
         return excerpt
 
     def _holds(self, excerpt: Excerpt) -> bool:
         self._runs_left -= 1
         return self._runs_left > 0 and self._failure.is_shown_by(excerpt)
 
-    def _narrow(self, excerpt: Excerpt, slots: tuple[Slot, ...]) -> Excerpt:
-        """Slice the dimensions `slots` together: halves first, then whatever can be left out."""
-        for change in (_sliced, _sliced_with_sizes):
+    def _narrow(self, excerpt: Excerpt, slots: tuple[Slot, ...], finest: int) -> Excerpt:
+        """Slice the dimensions `slots` together: halves first, then whatever can be left out, to shares of `finest`."""
+        for change in (_sliced, *([_sliced_with_sizes] if _names_size(excerpt, _extent(excerpt, slots)) else [])):
             size = _extent(excerpt, slots)
             share = 2
-            while size > 1 and share <= min(2 * size, 64):
+            while size > 1 and share <= min(2 * size, finest):
                 width = max(1, math.ceil(size / share))
                 smaller = self._first(change(excerpt, slots, kept) for kept in _candidates(size, width, share))
                 if smaller is None:
@@ -87,11 +95,12 @@ class _Shrinking:
                 share = 2
         return excerpt
 
-    def _simplify(self, excerpt: Excerpt, name: str) -> Excerpt:
-        """The plainest values for one leaf: all the same, else rounded to few digits."""
-        return (
-            self._first(excerpt.with_leaves(**{name: values}) for values in _plainer(excerpt.leaves[name])) or excerpt
-        )
+    def _simplify(self, excerpt: Excerpt, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Excerpt:
+        """The plainest of these values for each leaf."""
+        for name, leaf in excerpt.leaves.items():
+            simpler = self._first(excerpt.with_leaves(**{name: values}) for values in values_for(leaf))
+            excerpt = excerpt if simpler is None else simpler
+        return excerpt
 
     def _first(self, candidates: Iterable[Excerpt]) -> Excerpt | None:
         return next((candidate for candidate in candidates if self._holds(candidate)), None)
@@ -143,6 +152,12 @@ def _sliced(excerpt: Excerpt, slots: tuple[Slot, ...], kept: torch.Tensor) -> Ex
     return replace(excerpt, leaves=leaves)
 
 
+def _names_size(excerpt: Excerpt, size: int) -> bool:
+    """Whether the size stands among the whole numbers of an op's arguments."""
+    values = (value for node in excerpt.nodes for value in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    return any(type(value) is int and value == size for value in values)
+
+
 def _sliced_with_sizes(excerpt: Excerpt, slots: tuple[Slot, ...], kept: torch.Tensor) -> Excerpt:
     """The same, and the size wherever it stands in a list of whole numbers: a shape to view, to normalise over."""
     size = _extent(excerpt, slots)
@@ -164,20 +179,20 @@ def _map_values(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict
     return {name: change(value) for name, value in values.items()}
 
 
-def _plainer(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Values ever nearer to the leaf's own: one for all of it, then each rounded to more and more digits."""
-    if leaf.numel() == 0:
+def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
+    """One value for all of a leaf that is finite: none, one, its mean or its largest, to few digits."""
+    if leaf.numel() == 0 or not torch.isfinite(leaf).all():
         return
-    if not leaf.is_floating_point():
-        yield from (torch.zeros_like(leaf), torch.ones_like(leaf))
-        return
-    finite = leaf[torch.isfinite(leaf)]
-    if len(finite) == leaf.numel():
-        yield from (torch.zeros_like(leaf), torch.ones_like(leaf))
-        largest, mean = float(finite[finite.abs().argmax()]), float(finite.double().mean())
-        yield from (torch.full_like(leaf, _round(value, digits)) for digits in (1, 2, 3) for value in (mean, largest))
-    for digits in range(1, _MAX_DIGITS + 1):
-        yield leaf.clone().double().apply_(lambda value, digits=digits: _round(value, digits)).to(leaf.dtype)
+    yield from (torch.zeros_like(leaf), torch.ones_like(leaf))
+    if leaf.is_floating_point():
+        ends = float(leaf.double().mean()), float(leaf.flatten()[leaf.abs().argmax()])
+        yield from (torch.full_like(leaf, _round(value, digits)) for digits in (1, 2, 3) for value in ends)
+
+
+def _roundings(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A leaf's values rounded to ever more digits."""
+    for digits in range(1, _MAX_DIGITS + 1) if leaf.is_floating_point() else ():
+        yield leaf.clone().double().apply_(partial(_round, digits=digits)).to(leaf.dtype)
 
 
 def _round(value: float, digits: int) -> float:
