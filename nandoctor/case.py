@@ -20,6 +20,7 @@ from nandoctor.evidence.report import EpsUse, FirstNonfinite, Report
 from nandoctor.postmortem import Progress, audit_dump, examine_dump, replay_dump
 from nandoctor.remedies.repro import make_script
 from nandoctor.renderers.base import save_report
+from nandoctor.rules.eps_audit import fold
 from nandoctor.rules.summary import tabulate
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def list_eps(
         source = _anchor(model) if model is not None else settings.model
         if source is None:
             raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
-        return list_constants(build_model(source, settings.model_args, directory=settings.directory))
+        return fold(list_constants(build_model(source, settings.model_args, directory=settings.directory)))
     dump, settings = _read(dump, options)
     return audit_dump(dump, _anchor(model), settings, progress=progress)
 

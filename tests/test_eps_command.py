@@ -81,6 +81,20 @@ def test_a_model_alone_is_told_what_half_and_mixed_precision_do(tmp_path):
     ]
 
 
+def test_layers_alike_are_one_row_and_a_group_norm_stores_its_root_in_fp16(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    norms = [nn.GroupNorm(2, 4, eps=eps) for eps in (1e-5, 1e-5, 1e-12)]\n"
+        "    return nn.Sequential(*norms)\n"
+    )
+    rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:3]
+    assert [" ".join(row.split()) for row in rows] == [
+        "0.eps x2 GroupNorm 1e-05 fine: fp32 fine: fp32",
+        "2.eps GroupNorm 1e-12 1/root overflows fine: fp32",
+    ]
+
+
 def test_a_model_without_an_eps_is_told_so():
     result = invoke("--model", "sample_dumps/residual_stream.py:ResidualNetwork")
     assert "eps" in result.stdout

@@ -55,7 +55,7 @@ def audit(
     unseen = [use for use in declared if (use.module, use.name, use.value) not in used]
     judged = [_in_optimizer(slot) for slot in slots]
     unjudged = [_of_optimizer(eps) for eps in optimizer_eps if eps not in {use.value for use in judged}]
-    return _folded([*named, *unseen, *judged, *unjudged])
+    return fold([*named, *unseen, *judged, *unjudged])
 
 
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
@@ -173,7 +173,9 @@ def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
     return replace(use, absorbed_share=float(np.mean(roots >= slot.moment.dtype.absorbed_from(slot.eps))))
 
 
-def _folded(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
+def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
+    """Uses on the same line, or in layers alike, of the same number in the same format as one."""
+
     def key(use: EpsUse) -> tuple[object, ...]:
         place = (use.source.file, use.source.line) if use.source else use.type
         return (use.place, place, use.name, use.value, use.op, use.dtype)
@@ -181,10 +183,10 @@ def _folded(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
     groups: dict[tuple[object, ...], list[EpsUse]] = {}
     for use in uses:
         groups.setdefault(key(use), []).append(use)
-    return tuple(_fold(group) for group in groups.values())
+    return tuple(_joined(group) for group in groups.values())
 
 
-def _fold(group: Sequence[EpsUse]) -> EpsUse:
+def _joined(group: Sequence[EpsUse]) -> EpsUse:
     return replace(
         group[0],
         num_uses=len(group),

@@ -11,6 +11,7 @@ from nandoctor.evidence.report import EpsUse
 from nandoctor.rules.base import number, words
 
 _FP32_ALWAYS = words("layer_norm group_norm rms_norm batch_norm instance_norm")
+_ROOT_IN_FP16 = words("group_norm")  # its CUDA kernel stores 1/sqrt(variance + eps) in the format of the input
 _FP32_BY_AUTOCAST = words("cosine_similarity")
 _KEEPS_FORMAT = words("pairwise_distance")  # adds it before the norm that autocast runs in fp32
 
@@ -23,6 +24,8 @@ OUTLOOK = (
 
 def in_half_precision(use: EpsUse) -> str:
     """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
+    if use.op in _ROOT_IN_FP16 and use.value**-0.5 >= FP16.overflow_threshold:
+        return "1/root overflows"
     return "fine: fp32" if use.op in _FP32_ALWAYS else describe_fate(find_fate(use.value, FP16))
 
 
