@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nandoctor.case import Case as Case
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
+    from nandoctor.case import repro as repro
     from nandoctor.engine.autocast import cuda_autocast as cuda_autocast
     from nandoctor.errors import NanDoctorError as NanDoctorError
 
@@ -24,9 +25,10 @@ _HOMES = {
     "cuda_autocast": "nandoctor.engine.autocast",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",
+    "repro": "nandoctor.case",
 }
 
-__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "load", "replay"]
+__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "load", "replay", "repro"]
 
 
 def __getattr__(name: str) -> Any:

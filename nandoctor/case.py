@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
-from nandoctor.engine.settings import override, read_settings
+from nandoctor.engine.constants import list_constants
+from nandoctor.engine.models import build_model
+from nandoctor.engine.settings import Settings, override, read_settings
 from nandoctor.engine.setup import ModelSource
-from nandoctor.evidence.report import FirstNonfinite, Report
-from nandoctor.postmortem import Progress, replay_dump
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import EpsUse, FirstNonfinite, Report
+from nandoctor.postmortem import Progress, audit_dump, examine_dump, replay_dump
+from nandoctor.remedies.repro import make_script
 from nandoctor.renderers.base import save_report
+from nandoctor.rules.eps_audit import fold
 from nandoctor.rules.summary import tabulate
 
 if TYPE_CHECKING:
@@ -44,15 +49,64 @@ def replay(
 
     `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC; without it the
     project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `output`,
-    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `model_args`.
+    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `model_args`, `prescribe`, `max_trials`, `time`.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
+    dump, settings = _read(dump, options)
+    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+
+
+def repro(
+    dump: Dump | str | os.PathLike[str],
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> str:
+    """A standalone script with the smallest tensors that still fail as the dump does, and the nearest case that passes.
+
+    Arguments are those of `replay`.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong, or nothing can be shown without the
+            project's own code.
+    """
+    dump, settings = _read(dump, options)
+    found = examine_dump(dump, _anchor(model), override(settings, {"prescribe": False}), progress=progress)
+    return make_script(found.report, found.step, dump)
+
+
+def list_eps(
+    dump: Dump | str | os.PathLike[str] | None = None,
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> tuple[EpsUse, ...]:
+    """Every eps of a model; with a dump, every small constant of its step, and what each was really used in.
+
+    Arguments are those of `replay`.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
+    """
+    if dump is None:
+        settings = override(read_settings(Path.cwd()), options)
+        source = _anchor(model) if model is not None else settings.model
+        if source is None:
+            raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
+        return fold(list_constants(build_model(source, settings.model_args, directory=settings.directory)))
+    dump, settings = _read(dump, options)
+    return audit_dump(dump, _anchor(model), settings, progress=progress)
+
+
+def _read(dump: Dump | str | os.PathLike[str], options: dict[str, Any]) -> tuple[Dump, Settings]:
+    """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     given = {name: _anchor(value) if name in ("call", "loss") else value for name, value in options.items()}
-    settings = override(read_settings(dump.path), given)
-    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+    return dump, override(read_settings(dump.path), given)
 
 
 def _anchor(spec: Any) -> Any:

@@ -6,6 +6,7 @@ In: arguments. Out: text on standard output, notes and progress on standard erro
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from nandoctor.errors import NanDoctorError
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
-    from nandoctor.evidence.report import Report
+    from nandoctor.evidence.fates import Fate
+    from nandoctor.evidence.report import EpsUse, Report
     from nandoctor.postmortem import Progress
 
 EXIT_NOT_REPRODUCED = 3
@@ -49,6 +51,8 @@ def main() -> None:
     nandoctor replay dump.pth --model train.py:make_model
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
+    nandoctor repro dump.pth --model train.py:make_model -o repro.py
+    nandoctor eps 1e-8
     """  # noqa: D301  (click wants the escape itself)
 
 
@@ -171,6 +175,85 @@ def explain(code: str | None) -> None:
         print_catalogue(list_pages(), _console())
     else:
         print_page(find_page(code), _console())
+
+
+@main.command()
+@click.argument("dump", type=DumpPath)
+@_replay_options
+@click.option("-o", "file", metavar="FILE", type=DumpPath, help="Write the script there instead of printing it.")
+def repro(dump: Path, file: Path | None, **options: Any) -> None:
+    """Write a script with the smallest tensors that still fail as DUMP does; it needs torch alone.
+
+    Next to what fails it shows the nearest case that passes. It was run before it is given.
+    """
+    from nandoctor.case import load
+    from nandoctor.case import repro as make_repro
+
+    if file is not None and not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}.", param_hint="-o")
+    with _progress_shown(quiet=False) as progress:
+        script = make_repro(load(dump, trust=options["trust"]), progress=progress, **_given_settings(options))
+    if file is None:
+        click.echo(script, nl=False)
+        return
+    _write(file, script)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NanDoctorError(
+            f"{file} cannot be written: {error.strerror or error}.", remedy="Name a file that you may write to."
+        ) from error
+    click.echo(f"Wrote {file}", err=True)
+
+
+@main.command()
+@click.argument("values", metavar="[VALUE]...", type=float, nargs=-1)
+@click.option("--dump", type=DumpPath, help="Replay this dump, and show what every small constant was really used in.")
+@_replay_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
+    """Tell what becomes of a small constant: a VALUE in each format, or every eps of a model.
+
+    \b
+    nandoctor eps 1e-8 1e-5
+    nandoctor eps --model train.py:make_model
+    nandoctor eps --model train.py:make_model --dump dump.pth
+    """  # noqa: D301
+    if not values and dump is None and options["model"] is None:
+        raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
+    from nandoctor.renderers.epsilons import dumps_eps, print_fates, print_outlook, print_uses
+
+    fates = _fates(values)
+    uses = _list_eps(dump, options) if dump is not None or options["model"] is not None else ()
+    if as_json:
+        click.echo(dumps_eps(fates, uses))
+        return
+    print_fates(fates, _console())
+    if dump is not None:
+        print_uses(uses, _console())
+    elif options["model"] is not None:
+        print_outlook(uses, _console())
+
+
+def _fates(values: tuple[float, ...]) -> list[Fate]:
+    from nandoctor.evidence.fates import SHOWN_FORMATS, find_fate
+
+    for value in values:
+        if value == 0 or not math.isfinite(value):
+            raise NanDoctorError(f"{value} is no eps.", remedy="Give a finite number other than zero: 1e-8.")
+    return [find_fate(value, shown) for value in values for shown in SHOWN_FORMATS]
+
+
+def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
+    from nandoctor.case import list_eps, load
+
+    given = _given_settings(options)
+    with _progress_shown(quiet=False) as progress:
+        opened = None if dump is None else load(dump, trust=options["trust"])
+        return list_eps(opened, progress=progress, **given)
 
 
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:

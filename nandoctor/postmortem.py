@@ -18,10 +18,11 @@ from nandoctor import __version__
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
+from nandoctor.engine.constants import list_constants
 from nandoctor.engine.grading import grade
 from nandoctor.engine.interventions import batch_size
 from nandoctor.engine.optimizer import measure_slots
-from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Watch, run
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Step, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
 from nandoctor.engine.stats import collect, measure
@@ -30,12 +31,13 @@ from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
-from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.report import Environment, EpsUse, Report, Reproduction, Verdict
+from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
 from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
 from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
+from nandoctor.rules.eps_audit import audit
 from nandoctor.rules.sighting import needs_census
 from nandoctor.rules.summary import describe_first, summarize_runs
 from nandoctor.rules.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
@@ -65,6 +67,11 @@ class _Attempt:
         trace = self.outcome.trace
         drawn = "the saved random state" if trace.seed is None else f"seed {trace.seed}"
         return f"{'train' if trace.training else 'eval'} mode, {drawn}"
+
+    def step(self, policy: Policy, loss_scale: float) -> Step:
+        """This attempt, to be run again."""
+        trace = self.outcome.trace
+        return Step(setup=self.setup, policy=policy, training=trace.training, seed=trace.seed, loss_scale=loss_scale)
 
     @property
     def accepted(self) -> bool:
@@ -126,6 +133,21 @@ class _Replay:
 def replay_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> Report:
+    """The report of `examine_dump`, which is all that most want."""
+    return examine_dump(dump, model, settings, progress=progress).report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postmortem:
+    """A report, and the step that it is about, to be run again; None where nothing was run."""
+
+    report: Report
+    step: Step | None
+
+
+def examine_dump(
+    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
+) -> Postmortem:
     """Replay `dump` under autocast and in fp32, and report.
 
     A file of weights alone is judged by its weights, and needs no model.
@@ -136,16 +158,36 @@ def replay_dump(
     """
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return _report_weights(dump, summary, FORMATS[settings.amp_dtype])
+        return Postmortem(report=_report_weights(dump, summary, FORMATS[settings.amp_dtype]), step=None)
     preparation = prepare(dump, model, settings)
-    replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
+    replay = _make_replay(settings, progress)
     attempt = _reproduce(replay, preparation, settings)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
     slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
     findings = _look_at_optimizer(findings, slots)
     remedies = _treat(replay, attempt, findings, slots, settings, _loss_scale(dump, settings))
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
-    return _write_report(findings, remedies, attempt, summary, notes, replay.low)
+    report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
+    constants = audit(findings.ops, list_constants(attempt.setup.model), slots, dump.optimizer_eps)
+    return Postmortem(
+        report=replace(report, eps_audit=constants),
+        step=attempt.step(replay.policy, _loss_scale(dump, settings)),
+    )
+
+
+def audit_dump(
+    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
+) -> tuple[EpsUse, ...]:
+    """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
+    replay = _make_replay(settings, progress)
+    attempt = _reproduce(replay, prepare(dump, model, settings), settings)
+    ops = replay.run_again("closer look", attempt, replay.policy, Watch(ops=True)).ops
+    net = attempt.setup.model
+    return audit(ops, list_constants(net), measure_slots(dump.moments, net, replay.low), dump.optimizer_eps)
+
+
+def _make_replay(settings: Settings, progress: Progress) -> _Replay:
+    return _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +199,7 @@ class _Findings:
     verdict: Verdict
     conclusion: Conclusion
     bad_gradients: tuple[TensorStats, ...] = ()
+    ops: tuple[OpCall, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -270,12 +313,13 @@ def _examine(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Findings
     """Forward and loss, then the backward pass where there is a loss: a sound forward can end in bad gradients."""
     trace, reference, conclusion = _examine_forward(replay, attempt)
     verdict = judge(trace, reference, conclusion, attempt.reproduction)
-    findings = _Findings(trace=trace, reference=reference, verdict=verdict, conclusion=conclusion)
+    findings = _Findings(trace=trace, reference=reference, verdict=verdict, conclusion=conclusion, ops=trace.ops)
     if attempt.setup.loss is None:
         return findings
     sound = trace.finite or verdict == "healthy"  # an output may hold infinities that are meant
     backward = _examine_backward(replay, attempt, loss_scale, sound=sound)
     bad_gradients = backward.trace.bad_gradients
+    findings = replace(findings, ops=backward.trace.ops)
     if trace.loss is not None and not trace.loss.finite and not bad_gradients:
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.arrays import PickledArray, is_array, stored_values, to_tensor
-from nandoctor.dumps.moments import SecondMoment, read_moments
+from nandoctor.dumps.moments import SecondMoment, read_eps, read_moments
 from nandoctor.dumps.roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.text import listing, printable
 from nandoctor.errors import DumpError
@@ -52,6 +52,7 @@ class Contents:
     scalars: dict[str, Any] = field(default_factory=dict)
     rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[SecondMoment] = field(default_factory=list)
+    optimizer_eps: tuple[float, ...] = ()
     left_out: list[str] = field(default_factory=list)
     num_values: int = 0
     claimed_nbytes: int = 0
@@ -174,6 +175,7 @@ def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, ob
     for moment in moments:
         _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
         contents.moments.append(moment)
+    contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
     if not moments:
         contents.left_out.append(name)
 

@@ -25,7 +25,8 @@ class Dump:
     `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
-    dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer.
+    dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer and
+    `optimizer_eps` the eps of each of its groups of parameters.
     `left_out` names what the file holds besides: other weights, schedules, arrays of text.
     """
 
@@ -37,6 +38,7 @@ class Dump:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     rng_states: tuple[torch.Tensor, ...] = ()
     moments: tuple[SecondMoment, ...] = ()
+    optimizer_eps: tuple[float, ...] = ()
     prefix: str = ""
     state_name: str = ""
     left_out: tuple[str, ...] = ()

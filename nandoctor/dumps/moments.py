@@ -44,6 +44,13 @@ def read_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]
     return tuple(moment for group in groups if isinstance(group, Mapping) for moment in _of_group(group, state))
 
 
+def read_eps(optimizer: Mapping[object, object]) -> tuple[float, ...]:
+    """The eps of each group of parameters, where it has one: also before the first step, and of fused optimizers."""
+    groups = optimizer.get("param_groups")
+    found = [group.get("eps") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    return tuple(eps for eps in found if isinstance(eps, float))
+
+
 def _of_group(group: Mapping[object, object], state: Mapping[object, object]) -> Iterator[SecondMoment]:
     eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
     if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused"):

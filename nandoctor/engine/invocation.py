@@ -54,6 +54,10 @@ class Invocation:
                 yield name, float(value)
             elif isinstance(value, torch.Tensor) and _is_number(value):
                 yield name, float(value.detach())
+        given = {name for name, _ in self.arguments()}
+        for argument in self.op._schema.arguments:  # the dispatcher leaves out what equals its default
+            if argument.name == "eps" and argument.name not in given and argument.default_value is not None:
+                yield "eps", float(argument.default_value)
 
     def run(self) -> Any:
         """What the op returns."""

@@ -29,6 +29,9 @@ from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, 
 # They give memory as it lies there. What fills it need not be an op: torch.tensor() writes to it directly.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
+OnOp = Callable[[int, Invocation, Any], None]
+"""Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
+
 MAX_EXAMS = 64
 LOSS_OWNER: Owner = ("<loss>", "", 0)
 
@@ -82,7 +85,8 @@ class OpTracer:
     """Records the ops of the current thread while `watching()` is open.
 
     `known` are the tensors from outside with their names. An op that makes non-finite values is examined on the spot,
-    overflow judged against `low`. `gradients` is shown every output, to find the graph nodes of the op.
+    overflow judged against `low`. `gradients` is shown every output, to find the graph nodes of the op, `on_op` every
+    op with its tensors.
     """
 
     def __init__(
@@ -91,12 +95,14 @@ class OpTracer:
         known: Iterable[tuple[Kind, str, torch.Tensor]],
         low: FloatFormat,
         gradients: GradientTracer | None = None,
+        on_op: OnOp | None = None,
     ) -> None:
         self.phase: Phase = "forward"
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
         self._names: dict[int, Name] = {}
         self._low = low
         self._gradients = gradients
+        self._on_op = on_op
         self._recordings: list[_Recording] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
@@ -158,6 +164,8 @@ class OpTracer:
             self._gradients.claim(leaves, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
             self._remember(leaf, order, reading, wrote=call.op._schema.is_mutable)
+        if self._on_op is not None:
+            self._on_op(order, before, output)
         return output
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:

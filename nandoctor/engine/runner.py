@@ -22,7 +22,7 @@ from nandoctor.engine import interventions
 from nandoctor.engine.autocast import EXACT, Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
-from nandoctor.engine.op_tracer import Kind, OpTracer
+from nandoctor.engine.op_tracer import Kind, OnOp, OpTracer
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
@@ -102,11 +102,17 @@ class _Observers:
     """The tracers of one run, made for one batch."""
 
     def __init__(
-        self, setup: Setup, batch: Batch, watch: Watch, low: FloatFormat, on_call: Callable[[int], None] | None
+        self,
+        setup: Setup,
+        batch: Batch,
+        watch: Watch,
+        low: FloatFormat,
+        on_call: Callable[[int], None] | None,
+        on_op: OnOp | None,
     ) -> None:
         known = _known_tensors(setup.model, batch)
         self.gradients = GradientTracer(low=low) if watch.backward and watch.ops else None
-        self.ops = OpTracer(known=known, low=low, gradients=self.gradients) if watch.ops else None
+        self.ops = OpTracer(known=known, low=low, gradients=self.gradients, on_op=on_op) if watch.ops else None
         self.modules = Tracer(
             setup.model,
             census_for=low,
@@ -130,6 +136,22 @@ class _Observers:
             self.ops.phase = "loss"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The failing step as it was replayed: what `run` needs to run it again."""
+
+    setup: Setup
+    policy: Policy
+    training: bool
+    seed: int | None
+    loss_scale: float = 1.0
+
+    def run(self, watch: Watch, *, on_op: OnOp | None = None) -> Outcome:
+        """The step again, with something to watch."""
+        low = self.policy.format
+        return run(self.setup, self.policy, training=self.training, seed=self.seed, low=low, watch=watch, on_op=on_op)
+
+
 def run(
     setup: Setup,
     policy: Policy,
@@ -140,12 +162,14 @@ def run(
     watch: Watch = MODULES_ONLY,
     edits: Sequence[Edit] = (),
     on_call: Callable[[int], None] | None = None,
+    on_op: OnOp | None = None,
 ) -> Outcome:
     """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
 
     Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone. A
     `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `edits` are made
-    to the run, and undone after it. `on_call` is told how many module calls have returned.
+    to the run, and undone after it. `on_call` is told how many module calls have returned, `on_op` each op with its
+    tensors.
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
@@ -154,7 +178,7 @@ def run(
     policy = interventions.choose_policy(singles, policy)
     watch = replace(watch, loss_scale=interventions.choose_loss_scale(singles, watch.loss_scale))
     for grad in sorted({watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
-        outcome, error = _record(setup, policy, training, seed, low, watch, singles, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, watch, singles, on_call, on_op, grad=grad)
         if error is None or _shows_damage(outcome.trace):
             break
     if error is not None and not _shows_damage(outcome.trace):
@@ -162,7 +186,7 @@ def run(
         # (jagged nested ones) cannot be watched op by op.
         other = replace(watch, ops=not watch.ops)
         blinded = f"{type(error).__name__}: {error}" if watch.ops else None
-        outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, grad=grad)
+        outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, on_op, grad=grad)
         outcome = replace(outcome, trace=replace(outcome.trace, blinded=blinded))
     if error is not None and not _shows_damage(outcome.trace):
         raise _explain_forward_error(error) from error
@@ -178,6 +202,7 @@ def _record(
     watch: Watch,
     edits: tuple[SingleEdit, ...],
     on_call: Callable[[int], None] | None,
+    on_op: OnOp | None,
     *,
     grad: bool,
 ) -> tuple[Outcome, Exception | None]:
@@ -190,7 +215,7 @@ def _record(
             if policy is EXACT:
                 stack.enter_context(_widened(setup.model))
             draws = stack.enter_context(_seeded(seed, setup))
-            observers = _Observers(setup, batch, watch, low, on_call)
+            observers = _Observers(setup, batch, watch, low, on_call, on_op)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
             stack.enter_context(apply_policy(policy, setup.device))
             stack.enter_context(interventions.intervene(edits, setup.model, setup.device, observers.modules.owner))

@@ -64,6 +64,16 @@ class FloatFormat:
         tie_holds = not self.has_inf
         return abs(magnitude) < self.overflow_threshold or (tie_holds and abs(magnitude) == self.overflow_threshold)
 
+    def absorbed_from(self, addend: float) -> float:
+        """Smallest magnitude from which on x + addend rounds back to x, whatever x; 0 if everywhere, inf if nowhere.
+
+        That takes an addend of less than half the distance from x to the next larger value.
+        """
+        if abs(addend) < self.flush_threshold:
+            return 0.0
+        exponent = math.frexp(addend)[1] + self.fraction_bits + 1
+        return 2.0**exponent if exponent <= self.max_exponent else math.inf
+
     def headroom_bits(self, magnitude: float) -> float:
         """log2(max / magnitude): doublings left before overflow; negative once past it, inf for zero."""
         if magnitude == 0:

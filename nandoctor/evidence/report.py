@@ -10,6 +10,7 @@ from typing import Literal
 
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.fates import Effect
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import SourceLine, TensorStats
 
@@ -76,7 +77,8 @@ class Origin:
     """The operation, the state or the array that the damage comes from.
 
     `module` is the dotted path of the module whose forward called the op, "" the root, "<loss>" the loss function; for
-    bad state its owner. `op` is the aten name, None where no op is to blame. `would_be` is what the worst element
+    bad state its owner. `op` is the aten name, None where no op is to blame; `nth` counts its calls from that forward.
+    `would_be` is what the worst element
     would have been with unlimited range, from the same inputs; None where the op has no finite value there.
     """
 
@@ -94,6 +96,7 @@ class Origin:
     would_be: float | None
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
+    nth: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,10 +252,13 @@ class IslandSearch:
 class EpsUse:
     """A small constant as it was really used.
 
-    `name` is the attribute of the module, the argument of the op, or the optimizer's eps. `dtype` is the format that
-    it was used in, None where that is not known; `rounded` is what it becomes there. `effect` tells what is left of
-    it: "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of the elements
-    that it was added to and that it did not change; None where it was not added, or not seen.
+    `name` is the attribute of the module, the argument of the op, or the optimizer's eps; an argument of "1 - max"
+    stands for a clamp just below one. `op` is the op that used it, or that will, by torch's own layer. `dtype` is the
+    format that it was used in, None where no op was seen to; `rounded` is what it becomes there. `effect` tells what
+    is left of it: "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of
+    the elements that it was added to and that it did not change; None where it was not added, or not seen.
+    `bound_share` is that of the elements which a clamp to it replaced. `num_uses` calls from the same line, or
+    parameters of the optimizer, or modules alike, are this one row; `module` is the first.
     """
 
     place: Literal["module", "op", "optimizer"]
@@ -265,8 +271,10 @@ class EpsUse:
     dtype: FloatFormat | None = None
     rounded: float | None = None
     rel_err: float | None = None
-    effect: Literal["zero", "subnormal", "normal"] | None = None
+    effect: Effect | None = None
     absorbed_share: float | None = None
+    bound_share: float | None = None
+    num_uses: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Remedies: changes that were tried on the failing step, and what came of them.
+"""What helps: changes that were tried on the failing step, and the smallest case that still fails.
 
-In: the failing step, its diagnosis, and a function that runs it with edits. Out: prescriptions and counterfactuals.
+In: a step that can be run again, its diagnosis and its report. Out: what cures it, and scripts that show it.
 """

@@ -242,6 +242,7 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
         would_be=exam.exact_at_worst if exam.num_exact_finite else None,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
+        nth=op.nth,
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nandoctor.evidence.edits import KeepOp, SetArgument
+from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.rules.base import (
@@ -51,7 +52,6 @@ _BOUNDING = words("clamp clamp_max clamp_min minimum maximum hardtanh")
 _SUBTRACTIONS = words("sub rsub")
 _HANDING_ON = MOVES | CASTS | {"neg"}
 _SINGULAR = DIVISIONS | LOGARITHMS | words("sqrt pow atanh arctanh erfinv special_erfinv acos arccos asin arcsin")
-_LARGEST_EPS = 1e-2
 _DEPTH = 6
 _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 """What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
@@ -118,7 +118,7 @@ def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -
 
 
 def _small_constants(op: OpCall) -> list[float]:
-    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= _LARGEST_EPS]
+    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= LARGEST_EPS]
 
 
 def _gaps_below_one(op: OpCall) -> list[float]:
@@ -127,7 +127,7 @@ def _gaps_below_one(op: OpCall) -> list[float]:
     if op.op not in _BOUNDING or (made.absmax or 0.0) < 1:
         return []
     gaps = (1 - abs(value) for _, value in op.scalars)
-    return [gap for gap in gaps if 0 < gap <= _LARGEST_EPS and made.dtype.round(1 - gap) == 1]
+    return [gap for gap in gaps if 0 < gap <= LARGEST_EPS and made.dtype.round(1 - gap) == 1]
 
 
 def _vanishes(op: OpCall, eps: float) -> bool:

@@ -140,3 +140,18 @@ def test_formats_are_found_by_the_names_of_torch():
     assert FORMATS["bfloat16"] is BF16
     assert all(name == float_format.name for name, float_format in FORMATS.items())
     assert str(FP8_E4M3) == "fp8-e4m3"
+
+
+@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
+@pytest.mark.parametrize("addend", [1e-12, 2.9e-8, 3e-8, 1e-7, 2.0**-14, 1e-5, 1e-3, 0.37, 3.0])
+def test_from_the_absorbing_magnitude_on_every_value_swallows_the_addend_and_before_it_not(float_format, addend):
+    values = values_of(float_format).tolist()
+    start = float_format.absorbed_from(addend)
+    swallow = {x: cast(x + addend, float_format) == x for x in values}
+    assert all(swallow[x] for x in values if x >= start)
+    assert start == 0 or not all(swallow[x] for x in values if start / 2 <= x < start)
+
+
+def test_nothing_swallows_what_is_larger_than_half_a_step_of_the_largest():
+    assert FP16.absorbed_from(16.0) == math.inf
+    assert FP16.absorbed_from(15.9) == 2.0**15

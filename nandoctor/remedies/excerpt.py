@@ -1,0 +1,157 @@
+"""`Excerpt`: a few ops cut out of a run, with their tensors in hand, to be run by themselves.
+
+In: the ops, the tensors that they take from outside, and other values for them. Out: what they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+Mode = Literal["plain", "in_fp32", "product", "rounded"]
+"""How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
+fp32, the result rounded once; or in fp32 inside, rounded to the format of the first operand."""
+
+Kind = Literal["nan", "+inf", "-inf"]
+
+METHOD = "Tensor."
+"""What the name of a method starts with; one that writes to its tensor is given a copy."""
+
+_TESTS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nan": torch.isnan,
+    "+inf": torch.isposinf,
+    "-inf": torch.isneginf,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """A leaf, a number or the result of an earlier node, by its name; `item` is the place among several results."""
+
+    name: str
+    item: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One op: `function` is the dotted name of what is called, `mode` how autocast runs it. Arguments hold `Ref`s."""
+
+    name: str
+    function: str
+    mode: Mode
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def run(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
+        """What the op gives on these values, with `low` in the place of the format that autocast computed in."""
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return values[value.name] if value.item is None else values[value.name][value.item]
+            return low if value is own_low else value
+
+        args, kwargs = pytree.tree_map(fill, (self.args, dict(self.kwargs)))
+        function = find_function(self.function)
+        if self.mode == "plain":
+            return function(*args, **kwargs)
+        lifted = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
+        args_in_fp32, kwargs_in_fp32 = cast(lifted, torch.float32)
+        made = function(*args_in_fp32, **kwargs_in_fp32)
+        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """Ops in order, the last of which gives the `result`.
+
+    `leaves` are the tensors from outside, `numbers` the constants that may be to blame. With a `gradient`, the name of
+    the leaf that came in from behind, what is looked at are the gradients of the leaves `trained`. `low` is what
+    autocast computed in.
+    """
+
+    nodes: tuple[Node, ...]
+    result: Ref
+    leaves: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    low: torch.dtype
+    gradient: str | None = None
+    trained: tuple[str, ...] = ()
+    random: bool = False
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """What fails: the result, or the gradients of the leaves."""
+        return self._run(self.leaves, self.low)
+
+    def run_in_fp32(self) -> tuple[torch.Tensor, ...]:
+        """The same from the same values, with nothing rounded on the way."""
+        return self._run({name: widen(leaf) for name, leaf in self.leaves.items()}, torch.float32)
+
+    def with_leaves(self, **leaves: torch.Tensor) -> Excerpt:
+        """The same ops on other tensors."""
+        return replace(self, leaves={**self.leaves, **leaves})
+
+    def with_numbers(self, **numbers: float) -> Excerpt:
+        """The same ops with other constants."""
+        return replace(self, numbers={**self.numbers, **numbers})
+
+    def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
+        values: dict[str, Any] = {**leaves, **self.numbers}
+        tracked = {name: leaves[name].detach().requires_grad_() for name in self.trained}
+        values |= tracked
+        with torch.set_grad_enabled(self.gradient is not None), self._drawing_the_same():
+            for node in self.nodes:
+                values[node.name] = node.run(values, self.low, low)
+            made = values[self.result.name]
+            made = made if self.result.item is None else made[self.result.item]
+            if self.gradient is None:
+                return (made,)
+            incoming = leaves[self.gradient].to(made.dtype)
+            gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
+        return tuple(gradient for gradient in gradients if gradient is not None)
+
+    def _drawing_the_same(self) -> AbstractContextManager[None]:
+        return _seeded() if self.random else nullcontext()
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """A context in which torch draws what it draws after `torch.manual_seed(0)`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function of that dotted name; one that writes to its first argument gets a copy of it."""
+    root: Any = torch
+    function: Callable[..., Any] = reduce(getattr, name.removeprefix("torch.").split("."), root)
+    if name.startswith(METHOD) and name.endswith("_"):
+        return lambda first, *args, **kwargs: function(first.clone(), *args, **kwargs)
+    return function
+
+
+def widen(value: torch.Tensor) -> torch.Tensor:
+    """A floating-point tensor in fp32 at least."""
+    return cast(value, torch.float32)  # type: ignore[no-any-return]
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its floating-point tensors in `dtype`; autocast leaves float64 alone."""
+    return pytree.tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, value)
+
+
+def is_cast(value: Any) -> bool:
+    """Whether autocast would cast this."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[Kind, ...]:
+    """Which non-finite values there are, the worst first; none where all is finite."""
+    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return tuple(kind for kind, test in _TESTS.items() if any(bool(test(part).any()) for part in parts))

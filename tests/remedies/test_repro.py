@@ -1,0 +1,215 @@
+"""`nandoctor repro`: scripts of every sample and of the sick models run with torch alone, and fail as they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from sick_models import all_cases
+from sick_models.probing import run
+from torch import nn
+
+import nandoctor
+from nandoctor.cli import main
+from nandoctor.errors import NanDoctorError
+
+ROOT = Path(__file__).parent.parent.parent
+SAMPLES = sorted((ROOT / "sample_dumps").glob("*.pth"))
+
+# A custom autograd Function is the project's own code.
+OUT_OF_REACH = {"function/swish", "function/log-cosh", "function/router"}
+SICK = [case for case in all_cases() if case.name not in OUT_OF_REACH]
+
+RUN_ALL = """
+import io, runpy, sys
+from contextlib import redirect_stdout
+for path in sys.argv[1:]:
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(path, run_name="__main__")
+        print("ok", path, printed.getvalue().startswith("got:"))
+    except Exception as error:
+        print("failed", path, repr(error))
+print("strangers:", sorted(name for name in sys.modules if name.split(".")[0] in ("nandoctor", "sick_models", "numpy")))
+"""
+
+
+@pytest.fixture
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def run_bare(*arguments):
+    return subprocess.run(
+        [sys.executable, "-I", *arguments], capture_output=True, text=True, timeout=300, check=False, cwd="/"
+    )
+
+
+def save(case, path):
+    dump = {"state_dict": case.build().state_dict(), **case.batch()}
+    if case.optimizer is not None:
+        dump["optimizer"] = run(case, autocast=True).optimizer
+    torch.save(dump, path)
+
+
+def write_script(case, folder):
+    path = folder / "dump.pth"
+    save(case, path)
+    return nandoctor.repro(
+        path,
+        model=case.build,
+        call=case.call,
+        loss=case.loss,
+        loss_scale=case.loss_scale,
+        mode="train" if case.train else "eval",
+    )
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """The script of every sick model."""
+    folder = tmp_path_factory.mktemp("scripts")
+    written = {}
+    for case in SICK:
+        written[case.name] = folder / (case.name.replace("/", "_") + ".py")
+        written[case.name].write_text(write_script(case, folder), encoding="utf-8")
+    return written
+
+
+@pytest.mark.usefixtures("in_the_project")
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.stem)
+def test_the_script_of_a_sample_runs_with_torch_alone_and_fails_as_it_says(sample, tmp_path):
+    script = tmp_path / "repro.py"
+    result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample.name}", "-o", str(script)])
+    assert (result.exit_code, result.stdout) == (0, "")
+    done = run_bare(str(script))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["got", "in fp32", "passes"]
+    assert sample.name in script.read_text(encoding="utf-8")
+
+
+def test_the_scripts_of_sick_models_run_with_torch_alone_and_fail_as_they_say(scripts):
+    done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
+    *lines, strangers = done.stdout.splitlines()
+    assert [line for line in lines if not (line.startswith("ok ") and line.endswith(" True"))] == []
+    assert len(lines) == len(SICK) >= 40
+    assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
+
+
+def test_the_scripts_of_sick_models_have_a_case_that_passes_and_fit_on_a_screen(scripts):
+    texts = {name: path.read_text(encoding="utf-8") for name, path in scripts.items()}
+    assert [name for name, text in texts.items() if "passing = case(" not in text] == []
+    assert [name for name, text in texts.items() if len(text.splitlines()) > 50] == []
+
+
+def test_where_precision_is_to_blame_fp32_is_finite(scripts):
+    blamed = [case.name for case in SICK if case.verdict in ("precision", "silent", "loss-scale")]
+    assert [name for name in blamed if "# Expected: finite" not in scripts[name].read_text(encoding="utf-8")] == []
+
+
+def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
+    blamed = [case.name for case in SICK if case.verdict in ("numerics", "input")]
+    assert [name for name in blamed if "# The same in fp32" not in scripts[name].read_text(encoding="utf-8")] == []
+
+
+def test_a_lost_eps_is_shown_with_the_line_that_lost_it_and_is_raised_just_enough(scripts):
+    text = scripts["eps/digital-silence"].read_text(encoding="utf-8")
+    assert "eps=1e-08" in text
+    assert "case(x, eps=3e-08)" in text  # the smallest two digits that fp16 does not round to zero
+
+
+@pytest.mark.parametrize(
+    ("healed", "message"),
+    [
+        (("eps=1e-08", "eps=0.001"), "torch.isnan(got).any()"),
+        (("eps=3e-08)", "eps=2e-08)"), "torch.isfinite(passing).all()"),
+    ],
+)
+def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(scripts, tmp_path, healed, message):
+    text = scripts["eps/blank-tile"].read_text(encoding="utf-8")
+    assert healed[0] in text
+    changed = tmp_path / "changed.py"
+    changed.write_text(text.replace(*healed), encoding="utf-8")
+    done = run_bare(str(changed))
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(OUT_OF_REACH))
+def test_a_custom_function_needs_the_projects_own_code(name, tmp_path):
+    case = next(case for case in all_cases() if case.name == name)
+    with pytest.raises(NanDoctorError, match=f"{case.op} is no op of torch"):
+        write_script(case, tmp_path)
+
+
+def test_a_healthy_step_has_nothing_to_show(tmp_path):
+    twin = SICK[0].twin()
+    with pytest.raises(NanDoctorError, match="Nothing non-finite"):
+        write_script(twin, tmp_path)
+
+
+class Doubled(nn.Module):
+    """Overflows bf16 and fp32's range alike at its largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.enter.weight)
+
+    def forward(self, x):
+        return self.enter(x) + self.enter(x)
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_the_format_of_the_step_is_the_format_of_the_script(low, tmp_path):
+    path = tmp_path / "dump.pth"
+    largest = torch.finfo(getattr(torch, low)).max
+    torch.save({"state_dict": Doubled().state_dict(), "x": torch.full((2, 4), largest * 0.9)}, path)
+    script = nandoctor.repro(path, model=Doubled, amp_dtype=low)
+    assert f"dtype=torch.{low}" in script
+
+
+def test_without_a_file_the_script_is_printed_and_nothing_else(in_the_project):
+    result = CliRunner().invoke(main, ["repro", "sample_dumps/weights_only.pth"])
+    assert result.stdout.startswith('"""NaN from torch.clone: the smallest case.')
+    assert compile(result.stdout, "repro.py", "exec")
+
+
+def test_a_folder_that_is_not_there_is_wrong_usage(in_the_project):
+    result = CliRunner().invoke(main, ["repro", "sample_dumps/weights_only.pth", "-o", "nowhere/repro.py"])
+    assert result.exit_code == 2
+
+
+def test_a_name_that_would_break_out_of_the_text_stays_text(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module('"""; import os #', nn.Linear(2, 2))
+
+        def forward(self, x):
+            return torch.log(next(self.children())(x) * 0)
+
+    path = tmp_path / 'a""".pth'
+    torch.save({"state_dict": Odd().state_dict(), "x": torch.ones(1, 2)}, path)
+    script = nandoctor.repro(path, model=Odd)
+    assert "import os" not in script.split('"""', 2)[2]
+
+
+def test_tensors_that_no_literal_stands_for_are_refused(tmp_path):
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return torch.vmap(lambda row: torch.log(row - row))(self.enter(x))
+
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": Mapped().state_dict(), "x": torch.ones(2, 2)}, path)
+    with pytest.raises(NanDoctorError, match=r"torch\.func"):
+        nandoctor.repro(path, model=Mapped)

@@ -1,0 +1,143 @@
+"""`nandoctor eps`: numbers, models and dumps, as tables and as JSON; and the audit that every report carries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import nandoctor
+from nandoctor.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, ["eps", *arguments])
+
+
+def test_a_value_is_shown_in_every_format_on_one_screen():
+    result = invoke("1e-8", "1e-5", "1e-3")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:3] == ["fp16", "0", "zero"]
+    assert "added to anything, it is lost" in lines[1]
+
+
+def test_a_value_as_json_has_no_infinity_in_it():
+    data = json.loads(invoke("--json", "1000").stdout)
+    assert data["schema"] == "nandoctor.eps/1"
+    shown = {fate["format"]: fate for fate in data["values"]}
+    assert shown["float8_e4m3fn"]["effect"] == "overflow"
+    assert shown["float8_e5m2"]["absorbed_from"] == 8192.0
+    assert shown["float16"]["rounded"] == 1000.0
+
+
+def test_values_alone_need_no_torch():
+    script = "import sys; from nandoctor.cli import main; main(['eps', '1e-8'], standalone_mode=False)"
+    script += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "inf"])
+def test_what_is_no_eps_is_refused(value):
+    result = invoke(value)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is no eps" in result.stderr
+
+
+def test_without_anything_to_look_at_the_usage_is_wrong():
+    assert invoke().exit_code == 2
+
+
+def test_a_model_alone_is_told_what_half_and_mixed_precision_do(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "class Norm(nn.Module):\n"
+        "    variance_epsilon = 1e-8\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.LayerNorm(4, eps=1e-12), nn.CosineSimilarity(eps=1e-8), Norm())\n"
+    )
+    rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:4]
+    assert [" ".join(row.split()) for row in rows] == [
+        "0.eps LayerNorm 1e-12 fine: fp32 fine: fp32",
+        "1.eps CosineSimilarity 1e-08 zero fine: fp32",
+        "2.variance_epsilon Norm 1e-08 zero see --dump",
+    ]
+
+
+def test_layers_alike_are_one_row_and_a_group_norm_stores_its_root_in_fp16(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    norms = [nn.GroupNorm(2, 4, eps=eps) for eps in (1e-5, 1e-5, 1e-12)]\n"
+        "    return nn.Sequential(*norms)\n"
+    )
+    rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:3]
+    assert [" ".join(row.split()) for row in rows] == [
+        "0.eps x2 GroupNorm 1e-05 fine: fp32 fine: fp32",
+        "2.eps GroupNorm 1e-12 1/root overflows fine: fp32",
+    ]
+
+
+def test_a_model_without_an_eps_is_told_so():
+    result = invoke("--model", "sample_dumps/residual_stream.py:ResidualNetwork")
+    assert "eps" in result.stdout
+    assert result.exit_code == 0
+
+
+def test_a_dump_shows_the_format_that_the_constant_was_used_in():
+    uses = json.loads(invoke("--json", "--dump", "sample_dumps/unet_blank_tile.pth").stdout)["uses"]
+    assert [(use["dtype"], use["effect"], use["num_uses"], use["source"]["line"]) for use in uses] == [
+        ("float32", "normal", 1, 45),
+        ("float16", "zero", 5, 45),
+    ]
+
+
+def test_the_report_carries_the_audit():
+    report = nandoctor.replay("sample_dumps/unet_blank_tile.pth").report
+    assert [(use.value, str(use.dtype), use.effect) for use in report.eps_audit] == [
+        (1e-8, "fp32", "normal"),
+        (1e-8, "fp16", "zero"),
+    ]
+
+
+def test_the_report_on_a_failing_backward_pass_carries_what_its_forward_used(tmp_path):
+    class Edge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-9
+            self.enter = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return torch.sqrt(self.enter(x) ** 2 + self.eps)
+
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": Edge().state_dict(), "x": torch.zeros(1, 2)}, path)
+    report = nandoctor.replay(path, model=Edge, loss=lambda output, batch: output.sum()).report
+    assert report.eps_audit[0].name == "eps"
+    assert report.eps_audit[0].op == "add"
+
+
+def test_an_optimizer_that_has_not_stepped_yet_shows_its_eps(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-7)
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "x": torch.zeros(1, 2)}, path)
+    report = nandoctor.replay(path, model=lambda: nn.Linear(2, 2)).report
+    assert [(use.place, use.value, use.effect) for use in report.eps_audit] == [("optimizer", 1e-7, None)]
