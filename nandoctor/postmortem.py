@@ -18,6 +18,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
 from nandoctor.engine.grading import grade
 from nandoctor.engine.optimizer import measure_slots
+from nandoctor.engine.pictures import take_picture
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
@@ -25,7 +26,7 @@ from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Environment, Report, Reproduction, Verdict
+from nandoctor.evidence.report import Environment, Picture, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
 from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer
@@ -77,8 +78,9 @@ class _Attempt:
 class _Replay:
     """The runs of one replay: the policy, the progress and the number of calls to expect are the same for all."""
 
-    def __init__(self, policy: Policy, progress: Progress) -> None:
+    def __init__(self, policy: Policy, progress: Progress, *, survey: bool = False) -> None:
         self.policy = policy
+        self._survey = survey
         self.low = policy.format
         self._progress = progress
         self._num_calls: int | None = None
@@ -94,7 +96,7 @@ class _Replay:
             training=training,
             seed=seed,
             low=self.low,
-            watch=watch,
+            watch=replace(watch, survey=self._survey),
             on_call=lambda done: self._progress(stage, done, self._num_calls),
         )
         self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
@@ -122,12 +124,20 @@ def replay_dump(
     if not dump.arrays and settings.call is None:
         return _report_weights(summary)
     preparation = prepare(dump, model, settings)
-    replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
+    replay = _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress, survey=settings.survey)
     attempt = _reproduce(replay, preparation, settings)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
     findings = _look_at_optimizer(findings, measure_slots(dump.moments, attempt.setup.model, replay.low))
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
-    return _write_report(findings, attempt, summary, notes, replay.low)
+    report = _write_report(findings, attempt, summary, notes, replay.low)
+    return replace(report, picture=_take_picture(report, attempt.setup)) if settings.survey else report
+
+
+def _take_picture(report: Report, setup: Setup) -> Picture | None:
+    """The first sample that the origin is bad in."""
+    samples = report.origin.samples if report.origin is not None else ()
+    used = {name: array for name, array in setup.batch.items() if name in setup.used}
+    return take_picture(used, samples[0]) if samples else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

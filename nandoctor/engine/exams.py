@@ -30,7 +30,7 @@ def examine(call: Invocation, output: torch.Tensor, *, low: FloatFormat) -> Exam
     output = output.detach()
     bad = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
-    census, _ = census_of(output, own, low)
+    census, _ = census_of(output, own, low, place=True)
     exact = recompute(call, like=output)
     worst, num_exact_finite = _find_worst(bad, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
@@ -49,6 +49,7 @@ def examine(call: Invocation, output: torch.Tensor, *, low: FloatFormat) -> Exam
         length=_length(call.name, [tensor for _, tensor in operands], output),
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
+        grid=census.grid,
     )
 
 

@@ -53,11 +53,12 @@ class Setup:
 class Watch:
     """What to record beside every module call.
 
-    `census` counts exactly whatever asks for it, `ops` records every operation. `backward` runs the backward pass of
-    loss x `loss_scale`, and needs `ops`.
+    `census` counts exactly whatever asks for it, `survey` every tensor, with its samples and exponents. `ops` records
+    every operation. `backward` runs the backward pass of loss x `loss_scale`, and needs `ops`.
     """
 
     census: bool = False
+    survey: bool = False
     ops: bool = False
     backward: bool = False
     loss_scale: float = 1.0
@@ -100,6 +101,7 @@ class _Observers:
             setup.model,
             census_for=low,
             examine=watch.census,
+            survey=watch.survey,
             on_call=on_call,
             producer_of=self.ops.producer_of if self.ops else None,
         )

@@ -28,7 +28,8 @@ class Settings:
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16", `policy` "cuda" or "native".
+    "bfloat16", `policy` "cuda" or "native". `survey` counts samples and exponents in every layer and keeps a small
+    picture of the sample at fault.
     """
 
     model: str | None = None
@@ -44,6 +45,7 @@ class Settings:
     device: str = "cpu"
     seed: int | None = None
     strict: bool = True
+    survey: bool = False
     directory: Path = field(default_factory=Path.cwd)
 
 
@@ -62,6 +64,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "device": (str, "the name of a device"),
     "seed": (int, "a whole number"),
     "strict": (bool, "true or false"),
+    "survey": (bool, "true or false"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, SourceLine, TensorStats
 
 SCHEMA = "nandoctor.report/1"
 
@@ -77,7 +77,8 @@ class Origin:
 
     `module` is the dotted path of the module whose forward called the op, "" the root, "<loss>" the loss function; for
     bad state its owner. `op` is the aten name, None where no op is to blame. `would_be` is what the worst element
-    would have been with unlimited range, from the same inputs; None where the op has no finite value there.
+    would have been with unlimited range, from the same inputs; None where the op has no finite value there. `grid`
+    tells where in the tensor the bad elements are.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -94,6 +95,7 @@ class Origin:
     would_be: float | None
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,20 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A sample of the saved array `name` as a small image, kept only where it was asked for.
+
+    `pixels` are height x width grey levels, one byte each, row by row, in base64.
+    """
+
+    name: str
+    sample: int
+    height: int
+    width: int
+    pixels: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Where the replay ran."""
 
@@ -328,3 +344,4 @@ class Report:
     island_search: IslandSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
+    picture: Picture | None = None

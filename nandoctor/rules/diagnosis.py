@@ -188,6 +188,7 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
         would_be=exam.exact_at_worst if exam.num_exact_finite else None,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
+        grid=exam.grid,
     )
 
 
@@ -226,6 +227,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace, phase:
         would_be=None,
         inputs=(),
         output=stats,
+        grid=census.grid if census else None,
     )
     return [Diagnosis(origin=origin, cause=cause)]
 
