@@ -90,9 +90,9 @@ class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
     With `examine` whatever asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`.
-    `on_call` is told after each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
-    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
-    them.
+    `on_call` is told after each call how many have returned; `producer_of` finds the traced op that made a tensor. A
+    shared module goes by the first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks
+    out, or be traced through them.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from nandoctor.renderers.layers import Layers
 from nandoctor.renderers.words import number
 
 # Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
-_SKY, _BLUE, _ORANGE, _GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
 BAD_COLOR = "#D55E00"
 
 MAX_BARS = 56
@@ -54,11 +54,9 @@ class RunStyle:
     filled: bool
 
 
-_FP32 = RunStyle(
-    name="fp32", color=_SKY, alpha=0.5, width=0.86, median_color=_BLUE, marks_at=(0.92, 0.06), filled=False
-)
+_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, marks_at=(0.92, 0.06), filled=False)
 _AUTOCAST = RunStyle(
-    name="autocast", color=_BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
+    name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
 )
 
 
@@ -77,7 +75,7 @@ def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Art
     fp32, autocast = _FP32, replace(_AUTOCAST, name=f"{low} autocast")
     if len(shown) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
-        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=_BLUE)
+        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
     pairs = [(index, layers.pairs[index]) for index in shown]
     legend: list[Artist] = []
     for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
@@ -121,8 +119,8 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
     bottom, top = axes.get_ylim()
     bands = (
         (low.max, top, BAD_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
-        (low.flush_threshold, low.smallest_normal, _ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
-        (bottom, low.flush_threshold, _GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
+        (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
+        (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
     )
     for least, most, color, alpha, name in bands:
         start, stop = max(least, bottom), min(most, top)
@@ -148,13 +146,14 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
         zorder=2,
     )
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
-    _draw_edges(axes, medians, style.width, style.median_color)
+    draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn apart and last: a layer whose values are all alike has a bar without height.
-    _draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
 
-def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+    """Short level lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
     axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
 
