@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.renderers.figures import draw_by_layer
 from nandoctor.renderers.layers import Layers, select_layers
-from nandoctor.renderers.ranges import BAD_COLOR, BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_edges
+from nandoctor.renderers.ranges import BAD_COLOR, BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_edges, fill_bars
 from nandoctor.renderers.words import number
 from nandoctor.rules.alignment import LARGE_ERROR, MADE_HERE
 
@@ -95,10 +95,10 @@ def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:
 def _draw_bars(axes: Axes, label: str, color: str, errors: Sequence[tuple[int, float | None]], width: float) -> Artist:
     """Bars from the bottom of the panel up, their tops alone where they have no width."""
     bottom, top = axes.get_ylim()
-    places = [x for x, error in errors if error]
-    heights = [max(min(error, top) - bottom, 0.0) for _, error in errors if error]
-    axes.bar(places, heights, bottom=bottom, width=width, color=color, linewidth=0, zorder=2)
-    draw_edges(axes, [(x, bottom + height) for x, height in zip(places, heights, strict=True)], width or 1.0, color)
+    bars = [(x, bottom, min(max(error, bottom), top)) for x, error in errors if error]
+    if width:
+        fill_bars(axes, bars, width=width, color=color)
+    draw_edges(axes, [(x, height) for x, _, height in bars], width or 1.0, color)
     return Patch(color=color, label=label)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.formats import FloatFormat
@@ -22,6 +23,8 @@ SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
 BAD_COLOR = "#D55E00"
 
 MAX_BARS = 56
+MAX_VECTORS = 1500
+"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
 
 _NEARBY = 1e9
 """A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
@@ -134,17 +137,7 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
     bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
-    starts = [low for _, low, _ in bars]
-    axes.bar(
-        [x for x, _, _ in bars],
-        [high - low for _, low, high in bars],
-        bottom=starts,
-        width=style.width,
-        color=style.color,
-        alpha=style.alpha,
-        linewidth=0,
-        zorder=2,
-    )
+    fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
     draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn apart and last: a layer whose values are all alike has a bar without height.
@@ -152,10 +145,36 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
 
+def fill_bars(
+    axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
+) -> None:
+    """Bars at (place, bottom, top); many of them as one drawing, for matplotlib takes its time over each single one."""
+    if len(bars) <= MAX_BARS:
+        axes.bar(
+            [x for x, _, _ in bars],
+            [top - bottom for _, bottom, top in bars],
+            bottom=[bottom for _, bottom, _ in bars],
+            width=width,
+            color=color,
+            alpha=alpha,
+            linewidth=0,
+            zorder=2,
+        )
+        return
+    corners = [
+        [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
+        for x, bottom, top in bars
+    ]
+    collection = PolyCollection(corners, facecolors=color, alpha=alpha, linewidths=0, zorder=2)
+    collection.set_rasterized(len(bars) > MAX_VECTORS)
+    axes.add_collection(collection, autolim=False)
+
+
 def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
     """Short level lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
-    axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines.set_rasterized(len(places) > MAX_VECTORS)
 
 
 def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
@@ -172,7 +191,7 @@ def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunSty
 def _mark(
     axes: Axes, places: Sequence[int], height: float, style: RunStyle, *, marker: str, color: str, label: str
 ) -> Artist:
-    return axes.scatter(
+    marks = axes.scatter(
         places,
         [height] * len(places),
         s=22,
@@ -184,3 +203,5 @@ def _mark(
         label=label,
         zorder=5,
     )
+    marks.set_rasterized(len(places) > MAX_VECTORS)
+    return marks

@@ -1,4 +1,4 @@
-"""The published schema is that of the records; `UPDATE_SCHEMA=1 python -m pytest tests/evidence/test_schema.py`."""
+"""The published schema is that of the records; `UPDATE_README=1 python -m pytest tests/evidence/test_schema.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = describe_schema(Branch, title="tree/1")
 
 def test_published_schema_is_the_one_of_the_records():
     text = json.dumps(MADE, indent=1) + "\n"
-    if os.environ.get("UPDATE_SCHEMA"):
+    if os.environ.get("UPDATE_README"):
         PUBLISHED.write_text(text, encoding="utf-8")
     assert PUBLISHED.read_text(encoding="utf-8") == text
 
