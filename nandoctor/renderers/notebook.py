@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 from nandoctor.evidence.comparison import Comparison
@@ -17,7 +18,7 @@ from nandoctor.renderers.cures import describe_outcome
 from nandoctor.renderers.html import rows_html
 from nandoctor.renderers.story import describe_origin
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.renderers.words import kinds_text, number
+from nandoctor.renderers.words import kinds_text, number, printable
 
 _LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
 _MAX_ITEMS = 8
@@ -31,6 +32,7 @@ def show_records() -> None:
     html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
     for cls in (FirstNonfinite, Origin, Cause, Prescription, Comparison):
         html.for_type(cls, record_html)
+        plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
     plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
 
 
@@ -42,6 +44,17 @@ def _find_shell() -> Any:
 def record_html(record: Any) -> str:
     """The fields of a record that say something, one row each."""
     return rows_html(_rows(record))
+
+
+def record_line(record: Any) -> str:
+    """A record in one line, for where there is no HTML."""
+    if isinstance(record, Origin):
+        return describe_origin(record)
+    if isinstance(record, Cause):
+        return printable(f"{record.code}: {record.explanation}")
+    if isinstance(record, FirstNonfinite):
+        return printable(f"{record.label} ({record.type}): {describe_tensor(record.value)}")
+    return printable(str(getattr(record, "headline", None) or record.title))
 
 
 def _rows(record: Any) -> Iterator[tuple[str, str]]:
@@ -58,7 +71,7 @@ def _describe(name: str, value: Any) -> str:
     if isinstance(value, TensorStats):
         return describe_tensor(value)
     if isinstance(value, SourceLine):
-        return f"{value.file}:{value.line}: {value.text}"
+        return f"{PurePath(value.file).name}:{value.line}: {value.text}"
     if isinstance(value, tuple):
         items = [_describe(name, item) for item in value[:_MAX_ITEMS]]
         more = [f"and {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []

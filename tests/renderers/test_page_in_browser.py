@@ -187,7 +187,8 @@ CONTRAST = """(() => {
             if (color !== "rgba(0, 0, 0, 0)") return color;
         }
     };
-    const texts = [...document.querySelectorAll("p, h1, h2, h3, dt, dd, li, td, th, pre span, summary, button, .badge")];
+    const told = "p, h1, h2, h3, dt, dd, li, td, th, pre span, summary, button, .badge";
+    const texts = [...document.querySelectorAll(told)];
     return Math.min(...texts.filter(one => one.textContent.trim() && !one.closest("svg")).map(one => {
         const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);
