@@ -140,7 +140,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 )
 @click.option("--kind", type=click.Choice(_KINDS), default="ranges", show_default=True)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
-    """Draw DUMP, replayed, or a saved report: at once, with no model and no torch.
+    """Draw a dump, which is replayed, or a saved report, which takes neither model nor torch.
 
     \b
     ranges      what every layer's values span, against what the format can hold

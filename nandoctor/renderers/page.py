@@ -5,6 +5,7 @@ In: a `Report`. Out: the text of the page, with styles, scripts and plots inside
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def _finalize(value: Any) -> Any:
 
 
 def _bits(headroom: float | None) -> str:
-    return "-" if headroom is None else f"{headroom:.1f}"
+    """Infinite for a layer that is zero throughout, spelled so that the page sorts it as a number."""
+    return "-" if headroom is None else "Inf" if headroom == math.inf else f"{headroom:.1f}"
 
 
 def _share(headroom: float, low: FloatFormat) -> int:

@@ -10,6 +10,7 @@ import factory
 import pytest
 from test_html import Balanced as Fragment
 
+from nandoctor.evidence.formats import FP16
 from nandoctor.renderers import svg
 from nandoctor.renderers.page import report_page, write_page
 from nandoctor.renderers.plots import draw
@@ -53,9 +54,23 @@ def test_the_story_comes_first_and_in_order(page):
     headings = re.findall(r'<h2 id="([\w-]+)"', page)
     assert headings == [
         "h-line", "h-cures", "h-chain", "h-exam", "h-origin", "h-trials", "layers-heading", "h-ranges", "h-divergence",
-        "h-near", "h-eps", "h-next",
+        "h-near", "h-eps", "h-file", "h-next",
     ]  # fmt: skip
     assert page.index("<h1>") < page.index("h-line")
+
+
+def test_bad_state_is_listed():
+    text = Page(report_page(factory.state())).text
+    assert text[text.index("norm4.running_var") :][:5] == ["norm4.running_var", "[64]", "float32", "buffer", "64"]
+
+
+def test_a_layer_of_zeros_has_all_the_room_there_is():
+    runs = factory.network(4)
+    zeros = tuple(
+        replace(row, outputs=(factory.tensor(0.0),), headroom_bits=FP16.headroom_bits(0.0)) for row in runs.fp32.modules
+    )
+    text = Page(report_page(factory.report(replace(runs, fp32=replace(runs.fp32, modules=zeros))))).text
+    assert text.count("Inf") == len(zeros)
 
 
 def test_nothing_is_loaded_from_anywhere(page):

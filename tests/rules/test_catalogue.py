@@ -18,7 +18,7 @@ PUBLISHED = {
     "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
     "poisoned-input", "poisoned-target", "optimizer-eps-underflow",
 }  # fmt: skip
-MACHINERY = {"alignment", "base", "catalogue", "diagnosis", "origin", "sighting", "summary", "verdict"}
+MACHINERY = {"alignment", "base", "catalogue", "comparison", "diagnosis", "origin", "sighting", "summary", "verdict"}
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
 every_page = pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.code)
