@@ -74,8 +74,9 @@ def _describe(name: str, value: Any) -> str:
         return f"{PurePath(value.file).name}:{value.line}: {value.text}"
     if isinstance(value, tuple):
         items = [_describe(name, item) for item in value[:_MAX_ITEMS]]
+        separator = "; " if dataclasses.is_dataclass(value[0]) else ", "
         more = [f"and {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
-        return kinds_text(value) if name == "kinds" else ", ".join([*items, *more])
+        return kinds_text(value) if name == "kinds" else separator.join([*items, *more])
     if isinstance(value, float):
         return number(value)
     return _describe_record(value) if dataclasses.is_dataclass(value) else str(value)
