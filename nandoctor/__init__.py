@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nandoctor.case import Case as Case
+    from nandoctor.case import describe as describe
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
     from nandoctor.case import repro as repro
@@ -23,12 +24,13 @@ _HOMES = {
     "Case": "nandoctor.case",
     "NanDoctorError": "nandoctor.errors",
     "cuda_autocast": "nandoctor.engine.autocast",
+    "describe": "nandoctor.case",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",
     "repro": "nandoctor.case",
 }
 
-__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "load", "replay", "repro"]
+__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "describe", "load", "replay", "repro"]
 
 
 def __getattr__(name: str) -> Any:

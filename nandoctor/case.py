@@ -6,6 +6,7 @@ In: paths, models and options, as a notebook has them. Out: a `Case` around a re
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from nandoctor.engine.models import build_model
 from nandoctor.engine.settings import Settings, override, read_settings
 from nandoctor.engine.setup import ModelSource
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import EpsUse, FirstNonfinite, Report
+from nandoctor.evidence.comparison import Comparison
+from nandoctor.evidence.formats import FORMATS
+from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Origin, Prescription, Report
 from nandoctor.postmortem import Progress, audit_dump, examine_dump, replay_dump
 from nandoctor.remedies.repro import make_script
 from nandoctor.renderers.base import save_report
@@ -24,6 +27,7 @@ from nandoctor.rules.eps_audit import fold
 from nandoctor.rules.summary import tabulate
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
 
@@ -49,7 +53,8 @@ def replay(
 
     `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC; without it the
     project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `output`,
-    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `model_args`, `prescribe`, `max_trials`, `time`.
+    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `survey`, `model_args`, `prescribe`, `max_trials`,
+    `time`.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
@@ -115,11 +120,26 @@ def _anchor(spec: Any) -> Any:
     return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
 
 
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)"; it may live on any device."""
+    from nandoctor.engine.stats import collect, measure
+    from nandoctor.renderers.tensors import describe_tensor
+
+    reading = measure(tensor, census_for=FORMATS["float16"])
+    if reading is None:
+        return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: no floating-point values"
+    return describe_tensor(collect([("", reading)])[0])
+
+
 class Case:
     """A replayed dump: the report, and ways to look at it."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
+        if "IPython" in sys.modules:
+            from nandoctor.renderers.notebook import show_records
+
+            show_records()
 
     @property
     def verdict(self) -> str:
@@ -131,6 +151,21 @@ class Case:
         """The first place where a non-finite value came to light, None where there is none."""
         return self.report.first_nonfinite
 
+    @property
+    def origin(self) -> Origin | None:
+        """The operation, the state or the array that the damage comes from, None where that is not known."""
+        return self.report.origin
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it happened, None where no rule can tell."""
+        return self.report.cause
+
+    @property
+    def prescriptions(self) -> tuple[Prescription, ...]:
+        """The changes that were tried on the failing step, what cures first."""
+        return self.report.prescriptions
+
     def table(self) -> Any:
         """One row per module call, both runs side by side: a pandas DataFrame, or a list of dicts without pandas."""
         rows = tabulate(self.report.runs)
@@ -140,14 +175,24 @@ class Case:
             return rows
         return pd.DataFrame(rows)
 
-    def plot(self) -> Figure:
-        """The activation ranges of every layer, autocast over fp32, against what the format can hold."""
-        from nandoctor.renderers.figures import draw_ranges
+    def plot(self, kind: str = "ranges") -> Figure:
+        """One of the plots: "ranges", "exponents", "divergence", "samples", "origin".
 
-        return draw_ranges(self.report)
+        Raises:
+            NanDoctorError: there is no such kind, or only a replay with `survey=True` has the numbers for it.
+        """
+        from nandoctor.renderers.plots import draw
+
+        return draw(self.report, kind)
+
+    def compare(self, other: Case) -> Comparison:
+        """What changed from this case to the other one: verdict, origin, headroom, ranges."""
+        from nandoctor.rules.comparison import compare
+
+        return compare(self.report, other.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report (.json) or the ranges plot (.png, .svg, .pdf), by the file's ending."""
+        """Write a page (.html), Markdown (.md), the report (.json) or the ranges plot (.png, .svg, .pdf)."""
         save_report(self.report, Path(path))
 
     def __repr__(self) -> str:

@@ -29,7 +29,10 @@ EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 
 DumpPath = click.Path(path_type=Path)
 
-_ENDINGS = (".json", ".png", ".svg", ".pdf")
+_REPORT_ENDINGS = (".json", ".html", ".md")
+_PICTURE_ENDINGS = (".png", ".svg", ".pdf")
+_KINDS = ("ranges", "exponents", "divergence", "samples", "origin")
+_SURVEYED = frozenset({"exponents", "samples", "origin"})  # these draw what only a survey counts
 
 
 class _Verbs(click.Group):
@@ -56,14 +59,18 @@ def main() -> None:
     """  # noqa: D301  (click wants the escape itself)
 
 
-def _check_files(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
+def _check_files(*endings: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Refuse a file that cannot be written before the replay, not after."""
-    for file in files if isinstance(files, tuple) else filter(None, [files]):
-        if file.suffix.lower() not in _ENDINGS:
-            raise click.BadParameter(f"{file} ends in none of {', '.join(_ENDINGS)}.")
-        if not file.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {file.parent}.")
-    return files
+
+    def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
+        for file in files if isinstance(files, tuple) else filter(None, [files]):
+            if file.suffix.lower() not in endings:
+                raise click.BadParameter(f"{file} ends in none of {', '.join(endings)}.")
+            if not file.parent.is_dir():
+                raise click.BadParameter(f"there is no folder {file.parent}.")
+        return files
+
+    return check
 
 
 def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
@@ -86,6 +93,7 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
         click.option("--time", type=float, metavar="SECONDS", help="Time to spend on cures (default: no limit)."),
         click.option("--no-strict", is_flag=True, help="Load the weights that fit, leave the rest."),
         click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."),
+        click.option("--survey", is_flag=True, help="Count samples and exponents in every layer; keep a thumbnail."),
     ]
     for option in reversed(options):
         verb = option(verb)
@@ -101,8 +109,8 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
     metavar="FILE",
     type=DumpPath,
     multiple=True,
-    callback=_check_files,
-    help="Also write .json, .png, .svg or .pdf.",
+    callback=_check_files(*_REPORT_ENDINGS, *_PICTURE_ENDINGS),
+    help="Also write .html (a page), .md (for an issue), .json, .png, .svg or .pdf.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
 @click.option("--check", is_flag=True, help="For git bisect run: exit 0 finite, 1 non-finite, 125 could not run.")
@@ -134,22 +142,48 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     "file",
     metavar="FILE",
     type=DumpPath,
-    callback=_check_files,
-    help="Default: the source's name with .ranges.png, in the working directory.",
+    callback=_check_files(*_PICTURE_ENDINGS),
+    help="Default: the source's name with .KIND.png, in the working directory.",
 )
-@click.option("--kind", type=click.Choice(["ranges"]), default="ranges", show_default=True)
+@click.option("--kind", type=click.Choice(_KINDS), default="ranges", show_default=True)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
-    """Draw the activation ranges of every layer against what the low-precision format can hold.
+    """Draw a dump, which is replayed, or a saved report, which takes neither model nor torch.
 
-    A saved report is drawn at once: no model, no torch.
+    \b
+    ranges      what every layer's values span, against what the format can hold
+    exponents   how they spread over the exponents
+    divergence  how far every layer is from fp32, and which one makes the error
+    samples     which samples are bad, or near the limit, in which layer
+    origin      where in the tensor the damage was born
+    """  # noqa: D301  (click wants the escape itself)
+    options["survey"] |= kind in _SURVEYED
+    report = _read_or_replay(source, options)
+    from nandoctor.renderers.figures import save_figure
+    from nandoctor.renderers.plots import draw
+
+    file = file or Path(f"{source.stem}.{kind}.png")
+    save_figure(draw(report, kind), file)
+    click.echo(f"Wrote {file}", err=True)
+
+
+@main.command()
+@click.argument("before", metavar="A", type=DumpPath)
+@click.argument("after", metavar="B", type=DumpPath)
+@_replay_options
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON, and nothing else.")
+def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
+    """Tell what changed from A to B: verdict, origin, headroom, ranges.
+
+    Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
-    if source.suffix == ".json":
-        from nandoctor.renderers.jsonfile import read_report
+    from nandoctor.renderers.difference import comparison_json, print_comparison
+    from nandoctor.rules.comparison import compare
 
-        report = read_report(source)
+    comparison = compare(_read_or_replay(before, options), _read_or_replay(after, options))
+    if as_json:
+        click.echo(comparison_json(comparison))
     else:
-        report = _replay(source, {**options, "no_prescribe": True}).report
-    _save(report, file or Path(f"{source.stem}.{kind}.png"))
+        print_comparison(comparison, _console())
 
 
 @main.command()
@@ -256,6 +290,15 @@ def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
         return list_eps(opened, progress=progress, **given)
 
 
+def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
+    """A saved report by its ending, else the replay of a dump."""
+    if source.suffix == ".json":
+        from nandoctor.renderers.jsonfile import read_report
+
+        return read_report(source)
+    return _replay(source, {**options, "no_prescribe": True}).report
+
+
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
     from nandoctor.case import load, replay
 
@@ -285,6 +328,8 @@ def _given_settings(options: dict[str, Any]) -> dict[str, Any]:
         given["strict"] = False
     if options["no_prescribe"]:
         given["prescribe"] = False
+    if options["survey"]:
+        given["survey"] = True
     return given
 
 

@@ -22,6 +22,7 @@ from nandoctor.engine.constants import list_constants
 from nandoctor.engine.grading import grade
 from nandoctor.engine.interventions import batch_size
 from nandoctor.engine.optimizer import measure_slots
+from nandoctor.engine.pictures import take_picture
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Step, Watch, run
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, Preparation, prepare
@@ -31,7 +32,7 @@ from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Environment, EpsUse, Report, Reproduction, Verdict
+from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
 from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
@@ -91,8 +92,9 @@ class _Attempt:
 class _Replay:
     """The runs of one replay: the policy, the progress and the number of calls to expect are the same for all."""
 
-    def __init__(self, policy: Policy, progress: Progress) -> None:
+    def __init__(self, policy: Policy, progress: Progress, *, survey: bool = False) -> None:
         self.policy = policy
+        self._survey = survey
         self.low = policy.format
         self._progress = progress
         self._num_calls: int | None = None
@@ -116,7 +118,7 @@ class _Replay:
             training=training,
             seed=seed,
             low=self.low,
-            watch=watch,
+            watch=replace(watch, survey=self._survey and not watch.keep),
             edits=edits,
             on_call=lambda done: self._progress(stage, done, self._num_calls),
         )
@@ -170,9 +172,20 @@ def examine_dump(
     report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
     constants = audit(findings.ops, list_constants(attempt.setup.model), slots, dump.optimizer_eps)
     return Postmortem(
-        report=replace(report, eps_audit=constants),
+        report=replace(
+            report,
+            eps_audit=constants,
+            picture=_take_picture(report, attempt.setup) if settings.survey else None,
+        ),
         step=attempt.step(replay.policy, _loss_scale(dump, settings)),
     )
+
+
+def _take_picture(report: Report, setup: Setup) -> Picture | None:
+    """The first sample that the origin is bad in."""
+    samples = report.origin.samples if report.origin is not None else ()
+    used = {name: array for name, array in setup.batch.items() if name in setup.used}
+    return take_picture(used, samples[0]) if samples else None
 
 
 def audit_dump(
@@ -187,7 +200,7 @@ def audit_dump(
 
 
 def _make_replay(settings: Settings, progress: Progress) -> _Replay:
-    return _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress)
+    return _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress, survey=settings.survey)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

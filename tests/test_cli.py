@@ -117,10 +117,12 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", "sick.pth", "--loss-scale", "x"], "'x' is not a valid float"),
         (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
         (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
-        (["replay", *SICK, "-o", "report.txt"], "report.txt ends in none of .json, .png, .svg, .pdf"),
+        (["replay", *SICK, "-o", "report.txt"], "report.txt ends in none of .json, .html, .md, .png, .svg, .pdf"),
         (["replay", *SICK, "-o", "nowhere/report.json"], "there is no folder nowhere"),
         (["plot", *SICK, "-o", "ranges"], "ranges ends in none of"),
-        (["plot", *SICK, "--kind", "pie"], "'pie' is not 'ranges'"),
+        (["plot", *SICK, "-o", "ranges.html"], "ranges.html ends in none of .png, .svg, .pdf"),
+        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
+        (["diff", "sick.pth"], "Missing argument 'B'"),
         (["plto", "sick.pth"], "No such command 'plto'"),
     ],
 )
@@ -206,6 +208,55 @@ def test_plot_draws_a_dump_and_a_report(workplace):
     run("replay", *SICK, "-o", "report.json")
     assert run("plot", "report.json", "-o", "ranges.svg").stderr == "Wrote ranges.svg\n"
     assert "<svg" in (workplace / "ranges.svg").read_text()
+
+
+@pytest.mark.parametrize("kind", ["exponents", "divergence", "samples", "origin"])
+def test_every_kind_of_plot_is_drawn_from_a_dump(kind, workplace):
+    assert run("plot", *SICK, "--kind", kind).stderr == f"Wrote sick.{kind}.png\n"
+    assert (workplace / f"sick.{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_needs_a_survey_says_so():
+    run("replay", *SICK, "-o", "report.json")
+    result = run("plot", "report.json", "--kind", "exponents")
+    assert result.exit_code == 1
+    assert "--survey" in result.stderr
+    run("replay", *SICK, "--survey", "-o", "report.json")
+    assert run("plot", "report.json", "--kind", "exponents").exit_code == 0
+
+
+def test_a_page_and_markdown_are_written(workplace):
+    result = run("replay", *SICK, "--quiet", "-o", "report.html", "-o", "report.md")
+    assert result.stderr.splitlines() == ["Wrote report.html", "Wrote report.md"]
+    assert (workplace / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert (workplace / "report.md").read_text(encoding="utf-8").startswith("### PRECISION: ")
+
+
+def test_a_difference_takes_dumps_and_reports(workplace):
+    run("replay", "sick.pth", *SICK[1:], "-o", "fp16.json")
+    run("replay", "sick.pth", *SICK[1:], "--amp-dtype", "bfloat16", "-o", "bf16.json")
+    text = run("diff", "fp16.json", "bf16.json").stdout
+    assert text.startswith(" CURED ")
+    assert "fp16 -> bf16" in text
+    assert json.loads(run("diff", "fp16.json", "bf16.json", "--json").stdout)["outcome"] == "cured"
+    assert json.loads(run("diff", *SICK[:1], "fp16.json", *SICK[1:], "--json").stdout)["outcome"] == "same-failure"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_verbs_and_options(shell):
+    environment = {"_NANDOCTOR_COMPLETE": f"{shell}_source"}
+    result = CliRunner().invoke(main, [], prog_name="nandoctor", env=environment)
+    if "version" in result.output and not result.output.strip().endswith(("}", ";", "fi")):
+        pytest.skip(f"no {shell} here that click can ask for its version")
+    assert "nandoctor" in result.output
+    assert "_nandoctor_completion" in result.output
+
+
+def test_the_shell_is_told_the_kinds_of_plot():
+    environment = {"_NANDOCTOR_COMPLETE": "bash_complete", "COMP_WORDS": "nandoctor plot --kind ", "COMP_CWORD": "3"}
+    result = CliRunner().invoke(main, [], prog_name="nandoctor", env=environment)
+    kinds = [line.partition(",")[2] for line in result.output.splitlines()]
+    assert kinds == ["ranges", "exponents", "divergence", "samples", "origin"]
 
 
 def python(*arguments):

@@ -1,28 +1,62 @@
-"""The README's own commands, run; `UPDATE_README=1 python -m pytest tests/test_readme.py` writes what they print."""
+"""The commands of README and docs, run; `UPDATE_README=1 python -m pytest tests/test_readme.py` writes what they print.
+
+In ```console blocks the line after `$ ` is run and what it prints is compared; in ```bash blocks every line that starts
+with `nandoctor` is run. Each document is worked through in order, in a folder of its own.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from nandoctor.renderers.explanation import catalogue_markdown
+from nandoctor.rules.catalogue import list_pages
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-CONSOLE = re.compile(r"```console\n\$ (?P<command>nandoctor [^\n]+)\n(?P<output>.*?)```", re.DOTALL)
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```(?P<kind>console|bash)\n(?P<body>.*?)```", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
+TRAIN = """
+import sys
+sys.path.insert(0, "sample_dumps")
+from unet_blank_tile import UNet as make_model
+
+def loss(output, batch):
+    return output["logit"].float().mean()
+"""
 
 
-def run(command: str) -> str:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    environment |= {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+@pytest.fixture
+def workplace(tmp_path):
+    """The samples with this project's settings, somebody's training script and dump, and the tutorial's files."""
+    shutil.copytree(ROOT / "sample_dumps", tmp_path / "sample_dumps", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    shutil.copy(ROOT / "sample_dumps" / "unet_blank_tile.pth", tmp_path / "model_fold0_0042_nan.pth")
+    return tmp_path
+
+
+def run(command, folder):
+    """Standard output and standard error as they come, and the exit code; the documents' `nandoctor` is this one."""
+    (folder / "bin").mkdir(exist_ok=True)
+    script = folder / "bin" / "nandoctor"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nandoctor "$@"\n')
+    script.chmod(0o755)
+    places = [str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(places), "PYTHONPATH": str(ROOT)}
+    environment |= {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8", check=True
-    )
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        encoding="utf-8", check=False,
+    )  # fmt: skip
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n", done.returncode
 
 
 def without_digits(text: str) -> list[str]:
@@ -30,14 +64,45 @@ def without_digits(text: str) -> list[str]:
     return NUMBER.sub("#", re.sub("[█░]+", "", text)).split()
 
 
-@pytest.mark.parametrize("block", CONSOLE.finditer(README.read_text(encoding="utf-8")), ids=lambda b: b["command"])
-def test_command_prints_what_the_readme_shows(block):
-    printed = run(block["command"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_print_what_the_document_shows(document, workplace):
+    text = document.read_text(encoding="utf-8")
+    if document.stem == "tutorial":
+        shutil.copytree(ROOT / "docs" / "tutorial", workplace, dirs_exist_ok=True)
+    for block in BLOCK.finditer(text):
+        if block["kind"] == "bash":
+            run_each(block["body"], workplace)
+            continue
+        command, _, shown = block["body"].removeprefix("$ ").partition("\n")
+        printed, _ = run(command, workplace)
+        if os.environ.get("UPDATE_README"):
+            now = document.read_text(encoding="utf-8")
+            document.write_text(now.replace(block[0], f"```console\n$ {command}\n{printed}```"), encoding="utf-8")
+        else:
+            assert without_digits(printed) == without_digits(shown), command
+
+
+def run_each(body, workplace):
+    """Every command of ours works: none fails by an error, though a check may say no."""
+    for command in body.splitlines():
+        if command.startswith("nandoctor "):
+            printed, code = run(command, workplace)
+            assert code in (0, 1, 3), (command, printed)
+            assert "Traceback" not in printed, (command, printed)
+            assert "nandoctor: " not in printed, (command, printed)
+
+
+def test_the_page_of_causes_is_made_from_the_rules():
+    made = catalogue_markdown(list_pages())
     if os.environ.get("UPDATE_README"):
-        text = README.read_text(encoding="utf-8")
-        README.write_text(text.replace(block[0], f"```console\n$ {block['command']}\n{printed}```"), encoding="utf-8")
-        return
-    assert without_digits(printed) == without_digits(block["output"])
+        (ROOT / "docs" / "causes.md").write_text(made, encoding="utf-8")
+    assert (ROOT / "docs" / "causes.md").read_text(encoding="utf-8") == made
+
+
+def test_every_layer_of_the_house_is_in_its_picture():
+    contract = re.search(r"layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL)[1]
+    picture = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8").split("```")[1]
+    assert [name for name in re.findall(r"\w+", contract) if name not in picture] == []
 
 
 def test_setup_commands_are_two_and_ci_runs_them():
@@ -48,10 +113,15 @@ def test_setup_commands_are_two_and_ci_runs_them():
     assert "README.md" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_file_the_readme_links_to_is_there():
-    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_is_linked_to_is_there(document):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_document_can_be_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text(encoding="utf-8")))
+    assert {path.name for path in DOCUMENTS[1:]} <= linked
 
 
 def test_every_cause_of_the_catalogue_is_in_the_readme():

@@ -31,7 +31,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
     bad = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
-    census, _ = census_of(output, own, low)
+    census, _ = census_of(output, own, low, place=True)
     exact = recompute(call, place, like=output)
     worst, num_exact_finite = _find_worst(bad, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
@@ -50,6 +50,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         length=_length(call.name, [tensor for _, tensor in operands], output),
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
+        grid=census.grid,
     )
 
 

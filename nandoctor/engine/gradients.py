@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from nandoctor.engine.exams import describe_operand
+from nandoctor.engine.placement import place_bad
 from nandoctor.engine.stats import Reading, collect, measure
 from nandoctor.engine.tracer import Owner, unobserved
 from nandoctor.evidence.formats import FloatFormat
@@ -136,6 +137,7 @@ class GradientTracer:
                 describe_operand("grad_output", gradient, made.census.first_bad_index, bad, self._low)
                 for gradient in incoming
             ),
+            grid=place_bad(~torch.isfinite(bad)),
         )
 
 

@@ -57,11 +57,13 @@ class Setup:
 class Watch:
     """What to record beside every module call.
 
-    `census` counts exactly whatever asks for it, `ops` records every operation. `backward` runs the backward pass of
-    loss x `loss_scale`, recorded op by op with `ops`; `keep` leaves the gradients themselves in the outcome.
+    `census` counts exactly whatever asks for it, `survey` every tensor, with its samples and exponents. `ops` records
+    every operation. `backward` runs the backward pass of loss x `loss_scale`, recorded op by op with `ops`; `keep`
+    leaves the gradients themselves in the outcome.
     """
 
     census: bool = False
+    survey: bool = False
     ops: bool = False
     backward: bool = False
     loss_scale: float = 1.0
@@ -117,6 +119,7 @@ class _Observers:
             setup.model,
             census_for=low,
             examine=watch.census,
+            survey=watch.survey,
             on_call=on_call,
             producer_of=self.ops.producer_of if self.ops else None,
         )

@@ -29,8 +29,9 @@ class Settings:
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16", `policy` "cuda" or "native". With `prescribe` cures are looked for, in at most `max_trials` runs of the
-    step and `time` seconds; None is without limit.
+    "bfloat16", `policy` "cuda" or "native". `survey` counts samples and exponents in every layer and keeps a small
+    picture of the sample at fault. With `prescribe` cures are looked for, in at most `max_trials` runs of the step and
+    `time` seconds; None is without limit.
     """
 
     model: str | None = None
@@ -46,6 +47,7 @@ class Settings:
     device: str = "cpu"
     seed: int | None = None
     strict: bool = True
+    survey: bool = False
     prescribe: bool = True
     max_trials: int | None = 200
     time: float | None = None
@@ -67,6 +69,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "device": (str, "the name of a device"),
     "seed": (int, "a whole number"),
     "strict": (bool, "true or false"),
+    "survey": (bool, "true or false"),
     "prescribe": (bool, "true or false"),
     "max_trials": (int | NoneType, "a whole number, 0 or more"),
     "time": (int | float | NoneType, "a number of seconds, 0 or more"),

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
+from nandoctor.engine.placement import count_exponents, count_samples, place_bad
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import Census, TensorStats
 
@@ -51,11 +52,14 @@ def format_of(dtype: torch.dtype) -> FloatFormat | None:
     return _FORMATS.get(dtype)
 
 
-def measure(tensor: torch.Tensor, *, census_for: FloatFormat | None = None) -> Reading | None:
+def measure(
+    tensor: torch.Tensor, *, census_for: FloatFormat | None = None, place: bool = False, survey: bool = False
+) -> Reading | None:
     """Measure one tensor, or return None where there is nothing to measure (integers, empty, sparse, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
-    of the tensor, and a spread sample. `census_for` asks for exact counts too, flushes judged against that format.
+    of the tensor, and a spread sample. `census_for` asks for exact counts too, flushes judged against that format;
+    `place` and `survey` are those of `census_of`.
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, one
     under `torch.vmap` has the mapped dimension.
     """
@@ -67,7 +71,9 @@ def measure(tensor: torch.Tensor, *, census_for: FloatFormat | None = None) -> R
         return None
     census, finite_limits = None, None
     if census_for is not None:
-        census, finite_limits = census_of(values, float_format, census_for, samples=not tensor.is_nested)
+        census, finite_limits = census_of(
+            values, float_format, census_for, samples=not tensor.is_nested, place=place, survey=survey
+        )
     return Reading(
         shape=tuple(values.shape),
         dtype=float_format,
@@ -167,11 +173,18 @@ def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
 
 
 def census_of(
-    values: torch.Tensor, own: FloatFormat, target: FloatFormat, *, samples: bool = True
+    values: torch.Tensor,
+    own: FloatFormat,
+    target: FloatFormat,
+    *,
+    samples: bool = True,
+    place: bool = False,
+    survey: bool = False,
 ) -> tuple[Census, tuple[float, float] | None]:
     """The census of one strided tensor in format `own`, and the limits of its finite elements, None without any.
 
-    Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch.
+    Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch. `place` asks
+    where bad elements are, `survey` for the samples and exponents of any tensor.
     """
     # Everything is counted by comparisons, which are false for NaN: to pick out the finite elements first, by a mask
     # as index, takes ten times as long as all of the counting.
@@ -198,6 +211,9 @@ def census_of(
         flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
         first_bad_index=first_bad_index,
         samples=bad_samples if samples else (),
+        by_sample=count_samples(magnitudes, finite) if samples and (num_bad or survey) else (),
+        exponents=count_exponents(magnitudes) if survey else (),
+        grid=place_bad(~finite) if place and num_bad else None,
     )
     return census, _finite_limits(values, finite if num_bad else None) if num_finite else None
 

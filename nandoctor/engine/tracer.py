@@ -89,10 +89,10 @@ class _Recording:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    With `examine` whatever asks for a census gets one, flushes judged against `census_for`. `on_call` is told after
-    each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
-    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
-    them.
+    With `examine` whatever asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`.
+    `on_call` is told after each call how many have returned; `producer_of` finds the traced op that made a tensor. A
+    shared module goes by the first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks
+    out, or be traced through them.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class Tracer:
         *,
         census_for: FloatFormat,
         examine: bool = False,
+        survey: bool = False,
         on_call: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
     ) -> None:
         self._model = model
         self._census_for = census_for
         self._examine = examine
+        self._survey = survey
         self._on_call = on_call
         self._producer_of = producer_of
         self._calls: list[_Recording] = []
@@ -226,11 +228,13 @@ class Tracer:
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
-        reading = measure(tensor, census_for=self._census_for if census else None)
+        low = self._census_for
+        reading = measure(tensor, census_for=low if census or self._survey else None, place=census, survey=self._survey)
+        if self._examine and reading is not None and reading.census is None:
+            asks = collect([("", reading)])[0].asks_for_census(low)
+            reading = measure(tensor, census_for=low) if asks else reading
         if reading is None:
             return None
-        if self._examine and reading.census is None and collect([("", reading)])[0].asks_for_census(self._census_for):
-            return self._measure(tensor, census=True)
         if self._producer_of is None:
             return reading
         return dataclasses.replace(reading, producer=self._producer_of(tensor))

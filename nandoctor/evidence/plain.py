@@ -19,7 +19,7 @@ from nandoctor.evidence.formats import FORMATS, FloatFormat
 T = TypeVar("T")
 
 # JSON has no words for these (RFC 8259, section 6); Python's own "NaN" and "Infinity" stop every other parser.
-_NONFINITE = ("nan", "inf", "-inf")
+NONFINITE = ("nan", "inf", "-inf")
 _PLAIN_TYPES = {str: "a string", int: "a whole number", bool: "true or false", NoneType: "null"}
 
 
@@ -82,7 +82,7 @@ def _hints_of(cls: type) -> dict[str, Any]:
 
 def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
     """The arm of the value's own type or `kind`, else the first: `float | int | str` keeps a whole number whole."""
-    if float in arms and data in _NONFINITE:
+    if float in arms and data in NONFINITE:
         return float(data)
     if type(data) in arms:
         return data
@@ -141,7 +141,7 @@ def _decode_format(data: Any, place: str) -> FloatFormat:
 
 
 def _decode_float(data: Any, place: str) -> float:
-    if type(data) is float or data in _NONFINITE:
+    if type(data) is float or data in NONFINITE:
         return float(data)
     if type(data) is int and abs(data) < 2**1023:
         return float(data)

@@ -12,7 +12,7 @@ from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.fates import Effect
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, SourceLine, TensorStats
 
 SCHEMA = "nandoctor.report/1"
 
@@ -78,8 +78,8 @@ class Origin:
 
     `module` is the dotted path of the module whose forward called the op, "" the root, "<loss>" the loss function; for
     bad state its owner. `op` is the aten name, None where no op is to blame; `nth` counts its calls from that forward.
-    `would_be` is what the worst element
-    would have been with unlimited range, from the same inputs; None where the op has no finite value there.
+    `would_be` is what the worst element would have been with unlimited range, from the same inputs; None where the op
+    has no finite value there. `grid` tells where in the tensor the bad elements are.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -97,6 +97,7 @@ class Origin:
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
     nth: int = 0
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +303,20 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A sample of the saved array `name` as a small image, kept only where it was asked for.
+
+    `pixels` are height x width grey levels, one byte each, row by row, in base64.
+    """
+
+    name: str
+    sample: int
+    height: int
+    width: int
+    pixels: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Where the replay ran."""
 
@@ -336,3 +351,4 @@ class Report:
     island_search: IslandSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
+    picture: Picture | None = None

@@ -17,12 +17,38 @@ Phase = Literal["forward", "loss", "backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Where in a tensor the bad elements are: their number over one or two of its dimensions, the others summed up.
+
+    `dims` are those dimensions and `sizes` their lengths; `numel` is the whole tensor's. Each is cut into at most 32
+    cells as equal as can be (place p of `size` lies in cell `p * cells // size`). `counts` holds the rows of cells,
+    a single row where there is only one dimension.
+    """
+
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numel: int
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStats:
+    """One index along dimension 0: how many elements are bad, and the largest finite magnitude, None without one."""
+
+    num_bad: int
+    absmax: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
     """Exact counts over one tensor, made only where the cheap pass or the user asked for them.
 
     `smallest` is the smallest non-zero finite magnitude, None where there is none. `flushed_share` is the share of
     elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format.
     `samples` lists the indices along dimension 0 that hold a NaN or an infinity, at most 64 of them.
+    `by_sample` has the first 64 of all of them, where something is bad or a survey was asked for; `exponents`, in a
+    survey alone, pairs each binary exponent with the number of its finite non-zero elements; `grid` is there for bad
+    arrays of the batch and for the outputs of examined ops.
     """
 
     num_nan: int
@@ -34,6 +60,9 @@ class Census:
     flushed_share: float
     first_bad_index: tuple[int, ...] | None
     samples: tuple[int, ...]
+    by_sample: tuple[SampleStats, ...] = ()
+    exponents: tuple[tuple[int, int], ...] = ()
+    grid: Grid | None = None
 
     @property
     def num_bad(self) -> int:
@@ -171,6 +200,7 @@ class Exam:
     length: int | None
     num_full_rows: int | None
     operands: tuple[Operand, ...]
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,28 @@ from pathlib import Path
 
 from nandoctor.evidence.report import Report
 
+ENDINGS = (".json", ".html", ".md", ".png", ".svg", ".pdf")
+
 
 def save_report(report: Report, path: Path) -> None:
-    """Write the report (.json) or its ranges plot (.png, .svg, .pdf).
+    """Write the report (.json), the page (.html), Markdown (.md) or the ranges plot (.png, .svg, .pdf).
 
     Raises:
         NanDoctorError: there is no such form, there is nothing to draw, or the file cannot be written.
     """
-    if path.suffix == ".json":
+    suffix = path.suffix.lower()
+    if suffix == ".json":
         from nandoctor.renderers.jsonfile import write_json
 
         write_json(report, path)
+    elif suffix == ".html":
+        from nandoctor.renderers.page import write_page
+
+        write_page(report, path)
+    elif suffix == ".md":
+        from nandoctor.renderers.markdown import write_markdown
+
+        write_markdown(report, path)
     else:
         from nandoctor.renderers.figures import draw_ranges, save_figure
 

@@ -1,6 +1,6 @@
-"""What `nandoctor explain` prints: one cause in full, or all of them by their titles.
+"""What `nandoctor explain` prints: one cause in full, or all of them by their titles; and docs/causes.md.
 
-In: pages of the catalogue. Out: text on a rich console.
+In: pages of the catalogue. Out: text on a rich console, or Markdown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nandoctor.rules.catalogue import Page
 
 _WIDTH = 88  # a line that is longer is hard to read
 _NOTHING = "None."
+_PREFACE = "Made from the rules in `nandoctor/rules/`, one file each; `nandoctor explain CODE` prints a section of it."
 
 
 def print_catalogue(pages: Iterable[Page], console: Console) -> None:
@@ -44,3 +45,16 @@ def _prose(paragraph: str) -> Text:
     text = literal(paragraph)
     text.highlight_regex(r"`[^`]+`", "cyan")
     return text
+
+
+def catalogue_markdown(pages: Iterable[Page]) -> str:
+    """All causes as one Markdown document: a table, then a section for each."""
+    pages = list(pages)
+    rows = [f"| [`{page.code}`](#{page.code}) | {page.title} |" for page in pages]
+    lines = ["# The causes", "", _PREFACE, "", "| code | what happened |", "|---|---|", *rows]
+    for page in pages:
+        lines += ["", f"## {page.code}", "", f"**{page.title}.** {page.summary[:1].upper()}{page.summary[1:]}"]
+        for heading, paragraph in page.sections:
+            if paragraph != _NOTHING:
+                lines += ["", f"*{heading}.* {paragraph}"]
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The ranges plot: what every layer's activations span, against what the low-precision format can hold.
+"""The figure that every plot over the layers of a model shares, the ranges plot, and image files.
 
 In: a `Report`. Out: a matplotlib figure, or an image file.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import FirstNonfinite, Report, Runs
+from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.ranges import BAD_COLOR, MAX_BARS, draw_panel
 from nandoctor.renderers.ticks import name_layers
@@ -35,6 +35,9 @@ _MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 15.0
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
 _FIRST_NAME_WIDTH = 36
+
+DrawPanel = Callable[[Axes, Layers, range], Sequence[Artist]]
+"""Draws the layers at these indices, x being the index, and returns what a legend should explain."""
 
 
 class NotebookFigure(Figure):
@@ -55,14 +58,35 @@ def draw_ranges(report: Report) -> Figure:
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
     """
+    return draw_by_layer(
+        report,
+        lambda axes, layers, shown: draw_panel(axes, report.runs, layers, shown) if report.runs else [],
+        finding=report.headline,
+        what="5 % quantile, median and maximum of the non-zero magnitudes",
+    )
+
+
+def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -> Figure:
+    """All layers in order of execution, and where they are many a closer look below; `what` tells what is drawn.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
     layers = select_layers(report)
     if report.runs is None or not layers.pairs:
         raise NanDoctorError(
-            f"There are no ranges to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
+            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
             remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
         )
     with matplotlib.style.context("default"):
-        return _draw(report, report.runs, layers)
+        return _draw(report, layers, draw, finding, what)
+
+
+def new_figure() -> Figure:
+    """A figure that belongs to no pyplot window."""
+    figure = NotebookFigure(layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -75,7 +99,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     if suffix not in SUFFIXES:
         raise NanDoctorError(
             f"A plot cannot be written to {path}: the end of the name says no format.",
-            remedy=f"Let the name end in {', '.join(SUFFIXES)}; a report is written to .json.",
+            remedy=f"Let the name end in {', '.join(SUFFIXES)}; a report is written to .json, .html or .md.",
         )
     try:
         with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
@@ -87,22 +111,25 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _draw(report: Report, runs: Runs, layers: Layers) -> Figure:
+def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: str) -> Figure:
     num_layers = len(layers.pairs)
     shown = [range(num_layers)]
     if num_layers > MAX_BARS:
         shown.append(layers.window(_center(layers), _ZOOM_BEFORE, _ZOOM_AFTER))
-    figure = NotebookFigure(layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
-    legends = [draw_panel(axes, runs, layers, part) for axes, part in zip(panels, shown, strict=True)]
+    legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
     for axes, part in zip(panels, shown, strict=True):
         name_layers(axes, layers, part)
         _mark_first(axes, report.first_nonfinite, layers)
     for part in shown[1:]:
         panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
     figure.set_size_inches(_find_size(panels, num_layers))
-    _write_texts(figure, legends[0], report, num_layers)
+    write_finding(figure, finding)
+    source = shorten(printable(Path(report.dump.path).name), _FIRST_NAME_WIDTH)
+    _write_legend(
+        figure, legends[0], f"{source}: {num_layers} layer{'s' * (num_layers != 1)} in order of execution, {what}"
+    )
     return figure
 
 
@@ -148,14 +175,16 @@ def _describe_first(first: FirstNonfinite) -> str:
     return f"{kinds} in the {'output' if first.where == 'output' else 'forward'} of {name}"
 
 
-def _write_texts(figure: Figure, legend: Sequence[Artist], report: Report, num_layers: int) -> None:
-    """The finding above all, and at the foot what is drawn."""
+def write_finding(figure: Figure, finding: str) -> None:
+    """What the plot shows, above all of it."""
     letters = int(figure.get_figwidth() * _LETTERS_PER_IN)
-    finding = textwrap.fill(printable(report.headline), letters, max_lines=_MAX_TITLE_LINES, placeholder=" …")
-    figure.suptitle(finding, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
-    source = shorten(printable(Path(report.dump.path).name), _FIRST_NAME_WIDTH)
-    box = figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False, fontsize=8)
-    shown = "5 % quantile, median and maximum of the non-zero magnitudes"
-    box.set_title(f"{source}: {num_layers} layer{'s' * (num_layers != 1)} in order of execution, {shown}")
+    title = textwrap.fill(printable(finding), letters, max_lines=_MAX_TITLE_LINES, placeholder=" …")
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
+
+
+def _write_legend(figure: Figure, legend: Sequence[Artist], what: str) -> None:
+    """At the foot, what is drawn."""
+    box = figure.legend(handles=legend, loc="outside lower left", ncols=max(len(legend), 1), frameon=False, fontsize=8)
+    box.set_title(what)
     box.get_title().set(size=8, parse_math=False)
     box.set_alignment("left")

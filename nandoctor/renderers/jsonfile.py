@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.errors import ReportError
 from nandoctor.evidence.plain import from_plain, to_plain
 from nandoctor.evidence.report import SCHEMA, Report
+from nandoctor.renderers.textfile import write_text
 
 
 def dumps(report: Report) -> str:
@@ -21,18 +22,8 @@ def dumps(report: Report) -> str:
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the report; a reader sees the old file or the whole new one. Raises NanDoctorError if it cannot."""
-    target = Path(path).resolve()  # through links: the file they name is replaced, not the link
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.write_text(dumps(report) + "\n", encoding="ascii")
-        draft.replace(target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise NanDoctorError(
-            f"The report cannot be written to {path}: {error.strerror or error}.",
-            remedy="Name a file in a folder that exists and that you may write to.",
-        ) from error
+    """Write the report. Raises NanDoctorError if the file cannot be written."""
+    write_text(dumps(report) + "\n", path)
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

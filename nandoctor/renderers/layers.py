@@ -48,6 +48,11 @@ class Layers:
     first_bad: int | None
     before_bad: bool
 
+    @property
+    def first_bad_label(self) -> str | None:
+        """The label of the first bad layer."""
+        return None if self.first_bad is None else self.pairs[self.first_bad].label
+
     def window(self, center: int, before: int, after: int) -> range:
         """The indices around `center`, moved inwards at either end so that as many layers are shown there."""
         size = min(before + after + 1, len(self.pairs))
@@ -64,6 +69,14 @@ class Layers:
         return min(headrooms, key=headrooms.__getitem__, default=None)
 
 
+def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
+    """Both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
+    autocast = {(row.module, row.call): row for row in runs.autocast.modules}
+    fp32 = {(row.module, row.call): row for row in runs.fp32.modules}
+    longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
+    return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
+
+
 def select_layers(report: Report) -> Layers:
     """The calls with floating-point outputs, less the containers that only pass on what a layer inside them made.
 
@@ -71,21 +84,13 @@ def select_layers(report: Report) -> Layers:
     """
     if report.runs is None:
         return Layers(pairs=(), first_bad=None, before_bad=False)
-    pairs = _align(report.runs)
+    pairs = align_calls(report.runs)
     bad = _find_bad(report, pairs)
     repeats = _repeats(pairs) - {bad}
     shown = [index for index, pair in enumerate(pairs) if index not in repeats and _has_output(pair)]
     first = next((place for place, index in enumerate(shown) if bad is not None and index >= bad), None)
     where = report.first_nonfinite.where if report.first_nonfinite else "output"
     return Layers(pairs=tuple(pairs[index] for index in shown), first_bad=first, before_bad=where != "output")
-
-
-def _align(runs: Runs) -> tuple[LayerPair, ...]:
-    """Both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
-    autocast = {(row.module, row.call): row for row in runs.autocast.modules}
-    fp32 = {(row.module, row.call): row for row in runs.fp32.modules}
-    longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
-    return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
 
 
 def _has_output(pair: LayerPair) -> bool:

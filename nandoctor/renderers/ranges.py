@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.formats import FloatFormat
@@ -18,10 +19,12 @@ from nandoctor.renderers.layers import Layers
 from nandoctor.renderers.words import number
 
 # Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
-_SKY, _BLUE, _ORANGE, _GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
 BAD_COLOR = "#D55E00"
 
 MAX_BARS = 56
+MAX_VECTORS = 1500
+"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
 
 _NEARBY = 1e9
 """A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
@@ -54,11 +57,9 @@ class RunStyle:
     filled: bool
 
 
-_FP32 = RunStyle(
-    name="fp32", color=_SKY, alpha=0.5, width=0.86, median_color=_BLUE, marks_at=(0.92, 0.06), filled=False
-)
+_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, marks_at=(0.92, 0.06), filled=False)
 _AUTOCAST = RunStyle(
-    name="autocast", color=_BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
+    name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
 )
 
 
@@ -77,7 +78,7 @@ def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Art
     fp32, autocast = _FP32, replace(_AUTOCAST, name=f"{low} autocast")
     if len(shown) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
-        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=_BLUE)
+        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
     pairs = [(index, layers.pairs[index]) for index in shown]
     legend: list[Artist] = []
     for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
@@ -121,8 +122,8 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
     bottom, top = axes.get_ylim()
     bands = (
         (low.max, top, BAD_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
-        (low.flush_threshold, low.smallest_normal, _ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
-        (bottom, low.flush_threshold, _GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
+        (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
+        (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
     )
     for least, most, color, alpha, name in bands:
         start, stop = max(least, bottom), min(most, top)
@@ -136,27 +137,44 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
     bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
-    starts = [low for _, low, _ in bars]
-    axes.bar(
-        [x for x, _, _ in bars],
-        [high - low for _, low, high in bars],
-        bottom=starts,
-        width=style.width,
-        color=style.color,
-        alpha=style.alpha,
-        linewidth=0,
-        zorder=2,
-    )
+    fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
-    _draw_edges(axes, medians, style.width, style.median_color)
+    draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn apart and last: a layer whose values are all alike has a bar without height.
-    _draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
 
-def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+def fill_bars(
+    axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
+) -> None:
+    """Bars at (place, bottom, top); many of them as one drawing, for matplotlib takes its time over each single one."""
+    if len(bars) <= MAX_BARS:
+        axes.bar(
+            [x for x, _, _ in bars],
+            [top - bottom for _, bottom, top in bars],
+            bottom=[bottom for _, bottom, _ in bars],
+            width=width,
+            color=color,
+            alpha=alpha,
+            linewidth=0,
+            zorder=2,
+        )
+        return
+    corners = [
+        [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
+        for x, bottom, top in bars
+    ]
+    collection = PolyCollection(corners, facecolors=color, alpha=alpha, linewidths=0, zorder=2)
+    collection.set_rasterized(len(bars) > MAX_VECTORS)
+    axes.add_collection(collection, autolim=False)
+
+
+def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+    """Short level lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
-    axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines.set_rasterized(len(places) > MAX_VECTORS)
 
 
 def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
@@ -173,7 +191,7 @@ def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunSty
 def _mark(
     axes: Axes, places: Sequence[int], height: float, style: RunStyle, *, marker: str, color: str, label: str
 ) -> Artist:
-    return axes.scatter(
+    marks = axes.scatter(
         places,
         [height] * len(places),
         s=22,
@@ -185,3 +203,5 @@ def _mark(
         label=label,
         zorder=5,
     )
+    marks.set_rasterized(len(places) > MAX_VECTORS)
+    return marks

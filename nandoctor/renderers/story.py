@@ -97,7 +97,7 @@ def _tell_cause(report: Report) -> Iterator[Fact]:
     """Where the damage was born, on which line, why, the way it took, and what else is wrong."""
     if report.origin is None:
         return
-    yield Fact(label="origin", text=_describe_origin(report.origin))
+    yield Fact(label="origin", text=describe_origin(report.origin))
     if report.origin.source is not None:
         source = report.origin.source
         place = f"{PurePath(source.file).name}:{source.line}"
@@ -113,7 +113,7 @@ def _tell_cause(report: Report) -> Iterator[Fact]:
         yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
 
 
-def _describe_origin(origin: Origin) -> str:
+def describe_origin(origin: Origin) -> str:
     """The op and the module that called it, and in which pass."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)

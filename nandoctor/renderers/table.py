@@ -29,6 +29,7 @@ class TableRow:
     autocast: str
     fp32: str
     rel_err: str
+    inherited_err: str
     headroom_bits: float | None
     finite: bool
     first_bad: bool
@@ -55,14 +56,14 @@ class LayerTable:
     full_bits: int
 
 
-def make_table(report: Report) -> LayerTable | None:
+def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYERS_AFTER) -> LayerTable | None:
     """The layers around the first bad one, or around the tightest where none is bad; None where nothing was run."""
     layers = select_layers(report)
     center = layers.tightest() if layers.first_bad is None else layers.first_bad
     if report.runs is None or center is None:
         return None
-    shown = layers.window(center, LAYERS_BEFORE, LAYERS_AFTER)
-    rows = tuple(_row(report.runs, layers, index) for index in shown)
+    shown = layers.window(center, before, after)
+    rows = tuple(make_row(report.runs, layers.pairs[index], first_bad=index == layers.first_bad) for index in shown)
     low = report.runs.autocast.dtype
     what = "the one with the least headroom" if layers.first_bad is None else "the first non-finite one"
     return LayerTable(
@@ -83,20 +84,25 @@ def _common_path(layers: Layers, shown: range) -> str:
     return printable("".join(f"{steps[0]}." for steps in shared))
 
 
-def _row(runs: Runs, layers: Layers, index: int) -> TableRow:
-    pair = layers.pairs[index]
-    rel_err = pair.autocast.rel_err if pair.autocast else None
+def make_row(runs: Runs, pair: LayerPair, *, first_bad: bool) -> TableRow:
+    """One call in both runs."""
+    row = pair.autocast
     return TableRow(
         layer=printable(pair.label),
         type=printable(pair.either.type),
         autocast=_range(pair.autocast),
         fp32=_range(pair.fp32),
-        rel_err="-" if rel_err is None else number(rel_err),
+        rel_err=_error(row.rel_err if row else None),
+        inherited_err=_error(row.inherited_err if row else None),
         headroom_bits=_headroom(pair),
         finite=all(row.finite for row in pair.rows),
-        first_bad=index == layers.first_bad,
+        first_bad=first_bad,
         unholdable=pair.label == runs.first_unholdable,
     )
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else number(error)
 
 
 def _headroom(pair: LayerPair) -> float | None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report import Report
+from nandoctor.renderers.cures import tell_cures
 from nandoctor.renderers.screen import Encodable, labelled, literal
 from nandoctor.renderers.story import MEANINGS, tell
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
@@ -22,6 +23,8 @@ _BAD_BADGE = "white on red"
 
 _JUSTIFY: Sequence[JustifyMethod] = ("left", "left", "right", "right", "right", "left")
 _MAX_NOTES = 4
+_LAYERS_BESIDE_CURES = 2
+_LESS_THAN_A_CURE = ("went in", "in fp32", "way")  # all has to fit on one screen
 _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
@@ -45,8 +48,13 @@ def _parts(report: Report, width: int) -> Iterator[Table | Text]:
     yield _verdict(report)
     yield literal(report.headline, "bold")
     yield Text()
-    yield labelled((fact.label, fact.text) for fact in tell(report))
-    table = make_table(report)
+    cures = tell_cures(report)
+    left_out = _LESS_THAN_A_CURE if cures else ()
+    yield labelled((fact.label, fact.text) for fact in tell(report) if fact.label not in left_out)
+    if cures:
+        yield Text()
+        yield labelled((fact.label, fact.text) for fact in cures)
+    table = make_table(report, before=_LAYERS_BESIDE_CURES, after=1) if cures else make_table(report)
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")

@@ -243,6 +243,7 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
         nth=op.nth,
+        grid=exam.grid,
     )
 
 
@@ -311,6 +312,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[Modu
         would_be=None,
         inputs=(),
         output=stats,
+        grid=census.grid if census else None,
     )
     return [Diagnosis(origin=origin, cause=cause)]
 

@@ -117,7 +117,7 @@ def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple
     return (*explain, _ADVICE.get(verdict, _PLOT))
 
 
-_PLOT = "See every layer's range: nandoctor plot DUMP -o ranges.png"
+_PLOT = "Every layer, on one page with plots: nandoctor replay DUMP -o report.html"
 _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "Try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
     "healthy": "If training did fail at this step, look at the loss and the backward pass: the forward is sound.",

@@ -6,17 +6,29 @@ import math
 from dataclasses import replace
 
 from nandoctor.evidence.census import ArraySummary, DumpSummary
-from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
+from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import (
+    Cause,
+    Counterfactual,
     Environment,
+    EpsUse,
+    Evidence,
     FirstNonfinite,
+    Island,
+    IslandSearch,
     LayerRow,
+    Link,
+    NearMiss,
+    Origin,
+    Prescription,
     Report,
     Reproduction,
     Runs,
     RunSummary,
+    TrialOutcome,
 )
-from nandoctor.evidence.trace import Census, TensorStats
+from nandoctor.evidence.trace import Census, Grid, SampleStats, SourceLine, TensorStats
 
 BATCH = 4
 
@@ -108,6 +120,28 @@ def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
     autocast.append(replace(autocast[-1], module="", type="UNet", depth=0))
     fp32.append(replace(fp32[-1], module="", type="UNet", depth=0))
     return Runs(autocast=run(autocast, dtype=low), fp32=run(fp32, dtype=FP32))
+
+
+def surveyed(runs):
+    """The same runs with every output counted: its samples and its exponents."""
+    return Runs(autocast=_survey(runs.autocast), fp32=_survey(runs.fp32), first_unholdable=runs.first_unholdable)
+
+
+def _survey(summary):
+    rows = [replace(row, outputs=tuple(map(_count, row.outputs))) for row in summary.modules]
+    return replace(summary, modules=tuple(rows))
+
+
+def _count(stats):
+    known = stats.census or replace(census(0), first_bad_index=None, samples=())
+    shares = [(1 + sample) / stats.shape[0] for sample in range(stats.shape[0])]
+    samples = tuple(
+        SampleStats(num_bad=known.num_bad * (sample in known.samples), absmax=stats.absmax * share)
+        for sample, share in enumerate(shares)
+    )
+    top = math.frexp(stats.absmax)[1] - 1
+    exponents = tuple((top - 12 + place, 2**place) for place in range(13))
+    return replace(stats, census=replace(known, by_sample=samples, exponents=exponents))
 
 
 def first(bad_row, **changes):
@@ -258,8 +292,97 @@ def not_reproduced():
     return report(network(20), verdict="not-reproduced", headline=headline, reproduction=reproduction)
 
 
+def cured():
+    """A failure with all that a search for cures can give."""
+    made = precision()
+    source = SourceLine(file="/home/them/net.py", line=45, text="return x / torch.sqrt(variance + 1e-8)")
+    site = OpSite(module="encoder.blocks.2.attention", op="add", nth=0)
+    sound = TrialOutcome(finite=True, max_rel_err=6.2e-4)
+    edits = (
+        (SetArgument(site=site, argument="other", value=1e-5), "An eps that fp16 holds at net.py:45", True),
+        (KeepModule(module="encoder.blocks.2.attention"), "encoder.blocks.2.attention in fp32", True),
+        (UseFormat(format=BF16), "bf16 instead of fp16", True),
+        (ClampArgument(site=site, argument="", low=-6e4, high=6e4), "Clamp what add returns", False),
+    )
+    patch = f"- {source.text}\n+ return x / torch.sqrt(variance + 1e-5)"
+    return replace(
+        made,
+        origin=origin(made, source=source),
+        cause=Cause(
+            code="eps-underflow",
+            title="A small constant was lost in the lower precision",
+            explanation="1e-08 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
+            evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-08, used by add in fp16"),),
+        ),
+        chain=tuple(
+            Link(module=f"encoder.blocks.{block}", op="add", event="propagated" if block else "born", text="")
+            for block in range(20)
+        ),
+        prescriptions=tuple(
+            Prescription(
+                edit=edit,
+                title=title,
+                patch=patch if rank == 0 else "",
+                verified=verified,
+                outcome=sound if verified else replace(sound, finite=False, max_rel_err=None),
+                rank=rank,
+            )
+            for rank, (edit, title, verified) in enumerate(edits)
+        ),
+        counterfactuals=(
+            Counterfactual(group="precision", setting="bf16", outcome=sound),
+            Counterfactual(group="samples", setting="without 2", outcome=sound),
+            Counterfactual(group="mode", setting="eval", outcome=replace(sound, finite=False, max_rel_err=None)),
+        ),
+        island_search=IslandSearch(
+            islands=(Island(modules=("encoder.blocks.2.attention (own ops)",), minimal=True),),
+            num_modules=26,
+            num_probes=11,
+            complete=True,
+        ),
+        headroom=(
+            NearMiss(module="encoder.blocks.1", type="Block", call=0, absmax=4e4, headroom_bits=0.7, growth=80.0),
+        ),
+        eps_audit=(
+            EpsUse(
+                place="op", module="encoder.blocks.2.attention", type="MultiheadAttention", name="other", value=1e-8,
+                op="add", source=source, dtype=FP16, rounded=0.0, rel_err=1.0, effect="zero", absorbed_share=1.0,
+            ),
+            EpsUse(
+                place="module", module="norm", type="LayerNorm", name="eps", value=1e-5, dtype=FP32, rounded=1e-5,
+                rel_err=0.0, effect="normal", absorbed_share=0.0,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def origin(made, **changes):
+    """The origin at the first bad row, its damage in the middle of the image."""
+    bad = bad_row(made.runs)
+    counts = tuple(tuple(8 if 10 < row < 20 and 4 < place < 9 else 0 for place in range(32)) for row in range(32))
+    record = Origin(
+        phase="forward",
+        module=bad.module,
+        type=bad.type,
+        call=0,
+        op="div",
+        source=None,
+        kinds=("nan",),
+        num_bad=288,
+        numel=bad.outputs[0].numel,
+        first_index=(2, 0, 11, 5),
+        samples=(2,),
+        would_be=None,
+        inputs=(tensor(13.6, path="self"), tensor(1.27, path="other")),
+        output=bad.outputs[0],
+        grid=Grid(dims=(2, 3), sizes=(32, 32), numel=bad.outputs[0].numel, counts=counts),
+    )
+    return replace(record, **changes)
+
+
 VERDICTS = {
     "precision": precision,
+    "cured": cured,
     "numerics": numerics,
     "residual": residual,
     "state": state,

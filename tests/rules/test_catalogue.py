@@ -19,8 +19,8 @@ PUBLISHED = {
     "poisoned-input", "poisoned-target", "optimizer-eps-underflow",
 }  # fmt: skip
 MACHINERY = {
-    "alignment", "base", "catalogue", "diagnosis", "eps_audit", "eps_outlook", "origin", "sighting", "summary",
-    "verdict",
+    "alignment", "base", "catalogue", "comparison", "diagnosis", "eps_audit", "eps_outlook", "origin", "sighting",
+    "summary", "verdict",
 }  # fmt: skip
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)

@@ -1,0 +1,83 @@
+"""Where in a tensor its values lie: over the samples, over two dimensions, over the exponents.
+
+In: one real, dense tensor, or the mask of its bad elements. Out: small records of at most a thousand counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nandoctor.evidence.trace import Grid, SampleStats
+
+MAX_CELLS = 32
+MAX_SAMPLES = 64
+
+
+def place_bad(bad: torch.Tensor) -> Grid | None:
+    """Where the True elements of `bad` are, over the two dimensions along which their number varies most.
+
+    Dimension 0, the batch, is left out where two others are there: which samples are bad is told apart.
+    """
+    if bad.dim() == 0:
+        return None
+    candidates = range(1, bad.dim()) if bad.dim() > 2 else range(bad.dim())
+    dims = tuple(sorted(sorted(candidates, key=lambda dim: (_unevenness(bad, dim), dim))[-2:]))
+    counts = _sum_others(bad, dims)
+    for axis in range(len(dims)):
+        counts = _join_cells(counts, axis)
+    table = counts.reshape(-1, counts.shape[-1])
+    return Grid(
+        dims=dims,
+        sizes=tuple(bad.shape[dim] for dim in dims),
+        numel=bad.numel(),
+        counts=tuple(tuple(row) for row in table.tolist()),
+    )
+
+
+def _unevenness(bad: torch.Tensor, dim: int) -> float:
+    """By how much the share of bad elements differs along a dimension; -1 where that has no second place."""
+    if bad.shape[dim] < 2:
+        return -1.0
+    counts = _sum_others(bad, (dim,))
+    return float(counts.max() - counts.min()) * bad.shape[dim] / bad.numel()
+
+
+def _sum_others(bad: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    others = [dim for dim in range(bad.dim()) if dim not in dims]
+    return bad.sum(dim=others) if others else bad.long()
+
+
+def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
+    """Neighbours along `axis` added up until at most MAX_CELLS are left."""
+    size = counts.shape[axis]
+    num_cells = min(size, MAX_CELLS)
+    cells = torch.arange(size, device=counts.device) * num_cells // size
+    shape = [num_cells if dim == axis else length for dim, length in enumerate(counts.shape)]
+    return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
+
+
+def count_samples(magnitudes: torch.Tensor, finite: torch.Tensor) -> tuple[SampleStats, ...]:
+    """The bad elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
+    if magnitudes.dim() < 2:
+        return ()
+    kept = finite[:MAX_SAMPLES].flatten(1)
+    largest = torch.where(kept, magnitudes[:MAX_SAMPLES].flatten(1), -1.0).amax(1).tolist()
+    num_bad = (kept.shape[1] - kept.sum(1)).tolist()
+    return tuple(
+        SampleStats(num_bad=bad, absmax=absmax if absmax >= 0 else None)
+        for bad, absmax in zip(num_bad, largest, strict=True)
+    )
+
+
+def count_exponents(magnitudes: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """How many finite non-zero elements have each binary exponent, floor(log2(magnitude)), in rising order."""
+    kept = magnitudes[(magnitudes > 0) & torch.isfinite(magnitudes)]
+    if not kept.numel():
+        return ()
+    wide = kept if kept.dtype == torch.float64 else kept.float()
+    exponents = torch.frexp(wide).exponent.long() - 1
+    lowest = int(exponents.min())
+    counts = torch.bincount(exponents - lowest).tolist()
+    return tuple((lowest + place, count) for place, count in enumerate(counts) if count)

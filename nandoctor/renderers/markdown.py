@@ -1,0 +1,104 @@
+"""The report as Markdown, fit for an issue.
+
+In: a `Report`. Out: GitHub-flavoured Markdown in which names from a dump or a model are text and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nandoctor.evidence.report import Report
+from nandoctor.renderers.cures import Cure, list_cures, tell_cures
+from nandoctor.renderers.story import MEANINGS, Fact, tell
+from nandoctor.renderers.table import LayerTable, make_table
+from nandoctor.renderers.textfile import write_text
+from nandoctor.renderers.words import printable
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
+_LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
+_FENCE = re.compile(r"`{3,}")
+
+
+def write_markdown(report: Report, path: Path) -> None:
+    """Write the report. Raises NanDoctorError if the file cannot be written."""
+    write_text(report_markdown(report), path)
+
+
+def report_markdown(report: Report) -> str:
+    """Verdict, facts, cures with their patches; the layers and the versions fold away."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"### {report.verdict.upper()}: {MEANINGS[report.verdict]}"
+    yield from ("", f"**{escape(report.headline)}**", "")
+    yield from _facts(tell(report))
+    for cure in list_cures(report):
+        yield from _cure(cure)
+    others = [fact for fact in tell_cures(report) if fact.label in ("fp32 in", "trials", "eps")]
+    if others:
+        yield ""
+        yield from _facts(others)
+    table = make_table(report)
+    if table is not None:
+        yield from _fold(escape(table.title), _layers(table))
+    yield from _fold("versions and notes", _notes(report))
+
+
+def escape(text: str) -> str:
+    """The text as it is: no markup, no mention, no link to another issue."""
+    return _SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS))
+
+
+def _facts(facts: Sequence[Fact]) -> Iterator[str]:
+    yield from ("| | |", "|---|---|")
+    for fact in facts:
+        yield f"| {escape(fact.label)} | {escape(fact.text)} |"
+
+
+def _cure(cure: Cure) -> Iterator[str]:
+    told = "tried" if cure.verified else "tried in vain"
+    yield from ("", f"**{escape(cure.title)}** ({told}: {cure.outcome})", "")
+    fence = "`" * max([3, *(len(run) + 1 for line in cure.patch for run in _FENCE.findall(line))])
+    if cure.patch:
+        yield from (f"{fence}diff" if _is_diff(cure.patch) else f"{fence}python", *cure.patch, fence)
+
+
+def _is_diff(patch: Sequence[str]) -> bool:
+    return any(line.startswith(("+", "-")) for line in patch)
+
+
+def _fold(summary: str, lines: Iterator[str]) -> Iterator[str]:
+    yield from ("", f"<details><summary>{summary}</summary>", "")
+    yield from lines
+    yield from ("", "</details>")
+
+
+def _layers(table: LayerTable) -> Iterator[str]:
+    yield f"| | {' | '.join(table.headings)} |"
+    yield f"|---|{'---|' * len(table.headings)}"
+    for row in table.rows:
+        bits = "-" if row.headroom_bits is None else f"{row.headroom_bits:.1f}"
+        cells = (row.mark, row.layer, row.type, row.autocast, row.fp32, row.rel_err, bits)
+        yield f"| {' | '.join(map(escape, cells))} |"
+    if table.legend:
+        yield from ("", escape(table.legend))
+
+
+def _notes(report: Report) -> Iterator[str]:
+    where = report.environment
+    versions = (
+        ("nandoctor", where.nandoctor),
+        ("torch", where.torch),
+        ("python", where.python),
+        ("platform", where.platform),
+        ("device", where.device),
+        ("dump", report.dump.path),
+    )
+    yield from _facts([*(Fact(label=name, text=text) for name, text in versions), *_remarks(report)])
+
+
+def _remarks(report: Report) -> Iterator[Fact]:
+    yield from (Fact(label="note", text=note) for note in report.notes)

@@ -1,0 +1,88 @@
+"""How a notebook shows the records of a report: as small tables, a tensor in one line.
+
+In: the running IPython, if there is one. Out: formatters that it calls; the records themselves stay plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any
+
+from nandoctor.evidence.comparison import Comparison
+from nandoctor.evidence.report import Cause, FirstNonfinite, Origin, Prescription
+from nandoctor.evidence.trace import SourceLine, TensorStats
+from nandoctor.renderers.cures import describe_outcome
+from nandoctor.renderers.html import rows_html
+from nandoctor.renderers.story import describe_origin
+from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.renderers.words import kinds_text, number, printable
+
+_LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
+_MAX_ITEMS = 8
+
+
+def show_records() -> None:
+    """Let IPython show records by `record_html` and tensors by `describe_tensor`; nothing outside of IPython."""
+    shell = _find_shell()
+    if shell is None:
+        return
+    html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
+    for cls in (FirstNonfinite, Origin, Cause, Prescription, Comparison):
+        html.for_type(cls, record_html)
+        plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
+    plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
+
+
+def _find_shell() -> Any:
+    get_ipython: Callable[[], Any] | None = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython() if get_ipython is not None else None
+
+
+def record_html(record: Any) -> str:
+    """The fields of a record that say something, one row each."""
+    return rows_html(_rows(record))
+
+
+def record_line(record: Any) -> str:
+    """A record in one line, for where there is no HTML."""
+    if isinstance(record, Origin):
+        return describe_origin(record)
+    if isinstance(record, Cause):
+        return printable(f"{record.code}: {record.explanation}")
+    if isinstance(record, FirstNonfinite):
+        return printable(f"{record.label} ({record.type}): {describe_tensor(record.value)}")
+    return printable(str(getattr(record, "headline", None) or record.title))
+
+
+def _rows(record: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(record, Origin):
+        yield "", describe_origin(record)
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        if item.name not in _LEFT_OUT and value is not None and value not in ((), ""):
+            yield item.name.replace("_", " "), _describe(item.name, value)
+
+
+def _describe(name: str, value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, TensorStats):
+        return describe_tensor(value)
+    if isinstance(value, SourceLine):
+        return f"{PurePath(value.file).name}:{value.line}: {value.text}"
+    if isinstance(value, tuple):
+        items = [_describe(name, item) for item in value[:_MAX_ITEMS]]
+        separator = "; " if dataclasses.is_dataclass(value[0]) else ", "
+        more = [f"and {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
+        return kinds_text(value) if name == "kinds" else separator.join([*items, *more])
+    if isinstance(value, float):
+        return number(value)
+    return _describe_record(value) if dataclasses.is_dataclass(value) else str(value)
+
+
+def _describe_record(record: Any) -> str:
+    if hasattr(record, "finite"):
+        return describe_outcome(record)
+    return str(getattr(record, "text", None) or f"{record.name}: {record.before} -> {record.after}")

@@ -1,0 +1,113 @@
+"""The report as one HTML page that needs nothing else: no network, no framework.
+
+In: a `Report`. Out: the text of the page, with styles, scripts and plots inside; whatever a dump named is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import Report
+from nandoctor.renderers.cures import describe_effect, describe_eps, describe_islands, describe_outcome, list_cures
+from nandoctor.renderers.markdown import report_markdown
+from nandoctor.renderers.plots import draw
+from nandoctor.renderers.story import MEANINGS, tell
+from nandoctor.renderers.svg import figure_svg
+from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.renderers.textfile import write_text
+from nandoctor.renderers.tree import make_tree
+from nandoctor.renderers.words import byte_size, number, printable, shape_text
+
+TONES = {"healthy": "good", "not-reproduced": "unclear", "loss-scale": "unclear"}
+_PLOTS = {
+    "origin": "Where in the tensor",
+    "ranges": "Ranges of every layer",
+    "divergence": "Error against fp32",
+    "exponents": "Exponents",
+    "samples": "Samples",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A plot of the page: its kind, a heading, and the drawing."""
+
+    kind: str
+    heading: str
+    svg: Markup
+
+
+def write_page(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page. Raises NanDoctorError if the file cannot be written."""
+    write_text(report_page(report), Path(path))
+
+
+def report_page(report: Report) -> str:
+    """The whole page as text."""
+    return (
+        make_environment()
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            meaning=MEANINGS[report.verdict],
+            tone=TONES.get(report.verdict, "bad"),
+            facts=tell(report),
+            cures=list_cures(report),
+            plots={plot.kind: plot for plot in _draw_plots(report)},
+            tree=make_tree(report),
+            markdown=report_markdown(report).splitlines(),
+        )
+    )
+
+
+def make_environment() -> jinja2.Environment:
+    """Templates in which every string is made printable and escaped, whoever wrote it."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("nandoctor.renderers"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (
+        number, byte_size, shape_text, describe_effect, describe_eps, describe_islands, describe_outcome,
+        describe_tensor,
+    )  # fmt: skip
+    environment.filters.update({function.__name__: function for function in filters})
+    environment.filters |= {"bits": _bits, "share": _share}
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _bits(headroom: float | None) -> str:
+    """Infinite for a layer that is zero throughout, spelled so that the page sorts it as a number."""
+    return "-" if headroom is None else "Inf" if headroom == math.inf else f"{headroom:.1f}"
+
+
+def _share(headroom: float, low: FloatFormat) -> int:
+    """The headroom in per cent of a full bar, which values near one have."""
+    return round(100 * min(max(headroom / (low.max_exponent + 1), 0.0), 1.0))
+
+
+def _draw_plots(report: Report) -> Iterator[Plot]:
+    """The plots that this report has the numbers for."""
+    for kind, heading in _PLOTS.items():
+        try:
+            figure = draw(report, kind)
+        except NanDoctorError:
+            continue
+        yield Plot(kind=kind, heading=heading, svg=figure_svg(figure, prefix=kind))

@@ -1,0 +1,52 @@
+"""A figure as SVG inside a page.
+
+In: a matplotlib figure. Out: one `<svg>` element that scales, with its text as text and no name twice on the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from xml.etree import ElementTree as ET
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_REFERENCE = re.compile(r"#([\w-]+)")
+_FONTS = "DejaVu Sans, Verdana, Geneva, sans-serif"
+
+
+def figure_svg(figure: Figure, *, prefix: str) -> Markup:
+    """The drawing; ids that nothing refers to are dropped, the others begin with `prefix`."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    root = ET.fromstring(file.getvalue())
+    _drop_metadata(root)
+    _rename(root, prefix)
+    title = figure.get_suptitle()
+    root.attrib |= {"role": "img", "aria-label": " ".join(title.split()), "width": "100%"}
+    root.attrib.pop("height", None)
+    ET.register_namespace("", _SVG)
+    ET.register_namespace("xlink", _XLINK)
+    return Markup(ET.tostring(root, encoding="unicode"))
+
+
+def _drop_metadata(root: ET.Element) -> None:
+    for element in root.findall(f"{{{_SVG}}}metadata"):
+        root.remove(element)
+
+
+def _rename(root: ET.Element, prefix: str) -> None:
+    """Give the page's only name to what is referred to, and none to the rest."""
+    elements = list(root.iter())
+    used = {name for element in elements for value in element.attrib.values() for name in _REFERENCE.findall(value)}
+    for element in elements:
+        name = element.attrib.pop("id", None)
+        for key, value in element.attrib.items():
+            if key.endswith("href") or "url(#" in value:
+                element.set(key, _REFERENCE.sub(rf"#{prefix}-\1", value) if not value.startswith("data:") else value)
+        if name in used:
+            element.set("id", f"{prefix}-{name}")

@@ -1,0 +1,43 @@
+"""A tensor in one line.
+
+In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 (sample 2)".
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.trace import Census, TensorStats
+from nandoctor.renderers.words import join_first, kinds_text, number, printable, shape_text
+
+_MAX_LISTED = 3
+
+
+def describe_tensor(stats: TensorStats) -> str:
+    """Format, shape, range of the finite values, and what is non-finite or lost."""
+    name = f"{printable(stats.path)}: " if stats.path else ""
+    parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_describe_range(stats)]
+    if stats.census is not None and stats.census.num_bad:
+        parts.append(_describe_bad(stats.census, stats))
+    elif not stats.finite:
+        parts.append("not all finite")
+    if stats.census is not None and stats.census.num_zero:
+        parts.append(f"{number(100 * stats.census.num_zero / stats.numel)} % zeros")
+    return ", ".join(parts)
+
+
+def _describe_range(stats: TensorStats) -> list[str]:
+    if stats.absmax is None:
+        return [] if stats.finite or stats.census is None else ["no finite value"]
+    if stats.min is None or stats.max is None:
+        return [f"absmax {number(stats.absmax)}"]
+    median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
+    return [f"{number(stats.min)} to {number(stats.max)}{median}"]
+
+
+def _describe_bad(census: Census, stats: TensorStats) -> str:
+    text = f"{kinds_text(census.kinds)} in {census.num_bad} of {stats.numel}"
+    if not census.samples or len(stats.shape) < 2:
+        return text
+    if len(census.samples) == stats.shape[0]:
+        return f"{text} (every sample)"
+    plural = "s" if len(census.samples) > 1 else ""
+    return f"{text} (sample{plural} {join_first([str(sample) for sample in census.samples], _MAX_LISTED)})"

@@ -1,0 +1,61 @@
+"""The report as an issue shows it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.renderers.markdown import escape, report_markdown, write_markdown
+
+HOSTILE = "<script>x</script> @someone #12 |a|b| `c` [d](e) *f*\x1b\nnew\u202e"
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_every_verdict(make):
+    report = make()
+    text = report_markdown(report)
+    assert text.startswith(f"### {report.verdict.upper()}: ")
+    assert text.count("<details>") == text.count("</details>") == (2 if report.runs else 1)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert tables
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_patches_are_in_fences():
+    text = report_markdown(factory.cured())
+    assert "```diff\n- return x / torch.sqrt(variance + 1e-8)\n+ return x" in text
+    assert "**Clamp what add returns** (tried in vain: still non-finite)" in text
+
+
+def test_a_patch_cannot_leave_its_fence():
+    made = factory.cured()
+    patch = replace(made.prescriptions[0], patch="x\n```\n# out\n````")
+    text = report_markdown(replace(made, prescriptions=(patch,)))
+    assert "`````python\nx\n```\n# out\n````\n`````" in text
+
+
+def test_hostile_names_are_text():
+    made = factory.precision()
+    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules)
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
+    text = report_markdown(
+        replace(made, headline=HOSTILE, runs=runs, notes=(HOSTILE,), dump=factory.dump(path=HOSTILE))
+    )
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "@someone" not in text
+    assert not re.search(r"(?<!\\)<(?!/?(details|summary)>)", text)
+
+
+def test_escaping_keeps_what_is_read():
+    assert escape("a_b*c") == r"a\_b\*c"
+    assert escape("plain text, 3.5e-4 (call 1).") == "plain text, 3.5e-4 (call 1)."
+
+
+def test_the_file_is_utf8(tmp_path):
+    write_markdown(factory.cured(), tmp_path / "report.md")
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == report_markdown(factory.cured())

@@ -1,0 +1,173 @@
+"""The page as text: well-formed, self-contained, escaped, small."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import factory
+import pytest
+from test_html import Balanced as Fragment
+
+from nandoctor.evidence.formats import FP16
+from nandoctor.renderers import svg
+from nandoctor.renderers.page import report_page, write_page
+from nandoctor.renderers.plots import draw
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
+LIMIT = 2_000_000
+
+
+class Page(Fragment):
+    """A whole page; its void elements need no end, and those of a drawing may close themselves."""
+
+    def __init__(self, text):
+        self.attributes = []
+        super().__init__(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag in ("meta", "link", "input", "br"):
+            self.tags.add(tag)
+        else:
+            super().handle_starttag(tag, attrs)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+
+@pytest.fixture(scope="module")
+def page():
+    return report_page(factory.cured())
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_every_verdict_makes_a_well_formed_page(make):
+    report = make()
+    parsed = Page(report_page(report))
+    assert report.verdict in parsed.text
+    assert report.headline in parsed.text
+
+
+def test_the_story_comes_first_and_in_order(page):
+    headings = re.findall(r'<h2 id="([\w-]+)"', page)
+    assert headings == [
+        "h-line", "h-cures", "h-chain", "h-exam", "h-origin", "h-trials", "layers-heading", "h-ranges", "h-divergence",
+        "h-near", "h-eps", "h-file", "h-next",
+    ]  # fmt: skip
+    assert page.index("<h1>") < page.index("h-line")
+
+
+def test_bad_state_is_listed():
+    text = Page(report_page(factory.state())).text
+    assert text[text.index("norm4.running_var") :][:5] == ["norm4.running_var", "[64]", "float32", "buffer", "64"]
+
+
+def test_a_layer_of_zeros_has_all_the_room_there_is():
+    runs = factory.network(4)
+    zeros = tuple(
+        replace(row, outputs=(factory.tensor(0.0),), headroom_bits=FP16.headroom_bits(0.0)) for row in runs.fp32.modules
+    )
+    text = Page(report_page(factory.report(replace(runs, fp32=replace(runs.fp32, modules=zeros))))).text
+    assert text.count("Inf") == len(zeros)
+
+
+def test_nothing_is_loaded_from_anywhere(page):
+    outside = {
+        value
+        for _, name, value in Page(page).attributes
+        if name in ("src", "href", "xlink:href", "action", "data", "srcset") and not value.startswith(("#", "data:"))
+    }
+    assert outside == set()
+    assert "default-src 'none'" in page
+    assert not re.search(r"@import|url\((?!#)", page)
+
+
+def test_no_id_stands_twice(page):
+    ids = [value for _, name, value in Page(page).attributes if name == "id"]
+    assert sorted(set(ids)) == sorted(ids)
+    referred = {
+        value[1:] for _, name, value in Page(page).attributes if name.endswith("href") and value.startswith("#")
+    }
+    assert referred <= set(ids)
+
+
+def test_patches_keep_their_lines(page):
+    shown = re.search(r'id="patch-1">(.*?)</code>', page, re.DOTALL)[1]
+    assert re.sub(r"<[^>]+>", "", shown).split("\n")[:2] == [
+        "- return x / torch.sqrt(variance + 1e-8)",
+        "+ return x / torch.sqrt(variance + 1e-5)",
+    ]
+
+
+def test_a_page_of_400_layers_is_small():
+    made = factory.precision(400, bad_from=250)
+    surveyed = replace(made, runs=factory.surveyed(made.runs))
+    assert len(report_page(surveyed).encode()) < LIMIT
+
+
+def test_a_page_of_10000_layers_is_still_a_page():
+    text = report_page(factory.precision(10_000, bad_from=5_000))
+    assert "12501 calls in all; these are the 3000 around the first non-finite one." in text
+    assert len(text.encode()) < 4 * LIMIT
+
+
+def hostile():
+    made = factory.cured()
+    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules[:12])
+    fp32 = tuple(replace(row, module=f"{HOSTILE}.{HOSTILE}") for row in made.runs.fp32.modules)
+    runs = replace(
+        made.runs,
+        autocast=replace(made.runs.autocast, modules=rows, raised=HOSTILE),
+        fp32=replace(made.runs.fp32, modules=fp32),
+        first_unholdable=HOSTILE,
+    )
+    source = replace(made.origin.source, file=HOSTILE, text=HOSTILE)
+    named = replace(made.origin.inputs[0], path=HOSTILE)
+    return replace(
+        made,
+        headline=HOSTILE,
+        runs=runs,
+        dump=factory.dump(path=HOSTILE, bad_weights=(factory.array(HOSTILE, 1),)),
+        first_nonfinite=replace(made.first_nonfinite, module=HOSTILE, type=HOSTILE),
+        origin=replace(made.origin, module=HOSTILE, op=HOSTILE, source=source, inputs=(named,)),
+        cause=replace(made.cause, title=HOSTILE, explanation=HOSTILE, evidence=()),
+        chain=tuple(replace(link, module=HOSTILE, op=HOSTILE, text=HOSTILE) for link in made.chain),
+        prescriptions=tuple(replace(one, title=HOSTILE, patch=HOSTILE) for one in made.prescriptions),
+        counterfactuals=tuple(replace(one, setting=HOSTILE) for one in made.counterfactuals),
+        headroom=tuple(replace(one, module=HOSTILE, type=HOSTILE) for one in made.headroom),
+        eps_audit=tuple(replace(one, module=HOSTILE, name=HOSTILE) for one in made.eps_audit),
+        environment=replace(made.environment, platform=HOSTILE, device=HOSTILE),
+        notes=(HOSTILE,),
+        next_steps=(HOSTILE,),
+    )
+
+
+def test_hostile_names_are_text():
+    text = report_page(hostile())
+    parsed = Page(text)
+    assert text.count("<script>") == 1
+    assert "img" not in parsed.tags
+    assert not any(name.startswith("on") for _, name, _ in parsed.attributes)
+    assert not set("\x1b\u202e\ud800") & set(text)
+    assert "{{ 7 * 7 }}" in text
+    text.encode()
+
+
+def test_a_drawing_is_xml_whose_ids_are_its_own():
+    drawing = str(svg.figure_svg(draw(factory.cured(), "ranges"), prefix="one"))
+    root = ET.fromstring(drawing)
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert ids
+    assert all(name.startswith("one-") for name in ids)
+    assert root.get("role") == "img"
+    assert root.get("aria-label").startswith("encoder.blocks.2.attention")
+    assert "metadata" not in drawing
+    assert ">fp16 autocast</" in drawing
+
+
+def test_the_file_is_written_whole(tmp_path):
+    write_page(factory.cured(), tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,224 @@
+"""The page in Chromium: it opens from disk, asks nobody for anything, and what can be clicked works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import pytest
+from browser import CHROMIUM, Browser
+from test_page import hostile
+
+from nandoctor.renderers.page import write_page
+
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here"), pytest.mark.slow]
+
+NAMES = "[...document.querySelectorAll('#layers tbody tr:not([hidden])')].map(row => row.cells[0].title)"
+CELLS = "[...document.querySelectorAll('#layers tbody tr:not([hidden])')].map(row => row.cells[{}].textContent)"
+CLICK = "document.querySelector({!r}).click()"
+GROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    large = factory.precision(400, bad_from=250)
+    reports = {
+        "cured": factory.cured(),
+        "large": replace(large, runs=factory.surveyed(large.runs)),
+        "hostile": hostile(),
+        "weights": factory.weights_only(),
+        "huge": factory.precision(10_000, bad_from=5_000),
+    }
+    for name, report in reports.items():
+        write_page(report, folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in reports}
+
+
+@pytest.fixture
+def opened(browser, pages):
+    browser.look()
+    browser.open(pages["cured"])
+    return browser
+
+
+def sort_by(browser, column):
+    browser.run(f"document.querySelectorAll('#layers thead button')[{column}].click()")
+    return browser.run(f"document.querySelectorAll('#layers thead th')[{column}].getAttribute('aria-sort')")
+
+
+@pytest.mark.parametrize("name", ["cured", "large", "hostile", "weights", "huge"])
+def test_it_opens_from_disk_without_a_request_and_without_a_complaint(name, browser, pages):
+    browser.look()
+    browser.open(pages[name])
+    browser.run("new Promise(done => setTimeout(done, 200))")
+    assert [url for url in browser.requests if not url.startswith(("data:", pages[name].as_uri()))] == []
+    assert browser.complaints == []
+    assert browser.run("document.title").endswith("nandoctor")
+
+
+def test_400_layers_open_within_two_seconds(browser, pages):
+    assert browser.open(pages["large"]) < 2.0
+    assert browser.run("document.querySelectorAll('#layers tbody tr').length") == 501
+
+
+def test_sorting_goes_down_up_and_back_to_the_tree(opened):
+    tree = opened.run(NAMES)
+    assert sort_by(opened, 3) == "descending"
+    down = [float(text) for text in opened.run(CELLS.format(3))]
+    assert down == sorted(down, reverse=True)
+    assert sort_by(opened, 3) == "ascending"
+    assert [float(text) for text in opened.run(CELLS.format(3))] == down[::-1]
+    assert sort_by(opened, 3) == "none"
+    assert opened.run(NAMES) == tree
+
+
+def test_what_is_not_finite_sorts_above_every_number_and_what_is_missing_below(opened):
+    sort_by(opened, 2)
+    cells = opened.run(CELLS.format(2))
+    assert cells[: cells.count("NaN")] == ["NaN"] * cells.count("NaN")
+    sort_by(opened, 4)
+    errors = opened.run(CELLS.format(4))
+    assert errors[-errors.count("-") :] == ["-"] * errors.count("-")
+
+
+def test_names_sort_as_text_and_are_shown_in_full(opened):
+    sort_by(opened, 0)
+    sort_by(opened, 0)
+    names = opened.run(NAMES)
+    assert names == sorted(names)
+    shown = opened.run("getComputedStyle(document.querySelector('#layers .path')).display")
+    assert shown != "none"
+
+
+def test_searching_filters_by_name_and_type(opened):
+    opened.run("search.value = 'ATTENTION'; search.dispatchEvent(new Event('input'))")
+    names = opened.run(NAMES)
+    assert len(names) == 5
+    assert all("attention" in name for name in names)
+    assert opened.run("said.textContent") == "5 of 26 calls shown"
+    opened.run("search.value = ''; search.dispatchEvent(new Event('input'))")
+    opened.run(CLICK.format("#only-bad"))
+    assert opened.run(NAMES)[0] == "(UNet)"
+    assert all(cell == "NaN" for cell in opened.run(CELLS.format(2)))
+
+
+def test_the_slash_key_leads_to_the_search_and_escape_clears_it(opened):
+    opened.press("/")
+    assert opened.run("document.activeElement.id") == "search"
+    opened.press("m")
+    opened.press("l")
+    opened.press("p")
+    assert len(opened.run(NAMES)) == 5
+    opened.press("Escape")
+    assert len(opened.run(NAMES)) == 26
+
+
+def test_folding_hides_what_is_inside(opened):
+    assert len(opened.run(NAMES)) == 26
+    opened.run("document.querySelector('[aria-label=\"encoder.blocks.1\"].fold').click()")
+    names = opened.run(NAMES)
+    assert len(names) == 22
+    assert "encoder.blocks.1" in names
+    opened.run(CLICK.format("#fold"))
+    assert opened.run(NAMES) == ["(UNet)"]
+    opened.run(CLICK.format("#unfold"))
+    assert len(opened.run(NAMES)) == 26
+
+
+def test_a_fold_is_worked_from_the_keyboard(opened):
+    opened.run("document.querySelector('.fold').focus()")
+    opened.press("Enter")
+    assert opened.run(NAMES) == ["(UNet)"]
+    assert opened.run("document.activeElement.ariaExpanded") == "false"
+
+
+def test_a_large_model_opens_on_its_first_bad_layer(browser, pages):
+    browser.look()
+    browser.open(pages["large"])
+    assert len(browser.run(NAMES)) == 105
+    inside = """(() => {
+        const row = document.querySelector("tr.first").getBoundingClientRect();
+        const frame = document.querySelector("#layers").parentElement.getBoundingClientRect();
+        return frame.top <= row.top && row.bottom <= frame.bottom;
+    })()"""
+    assert browser.run(inside)
+
+
+def test_a_patch_is_copied(opened):
+    opened.allow("clipboardReadWrite", "clipboardSanitizedWrite")
+    opened.send("Page.bringToFront")
+    opened.run("document.querySelector('[data-copy=patch-1]').click()")
+    opened.run("new Promise(done => setTimeout(done, 200))")
+    assert opened.run("navigator.clipboard.readText()") == (
+        "- return x / torch.sqrt(variance + 1e-8)\n+ return x / torch.sqrt(variance + 1e-5)\n"
+    )
+    assert opened.run("document.querySelector('[data-copy=patch-1]').textContent") == "Copied"
+
+
+def test_light_and_dark(browser, pages):
+    browser.look(dark=False)
+    browser.open(pages["cured"])
+    light = browser.run(GROUND)
+    browser.look(dark=True)
+    dark = browser.run(GROUND)
+    assert light == "rgb(255, 255, 255)"
+    assert dark == "rgb(21, 23, 26)"
+
+
+CONTRAST = """(() => {
+    const light = color => {
+        const parts = color.match(/[\\d.]+/g).slice(0, 3).map(part => {
+            const share = part / 255;
+            return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    };
+    const ground = element => {
+        for (let one = element; one; one = one.parentElement) {
+            const color = getComputedStyle(one).backgroundColor;
+            if (color !== "rgba(0, 0, 0, 0)") return color;
+        }
+    };
+    const told = "p, h1, h2, h3, dt, dd, li, td, th, pre span, summary, button, .badge";
+    const texts = [...document.querySelectorAll(told)];
+    return Math.min(...texts.filter(one => one.textContent.trim() && !one.closest("svg")).map(one => {
+        const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((x, y) => y - x);
+        return (a + 0.05) / (b + 0.05);
+    }));
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_stands_out_from_its_ground(dark, browser, pages):
+    browser.look(dark=dark)
+    browser.open(pages["cured"])
+    assert browser.run(CONTRAST) >= 4.5  # WCAG 2.2, level AA
+
+
+@pytest.mark.parametrize("name", ["cured", "large", "hostile", "weights"])
+def test_a_phone_need_not_scroll_sideways(name, browser, pages):
+    browser.look(width=390)
+    browser.open(pages[name])
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+
+
+def test_whatever_can_be_worked_has_a_name(opened):
+    tree = opened.send("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "searchbox", "checkbox", "image", "region", "link"}
+    found = [node for node in tree if not node["ignored"] and node.get("role", {}).get("value") in roles]
+    assert len(found) > 20
+    assert [node["role"]["value"] for node in found if not node.get("name", {}).get("value")] == []
+
+
+def test_hostile_names_run_nothing(browser, pages):
+    browser.open(pages["hostile"])
+    assert browser.run("document.scripts.length") == 1
+    assert browser.run("document.images.length") == 0

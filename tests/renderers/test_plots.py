@@ -1,0 +1,208 @@
+"""The plots beside the ranges: divergence, exponents, samples, origin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import numpy as np
+import pytest
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Picture
+from nandoctor.evidence.trace import Grid
+from nandoctor.renderers.figures import save_figure
+from nandoctor.renderers.places import describe_spread
+from nandoctor.renderers.plots import PLOTS, draw
+
+
+def title(figure):
+    return " ".join(figure.get_suptitle().split())
+
+
+def surveyed(num_layers=20, **options):
+    made = factory.cured() if num_layers == 20 else factory.precision(num_layers, **options)
+    return replace(made, runs=factory.surveyed(made.runs))
+
+
+def rows_with(made, **changes):
+    """The report with the fields of one autocast row changed: `{label: {field: value}}`."""
+    rows = tuple(replace(row, **changes.get(row.label, {})) for row in made.runs.autocast.modules)
+    return replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_every_kind_is_drawn(kind, suffix, tmp_path):
+    save_figure(draw(surveyed(), kind), tmp_path / f"x{suffix}")
+    assert (tmp_path / f"x{suffix}").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLOTS if kind != "origin"])
+def test_many_layers_get_a_closer_look(kind):
+    figure = draw(surveyed(400, bad_from=250), kind)
+    assert len(figure.axes) == 2
+    assert max(figure.get_size_inches()) <= 16
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_nothing_was_run(kind):
+    with pytest.raises(NanDoctorError):
+        draw(factory.weights_only(), kind)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(NanDoctorError, match="no plot 'pie'") as caught:
+        draw(factory.healthy(), "pie")
+    assert "ranges, exponents, divergence, samples, origin" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["exponents", "samples"])
+def test_what_only_a_survey_counts_asks_for_one(kind):
+    with pytest.raises(NanDoctorError) as caught:
+        draw(factory.healthy(), kind)
+    assert "--survey" in caught.value.remedy
+
+
+def test_divergence_names_the_layer_that_makes_the_error():
+    made = rows_with(
+        factory.healthy(),
+        **{
+            "encoder.blocks.1.norm": {"rel_err": 0.2, "inherited_err": 1e-3},
+            "encoder.blocks.1.mlp": {"rel_err": 0.4, "inherited_err": 0.2},
+        },
+    )
+    figure = draw(made, "divergence")
+    assert title(figure) == "encoder.blocks.1.norm makes an error of 20 % of inputs within 0.1 % under fp16 autocast."
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "inherited from its inputs", "in its output", "made here",
+    ]  # fmt: skip
+
+
+def test_divergence_tells_an_error_that_is_only_carried():
+    made = rows_with(factory.healthy(), **{"encoder.blocks.1.norm": {"rel_err": 0.2, "inherited_err": 0.19}})
+    assert title(draw(made, "divergence")).endswith(
+        "the largest is 20 %, carried on, not made, by encoder.blocks.1.norm."
+    )
+
+
+def test_divergence_of_a_failure_names_both():
+    finding = title(draw(factory.precision(), "divergence"))
+    assert finding.startswith("No layer makes a large error: the largest is 0.03 %")
+    assert finding.endswith("encoder.blocks.2.attention is the first to be non-finite.")
+
+
+def test_divergence_without_anything_to_compare():
+    rows = {row.label: {"rel_err": None} for row in factory.healthy().runs.autocast.modules}
+    assert title(draw(rows_with(factory.healthy(), **rows), "divergence")) == "No layer can be compared with fp32."
+
+
+@pytest.mark.parametrize("growth", [1.0, 4.0])
+def test_exponents_tell_what_passes_the_format(growth):
+    made = factory.report(factory.surveyed(factory.network(8, growth=growth)))
+    finding = title(draw(made, "exponents"))
+    assert ("of its values past fp16" in finding) is (growth > 1)
+    assert finding.startswith("Every value fits fp16") is (growth == 1)
+
+
+def test_exponents_have_the_shares_of_each_layer():
+    figure = draw(surveyed(), "exponents")
+    image = figure.axes[0].images[0].get_array()
+    shares = 10 ** np.where(np.isnan(image), -np.inf, np.asarray(image))
+    assert shares.sum(axis=0) == pytest.approx(np.ones(shares.shape[1]), abs=1e-2)
+
+
+def test_samples_tell_who_is_bad_and_who_is_near():
+    finding = title(draw(surveyed(), "samples"))
+    assert finding.startswith("Sample 2 is non-finite from encoder.blocks.2.attention on; the others stay finite")
+    near = factory.report(factory.surveyed(factory.network(12, growth=2.3)))
+    assert title(draw(near, "samples")).startswith("No sample goes non-finite under fp16 autocast; ")
+    assert "near the limit" in title(draw(near, "samples"))
+
+
+def test_samples_of_a_failure_need_no_survey():
+    made = factory.precision()
+    samples = tuple(factory.SampleStats(num_bad=9 * (sample == 2), absmax=1.0) for sample in range(4))
+    rows = {
+        row.label: {"outputs": tuple(counted(stats, samples) for stats in row.outputs)}
+        for row in made.runs.autocast.modules
+        if not row.finite
+    }
+    figure = draw(rows_with(made, **rows), "samples")
+    assert title(figure).startswith("Sample 2 is non-finite")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["finite", "more than 4 bits of room", "non-finite"]
+
+
+def counted(stats, samples):
+    return replace(stats, census=replace(stats.census, by_sample=samples))
+
+
+def test_layers_without_a_batch_are_left_blank():
+    made = surveyed()
+    row = made.runs.autocast.modules[0]
+    other = replace(row.outputs[0], shape=(7, 3), census=None)
+    image = draw(rows_with(made, **{row.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
+    assert set(np.asarray(image)[:, 0]) == {0}
+    assert image.shape[0] == factory.BATCH
+
+
+def test_the_origin_is_shown_where_it_is():
+    figure = draw(factory.cured(), "origin")
+    assert title(figure) == (
+        "div in encoder.blocks.2.attention: NaN in 288 of 65536: at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
+        "along dimension 3."
+    )
+    image = figure.axes[0].images[0].get_array()
+    assert image[11, 5] == pytest.approx(8 / 16)  # of the bad sample's 16 channels
+    assert image.mask[0, 0]
+
+
+def test_the_origin_lies_over_the_image():
+    made = factory.cured()
+    picture = Picture(name="image", sample=2, height=8, width=8, pixels="AAAA" * 21 + "AA==")
+    figure = draw(replace(made, picture=picture), "origin")
+    assert len(figure.axes[0].images) == 2
+    assert "over image[2]" in figure.legends[0].get_title().get_text()
+    wide = replace(picture, height=4, width=16)
+    assert len(draw(replace(made, picture=wide), "origin").axes[0].images) == 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 1, 0),)), "at 1 to 2 of 4 along dimension 0"),
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 0, 0),)), "at place 1 of 4 along dimension 0"),
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((1, 0, 0, 1),)), "scattered over all of it"),
+        (Grid(dims=(1, 2), sizes=(2, 2), numel=8, counts=((1, 1), (1, 1))), "everywhere"),
+        (Grid(dims=(1, 2), sizes=(2, 9), numel=36, counts=((1,) * 9, (0,) * 9)), "at place 0 of 2 along dimension 1"),
+    ],
+)
+def test_how_far_the_damage_reaches(grid, text):
+    assert describe_spread(grid) == text
+
+
+def test_cells_of_a_large_dimension_are_told_by_the_places_in_them():
+    counts = (tuple(int(cell in (3, 4)) for cell in range(32)),)
+    grid = Grid(dims=(1,), sizes=(100,), numel=100, counts=counts)
+    cells = np.arange(100) * 32 // 100
+    first, last = np.flatnonzero((cells == 3) | (cells == 4))[[0, -1]]
+    assert describe_spread(grid) == f"at {first} to {last} of 100 along dimension 1"
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
+    hostile = "$\\frac{$x^\x1b\n_{<b>"
+    made = surveyed()
+    rows = tuple(replace(row, module=hostile) if not row.finite else row for row in made.runs.autocast.modules[:11])
+    made = replace(
+        made,
+        headline=hostile,
+        runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)),
+        origin=replace(made.origin, module=hostile, op=hostile),
+        dump=factory.dump(path=hostile),
+    )
+    save_figure(draw(made, kind), tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert "\x1b" not in text
+    assert "<b>" not in text
