@@ -66,7 +66,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None]
     candidates = [Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op))) for op in sliced]
-    births = [birth for birth in candidates if _is_born(birth, ops, reference)]
+    births = _without_followers([birth for birth in candidates if _is_born(birth, ops, reference)], sliced)
     turned = [birth for birth in candidates if birth.turned and _turns_to_nan(birth.op)]
     written = [birth for birth in candidates if not birth.turned and birth not in births]
     misused = [birth for birth in written if writes_infinity(birth.op) and feeds_product(birth.op, sliced)]
@@ -146,6 +146,17 @@ def _is_born(birth: Birth, ops: Sequence[OpCall], reference: Trace) -> bool:
     if not birth.turned:
         return not _is_meant(birth, ops, reference)
     return _overflows(birth.op) and not (reference.finite and birth.twin is not None and _overflows(birth.twin))
+
+
+def _without_followers(births: list[Birth], sliced: Sequence[OpCall]) -> list[Birth]:
+    """The births without those that overflowed beside infinities which another of them had made."""
+    spoilt = {birth.op.order for birth in births if not birth.turned}
+    follows = set()
+    for op in sliced:
+        if any(tensor.producer in spoilt for tensor in _bad_inputs(op)):
+            follows.add(op.order)
+            spoilt.add(op.order)
+    return [birth for birth in births if not birth.turned or birth.op.order not in follows]
 
 
 def _overflows(op: OpCall) -> bool:
