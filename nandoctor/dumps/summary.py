@@ -91,6 +91,9 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
     """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    yield from dump.missing
+    if dump.recorded is not None:
+        return
     roles = {entry.role for entry in arrays}
     if not roles & {"input", "unknown"}:
         yield "No input: the weights can be examined, not replayed. Next time add the batch: 'image': image.cpu()."
