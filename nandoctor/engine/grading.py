@@ -26,6 +26,8 @@ def saved_outputs(dump: Dump, key: str | None) -> list[str]:
     Raises:
         DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
     """
+    if dump.recorded is not None and key is None:
+        return _recorded_outputs(dump)
     named = [name for name in dump.arrays if role_of(name) == "output"]
     if key is not None and key in dump.arrays:
         return [key, *(name for name in named if name != key)]
@@ -43,10 +45,17 @@ def saved_outputs(dump: Dump, key: str | None) -> list[str]:
     ]
 
 
+def _recorded_outputs(dump: Dump) -> list[str]:
+    """What the recorder saved as output, the largest array of floating-point numbers first."""
+    names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
+    return sorted(names, key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
+
+
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
     """Compare the saved array with its counterpart in `output`; `no-reference` where either is missing.
 
-    The counterpart is the field of that name (`logit` also finds `logits`), else the only tensor of that shape.
+    The counterpart is the leaf at that very place, else the field of that name (`logit` also finds `logits`), else the
+    only tensor of that shape.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -69,6 +78,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
 
 
 def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+    if name in leaves and leaves[name].shape == reference.shape:
+        return name
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
     choices = named or fitting

@@ -28,7 +28,7 @@ class Settings:
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16", `policy` "cuda" or "native".
+    "bfloat16" (float16 where the dump does not say), `policy` "cuda" or "native" (CUDA's where it does not say).
     """
 
     model: str | None = None
@@ -38,8 +38,8 @@ class Settings:
     loss: str | Callable[..., Any] | None = None
     loss_scale: float | None = None
     output: str | None = None
-    amp_dtype: str = "float16"
-    policy: Literal["cuda", "native"] = "cuda"
+    amp_dtype: str | None = None
+    policy: Literal["cuda", "native"] | None = None
     mode: str | None = None
     device: str = "cpu"
     seed: int | None = None
