@@ -10,23 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
     from nandoctor.engine.autocast import cuda_autocast as cuda_autocast
     from nandoctor.errors import NanDoctorError as NanDoctorError
+    from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Case": "nandoctor.case",
     "NanDoctorError": "nandoctor.errors",
+    "NonFiniteTrainingError": "nandoctor.errors",
+    "Recorder": "nandoctor.capture.recorder",
     "cuda_autocast": "nandoctor.engine.autocast",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",
 }
 
-__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "load", "replay"]
+__all__ = [
+    "Case",
+    "NanDoctorError",
+    "NonFiniteTrainingError",
+    "Recorder",
+    "__version__",
+    "cuda_autocast",
+    "load",
+    "replay",
+]
 
 
 def __getattr__(name: str) -> Any:
