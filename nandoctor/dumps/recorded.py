@@ -185,7 +185,7 @@ _REFERENCE_TEXTS = ("module", "name", "file", "sha256", "config", "attention", "
 def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not fields:
         return None
-    keys = get(fields, "keys", torch.Tensor, None).to(torch.int64).numpy().astype("uint32")
+    keys = _words(fields, "keys", 624).to(torch.int64).numpy().astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
     return ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
 
@@ -193,5 +193,16 @@ def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
 def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not fields:
         return None
-    words = get(fields, "words", torch.Tensor, None)
-    return get(fields, "version", int, 3), tuple(words.tolist()), get(fields, "gauss_next", float, None)
+    words = _words(fields, "words", 625).tolist()
+    return get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
+
+
+def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:
+    """The words of a Mersenne twister, whose number its owner would complain about at replay."""
+    words = get(fields, name, torch.Tensor, None)
+    if words is None or words.shape != (number,) or words.dtype != torch.int64:
+        raise DumpError(
+            f"a random state in it holds no {name!r} of {number} words.",
+            remedy="Take the file as the recorder wrote it.",
+        )
+    return words

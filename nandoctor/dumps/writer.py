@@ -16,9 +16,8 @@ import torch
 
 from nandoctor.dumps.trees import map_tensors
 
-# What is left out first where everything together would pass the cap. Weights can come from a checkpoint, the step
-# cannot, so it goes last.
-_EXPENDABLE = ("optimizer", "output", "batch", "state_dict", "calls")
+# What may be left out, the worthiest first: the weights can come from a checkpoint, the step cannot.
+_EXPENDABLE = ("calls", "state_dict", "batch", "output", "optimizer")
 
 
 def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbytes: int) -> Path:
@@ -87,14 +86,13 @@ def _umask() -> int:
 
 def _capped(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
     kept, left_out = dict(contents), list(contents.get("left_out", []))
-    sizes = {part: _nbytes(kept.get(part)) for part in kept}
-    total = sum(sizes.values())
+    sizes = {part: _nbytes(value) for part, value in kept.items()}
+    total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
     for part in _EXPENDABLE:
-        if total <= max_nbytes:
-            break
-        if sizes.get(part):
+        if total + sizes.get(part, 0) <= max_nbytes:
+            total += sizes.get(part, 0)
+        else:
             del kept[part]
-            total -= sizes[part]
             left_out.append(f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}")
     return {**kept, "left_out": left_out}
 
