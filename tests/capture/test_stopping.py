@@ -102,10 +102,13 @@ def test_gradients_that_no_scale_cures_stop_the_run(tmp_path, fused):
 def test_a_run_beyond_the_threshold_is_stopped(tmp_path):
     model = nn.Linear(4, 1)
     recorder = Recorder(model, folder=tmp_path, window=10, threshold=0.2)
-    with pytest.raises(NonFiniteTrainingError, match="non-finite in 3 of the last 6 steps"):
+
+    def run():
         for number in range(10):
-            recorder_input = torch.full((1, 4), float("nan") if number in (2, 3, 5) else 1.0)
-            recorder.watch(model(recorder_input).sum())
+            recorder.watch(model(torch.full((1, 4), float("nan") if number in (2, 3, 5) else 1.0)).sum())
             recorder.end()
+
+    with pytest.raises(NonFiniteTrainingError, match="non-finite in 3 of the last 6 steps"):
+        run()
     assert len(recorder.written) == 2
     assert recorder.history.num_steps == 6

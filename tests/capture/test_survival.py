@@ -44,9 +44,14 @@ def fail_in(folder, batch=None, **options):
     """A step that fails on its own, recorded into the folder."""
     model = nn.Linear(4, 4)
     recorder = Recorder(model, folder=folder, **options)
-    with pytest.raises(KeyError, match="own error"), recorder.step(batch):
-        recorder.watch(model(torch.full((1, 4), float("nan"))).sum())
-        raise KeyError("the training's own error")
+
+    def step():
+        with recorder.step(batch):
+            recorder.watch(model(torch.full((1, 4), float("nan"))).sum())
+            raise KeyError("the training's own error")
+
+    with pytest.raises(KeyError, match="own error"):
+        step()
     recorder.close()
     return recorder
 
