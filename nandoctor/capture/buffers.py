@@ -24,8 +24,8 @@ class Snapshot:
 
     def changed(self) -> list[int]:
         """Which buffers were written to in place since."""
-        now = (None if buffer is None else version_of(buffer) for buffer in self.buffers)
-        return [index for index, version in enumerate(now) if version != self.versions[index]]
+        now = tuple([None if buffer is None else version_of(buffer) for buffer in self.buffers])
+        return [i for i, version in enumerate(now) if version != self.versions[i]] if now != self.versions else []
 
 
 class BufferKeeper:
@@ -43,21 +43,18 @@ class BufferKeeper:
 
     def keep(self) -> Snapshot:
         """The buffers as they are now."""
-        buffers = tuple(registry.get(name) for registry, name in self._places)
-        wanted = range(len(buffers)) if self._unseen else self._written
+        buffers = tuple([registry.get(name) for registry, name in self._places])
+        versions = tuple([None if buffer is None else version_of(buffer) for buffer in buffers])
         # Inference tensors count no versions, so that nobody can tell whether one was written.
-        uncounted = {i for i, buffer in enumerate(buffers) if buffer is not None and buffer.is_inference()}
-        indices = [i for i in sorted({*wanted, *uncounted}) if buffers[i] is not None]
-        copies = [torch.empty_like(buffer) for i in indices if (buffer := buffers[i]) is not None]
+        uncounted = [index for index, version in enumerate(versions) if version is None]
+        wanted = range(len(buffers)) if self._unseen else sorted({*self._written, *uncounted})
+        sources = {index: buffer for index in wanted if (buffer := buffers[index]) is not None}
+        copies = [torch.empty_like(buffer) for buffer in sources.values()]
         if copies:
             with torch.no_grad():
-                torch._foreach_copy_(copies, [buffer for i in indices if (buffer := buffers[i]) is not None])
+                torch._foreach_copy_(copies, list(sources.values()))
         self._unseen = False
-        return Snapshot(
-            buffers=buffers,
-            versions=tuple(None if buffer is None else version_of(buffer) for buffer in buffers),
-            copies=dict(zip(indices, copies, strict=True)),
-        )
+        return Snapshot(buffers=buffers, versions=versions, copies=dict(zip(sources, copies, strict=True)))
 
     def learn(self, snapshot: Snapshot) -> None:
         """See what the forward after this snapshot wrote."""

@@ -49,8 +49,9 @@ def raise_flag(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def agree(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
-    """[whether it is so here, whether it is so on any rank]; to ask all, every rank must do so at the same step."""
+    """[whether it is so here, ..., whether it is so anywhere]; to ask all, every rank must do so at the same step."""
+    if not ask_all or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return local
     both = torch.stack([local, local]).float()
-    if ask_all and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(both[1:], op=dist.ReduceOp.MAX)
+    dist.all_reduce(both[1:], op=dist.ReduceOp.MAX)
     return both

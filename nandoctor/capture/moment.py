@@ -61,7 +61,7 @@ class Moment:
     @property
     def loss_bad(self) -> bool:
         """Whether what was watched is non-finite, here or on another rank."""
-        return any(flag.values()[1] > 0 for flag in self.flags)
+        return any(flag.values()[-1] > 0 for flag in self.flags)
 
     @property
     def bad_here(self) -> bool:

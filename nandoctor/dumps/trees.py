@@ -54,7 +54,10 @@ def pack(value: Any, name: str) -> Packed:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often the tensor was written to in place; None where torch does not count."""
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return None
 
 
 @dataclass(slots=True)
