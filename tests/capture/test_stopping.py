@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
+from nandoctor.capture.flags import Flag
 from nandoctor.capture.history import History, StepResult, StopRule
 from nandoctor.dumps.reader import read_dump
 
@@ -60,13 +61,13 @@ def test_the_counts_are_those_of_the_whole_run():
     assert (plain["recent_bad_losses"], plain["recent_skipped"]) == ([], [8])
 
 
-def train(recorder, model, scaler, steepness, *, num_steps, fused):
-    """Finite losses with gradients of a given size: a step is skipped where scale times gradient passes 65504."""
+def train(recorder, model, scaler, *steepness, fused):
+    """Finite losses with gradients of given sizes: a step is skipped where scale times gradient passes 65504."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-    for _ in range(num_steps):
+    for size in steepness:
         with recorder.step():
             with cuda_autocast():
-                loss = steepness * model(torch.ones(1, 4)).float().sum()
+                loss = size * model(torch.ones(1, 4)).float().sum()
             recorder.watch(loss)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
@@ -78,7 +79,7 @@ def train(recorder, model, scaler, steepness, *, num_steps, fused):
 def test_the_warm_up_of_the_loss_scale_is_left_alone(tmp_path, fused):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu")
     with Recorder(model, folder=tmp_path, scaler=scaler, window=10) as recorder:
-        train(recorder, model, scaler, 50.0, num_steps=20, fused=fused)
+        train(recorder, model, scaler, *[50.0] * 20, fused=fused)
     assert recorder.history.num_skipped == 6  # 50 * 65536 / 2 ** 6 fits
     assert recorder.history.num_bad_losses == 0
     assert recorder.written == ()
@@ -90,7 +91,7 @@ def test_gradients_that_no_scale_cures_stop_the_run(tmp_path, fused):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
     recorder = Recorder(model, folder=tmp_path, scaler=scaler, window=10, threshold=0.3)
     with pytest.raises(NonFiniteTrainingError, match="skipped 4 of the last 7 steps at a loss scale below 1"):
-        train(recorder, model, scaler, 1e20, num_steps=40, fused=fused)
+        train(recorder, model, scaler, *[1e20] * 40, fused=fused)
     first, last = recorder.written
     dump = read_dump(first)
     assert dump.scalars["reason"] == "skipped"
@@ -112,3 +113,29 @@ def test_a_run_beyond_the_threshold_is_stopped(tmp_path):
         run()
     assert len(recorder.written) == 2
     assert recorder.history.num_steps == 6
+
+
+@pytest.fixture
+def flags_of_a_device(monkeypatch):
+    """Flags that take their time, as those of a GPU do."""
+    monkeypatch.setattr(Flag, "on_device", property(lambda _: True))
+
+
+@pytest.mark.usefixtures("flags_of_a_device")
+def test_a_fused_optimizer_is_judged_a_step_late_and_the_file_says_so(tmp_path):
+    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=0.5)
+    with Recorder(model, folder=tmp_path, scaler=scaler) as recorder:
+        train(recorder, model, scaler, 1.0, 1e20, 1.0, 1.0, fused=True)
+    (path,) = recorder.written
+    assert path.name == "nan-step000001.pth"
+    assert recorder.history.num_skipped == 1
+    assert read_dump(path).missing == ("state_dict: the weights are those after 1 further update",)
+
+
+@pytest.mark.usefixtures("flags_of_a_device")
+def test_a_bad_loss_is_judged_before_the_next_update(tmp_path):
+    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
+    with Recorder(model, folder=tmp_path, scaler=scaler) as recorder:
+        train(recorder, model, scaler, 1.0, float("inf"), 1.0, fused=True)
+    (path,) = recorder.written
+    assert (path.name, read_dump(path).missing) == ("nan-step000001.pth", ())
