@@ -127,7 +127,8 @@ def replay_dump(
     attempt = _reproduce(replay, preparation, settings, dump.recorded)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
     findings = _look_at_optimizer(findings, measure_slots(dump.moments, attempt.setup.model, replay.low))
-    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
+    kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
+    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes, *kept_from_it)
     return _write_report(findings, attempt, summary, notes, replay.low)
 
 

@@ -92,4 +92,6 @@ def _describe_loss(loss: Callable[..., Any] | str | None) -> dict[str, Any] | No
 
 def _describe_updates(moment: Moment) -> list[str]:
     number = moment.updates_since
-    return [f"state_dict: the weights are those after {number} further update{'s' * (number > 1)}"] if number else []
+    return (
+        [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
+    )

@@ -9,6 +9,7 @@ the class is defined is read off the source before anything is imported; nothing
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
@@ -42,6 +43,7 @@ def find_model(reference: Reference | None, dump: Path) -> Callable[[], nn.Modul
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise _undecided(reference, dump, "it is no Module class")
 
+    @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
             return _build_from_config(found, reference, dump)

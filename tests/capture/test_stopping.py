@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import nandoctor
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
 from nandoctor.capture.flags import Flag
 from nandoctor.capture.history import History, StepResult, StopRule
@@ -129,7 +130,10 @@ def test_a_fused_optimizer_is_judged_a_step_late_and_the_file_says_so(tmp_path):
     (path,) = recorder.written
     assert path.name == "nan-step000001.pth"
     assert recorder.history.num_skipped == 1
-    assert read_dump(path).missing == ("state_dict: the weights are those after 1 further update",)
+    assert read_dump(path).missing == ("the weights of the step: they are those after 1 further update",)
+    assert any(
+        "those after 1 further update" in note for note in nandoctor.replay(path, lambda: nn.Linear(4, 1)).report.notes
+    )
 
 
 @pytest.mark.usefixtures("flags_of_a_device")
