@@ -12,9 +12,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import nn
 import nandoctor
 
 ROUNDS = 150
-STEPS_PER_ROUND = 1
+WARM_UP = 5
 
 
 class SmallNet(nn.Module):
@@ -80,11 +80,30 @@ def main() -> None:
 
 
 def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        plain, again = (_make_step(deepcopy(model), x, target, way) for _ in range(2))
+        recorded = _make_step(deepcopy(model), x, target, way, folder=Path(folder))
+        times = [[_time(step, x.device) for step in (plain, recorded, again)] for _ in range(ROUNDS + WARM_UP)]
+        counted = ""
+        if x.device.type == "cuda":
+            without, with_it = _count_syncs(plain), _count_syncs(recorded)
+            counted = f", waits for the device in a step: {without} without, {with_it} with"
+    times = times[WARM_UP:]
+    ratio = statistics.median(2 * second / (first + third) for first, second, third in times)
+    noise = statistics.median(third / first for first, _, third in times)
+    return f"{ratio:.3f}  ({noise:.3f} without)  of {1e3 * statistics.median(row[0] for row in times):.1f} ms{counted}"
+
+
+def _make_step(
+    model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str, folder: Path | None = None
+) -> Callable[[], None]:
+    """A training step of this model; with a recorder where it has a folder to write to."""
     device, amp = x.device, way != "fp32"
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in way)
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
+    recorder = nandoctor.Recorder(model, folder=folder, scaler=scaler if amp else None) if folder else None
 
-    def step(recorder: Any = None) -> None:
+    def step() -> None:
         with torch.autocast(device.type, torch.float16) if amp else nullcontext():
             loss = F.cross_entropy(model(x), target)
         if recorder is not None:
@@ -94,32 +113,14 @@ def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) 
         scaler.step(optimizer)
         scaler.update()
 
-    with tempfile.TemporaryDirectory() as folder:
-        plain, again, recorded, milliseconds, syncs = [], [], [], [], []
-        for number in range(ROUNDS + 3):
-            first = _time(step, device)
-            second = _time(step, device)
-            with nandoctor.Recorder(model, folder=Path(folder), scaler=scaler if amp else None) as recorder:
-                step(recorder)  # the first snapshot copies every buffer, once in a run
-                third = _time(lambda recorder=recorder: step(recorder), device)
-                if device.type == "cuda" and number == ROUNDS:
-                    syncs = [_count_syncs(step), _count_syncs(lambda recorder=recorder: step(recorder))]
-            if number >= 3:
-                plain.append(first)
-                again.append(second / first)
-                recorded.append(2 * third / (first + second))
-                milliseconds.append(1e3 * first / STEPS_PER_ROUND)
-    counted = f", waits for the device in a step: {syncs[0]} without, {syncs[1]} with" if syncs else ""
-    ratios = f"{statistics.median(recorded):.3f}  ({statistics.median(again):.3f} without)"
-    return f"{ratios}  of {statistics.median(milliseconds):.1f} ms{counted}"
+    return step
 
 
 def _time(step: Callable[[], None], device: torch.device) -> float:
     """Seconds: the processor's on a CPU, which other programs do not add to; those on the clock on a GPU."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     started = clock()
-    for _ in range(STEPS_PER_ROUND):
-        step()
+    step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock() - started
