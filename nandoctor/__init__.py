@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
     from nandoctor.case import describe as describe
     from nandoctor.case import load as load
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from nandoctor.case import repro as repro
     from nandoctor.engine.autocast import cuda_autocast as cuda_autocast
     from nandoctor.errors import NanDoctorError as NanDoctorError
+    from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Case": "nandoctor.case",
     "NanDoctorError": "nandoctor.errors",
+    "NonFiniteTrainingError": "nandoctor.errors",
+    "Recorder": "nandoctor.capture.recorder",
     "cuda_autocast": "nandoctor.engine.autocast",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
@@ -30,7 +34,18 @@ _HOMES = {
     "repro": "nandoctor.case",
 }
 
-__all__ = ["Case", "NanDoctorError", "__version__", "cuda_autocast", "describe", "load", "replay", "repro"]
+__all__ = [
+    "Case",
+    "NanDoctorError",
+    "NonFiniteTrainingError",
+    "Recorder",
+    "__version__",
+    "cuda_autocast",
+    "describe",
+    "load",
+    "replay",
+    "repro",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,3 +30,7 @@ class ModelError(NanDoctorError):
 
 class ReportError(NanDoctorError):
     """A saved report cannot be read."""
+
+
+class NonFiniteTrainingError(NanDoctorError):
+    """The recorder stopped a training that would not come right by itself."""

@@ -16,6 +16,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded import Recorded
 from nandoctor.dumps.summary import summarize
 from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
 from nandoctor.engine.constants import list_constants
@@ -160,15 +161,16 @@ def examine_dump(
     """
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Postmortem(report=_report_weights(dump, summary, FORMATS[settings.amp_dtype]), step=None)
+        return Postmortem(report=_report_weights(dump, summary, _choose_policy(dump, settings).format), step=None)
     preparation = prepare(dump, model, settings)
-    replay = _make_replay(settings, progress)
-    attempt = _reproduce(replay, preparation, settings)
+    replay = _make_replay(dump, settings, progress)
+    attempt = _reproduce(replay, preparation, settings, dump.recorded)
     findings = _examine(replay, attempt, _loss_scale(dump, settings))
     slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
     findings = _look_at_optimizer(findings, slots)
     remedies = _treat(replay, attempt, findings, slots, settings, _loss_scale(dump, settings))
-    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes)
+    kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
+    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes, *kept_from_it)
     report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
     constants = audit(findings.ops, list_constants(attempt.setup.model), slots, dump.optimizer_eps)
     return Postmortem(
@@ -192,15 +194,15 @@ def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
-    replay = _make_replay(settings, progress)
-    attempt = _reproduce(replay, prepare(dump, model, settings), settings)
+    replay = _make_replay(dump, settings, progress)
+    attempt = _reproduce(replay, prepare(dump, model, settings), settings, dump.recorded)
     ops = replay.run_again("closer look", attempt, replay.policy, Watch(ops=True)).ops
     net = attempt.setup.model
     return audit(ops, list_constants(net), measure_slots(dump.moments, net, replay.low), dump.optimizer_eps)
 
 
-def _make_replay(settings: Settings, progress: Progress) -> _Replay:
-    return _Replay(make_policy(settings.policy, FORMATS[settings.amp_dtype]), progress, survey=settings.survey)
+def _make_replay(dump: Dump, settings: Settings, progress: Progress) -> _Replay:
+    return _Replay(_choose_policy(dump, settings), progress, survey=settings.survey)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,11 +277,28 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings) -> _Attempt:
+def _choose_policy(dump: Dump, settings: Settings) -> Policy:
+    """The user's word; else what the recorder saw; else CUDA's autocast in fp16."""
+    autocast = dump.recorded.autocast if dump.recorded is not None else None
+    if autocast is None:
+        return make_policy(settings.policy or "cuda", FORMATS[settings.amp_dtype or "float16"])
+    native = autocast.device != "cuda" and not autocast.emulated
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in dump.state.values()}
+    low = next((name for name in ("float16", "bfloat16") if name in dtypes), "float16")
+    dtype = autocast.dtype if autocast.enabled and autocast.dtype in ("float16", "bfloat16") else low
+    return make_policy(
+        settings.policy or ("native" if native else "cuda"),
+        FORMATS[settings.amp_dtype or dtype],
+        ambient=autocast.enabled or settings.amp_dtype is not None,
+    )
+
+
+def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings, recorded: Recorded | None) -> _Attempt:
     """The first attempt that shows the failing step again, else the nearest to it; all attempts are named."""
     attempts: list[_Attempt] = []
     setups = preparation.setups
-    flags = [settings.mode == "train"] if settings.mode else [True, False]
+    saved = [recorded.training[""]] if recorded is not None and "" in recorded.training else [True, False]
+    flags = [settings.mode == "train"] if settings.mode else saved
     seeds = _seeds(settings, setups[0])
     watch = CLOSELY if preparation.saved_bad else MODULES_ONLY
     for training, seed in [*((flag, seeds[0]) for flag in flags), *((flags[0], seed) for seed in seeds[1:])]:

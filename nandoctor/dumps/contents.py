@@ -15,8 +15,10 @@ from torch import nn
 
 from nandoctor.dumps.arrays import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.moments import SecondMoment, read_eps, read_moments
+from nandoctor.dumps.recorded import Recorded, get, read_recorded
 from nandoctor.dumps.roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.text import listing, printable
+from nandoctor.dumps.trees import name_tensors
 from nandoctor.errors import DumpError
 
 # What DataParallel and torch.compile put before every name.
@@ -72,6 +74,65 @@ def sort_contents(saved: object, nbytes: int) -> Contents:
     contents = Contents(nbytes=nbytes)
     _sort(contents, "", saved, depth=0)
     return contents
+
+
+def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Recorded]:
+    """Sort what the recorder wrote: nothing has to be guessed, everything is checked.
+
+    Raises:
+        DumpError: a part of it is not what the format says, or the weights were left out.
+    """
+    contents = Contents(nbytes=nbytes)
+    contents.left_out += [printable(str(text), limit=200) for text in get(saved, "left_out", list, [])]
+    contents.states["state_dict"] = _take_recorded_state(contents, saved)
+    shelf = _Shelf(contents)
+    recorded = read_recorded(saved, shelf.take)
+    name_tensors(saved.get("output"), "output", shelf.take)
+    for name, state in get(saved, "rng", dict, {}).items():
+        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+            contents.rng_states[name] = state
+    for part, prefix in (("event", ""), ("scaler", "scaler")):
+        for name, value in get(saved, part, dict, {}).items():
+            if value is not None:
+                _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
+    if isinstance(saved.get("optimizer"), Mapping):
+        _take_optimizer(contents, "optimizer", saved["optimizer"])
+    return contents, recorded
+
+
+def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    state = get(saved, "state_dict", dict, {})
+    if state:
+        return _take_state(contents, "state_dict", state)
+    if any(text.startswith("state_dict") for text in contents.left_out):
+        raise DumpError(
+            "its weights were left out, for the file would have passed the recorder's max_nbytes.",
+            remedy="Record with a larger max_nbytes; or put the weights of that step in: d = torch.load(FILE); "
+            "d['state_dict'] = ...; torch.save(d, FILE).",
+        )
+    raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+
+
+class _Shelf:
+    """Keeps the arrays of a recorder's file; the same data under two names, an input out of the batch, is one array."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def take(self, name: str, value: Any) -> str:
+        """Keep the array, and tell the name that it goes by."""
+        if not is_array(value):
+            raise DumpError(
+                f"{printable(name)!r} is {_describe(value)}, where tensors and plain data belong.",
+                remedy="Take the file as the recorder wrote it.",
+            )
+        tensor = _take_tensor(self._contents, _check_name(name), value)
+        is_plain = tensor.layout is torch.strided and tensor.numel() > 0
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
+        first = self._names.setdefault(place, name)
+        self._contents.arrays.setdefault(first, tensor)
+        return first
 
 
 def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.moments import SecondMoment
+from nandoctor.dumps.recorded import Recorded
 from nandoctor.evidence.census import Layout
 
 
@@ -26,8 +27,9 @@ class Dump:
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
     dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer and
-    `optimizer_eps` the eps of each of its groups of parameters.
-    `left_out` names what the file holds besides: other weights, schedules, arrays of text.
+    `optimizer_eps` the eps of each of its groups of parameters. `left_out` names what the file holds besides: other
+    weights, schedules, arrays of text. `recorded` is what a file of the recorder's own format says of the call and its
+    circumstances; `missing` names what it could not hold.
     """
 
     path: Path
@@ -42,3 +44,5 @@ class Dump:
     prefix: str = ""
     state_name: str = ""
     left_out: tuple[str, ...] = ()
+    recorded: Recorded | None = None
+    missing: tuple[str, ...] = ()

@@ -14,13 +14,15 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nandoctor.dumps.arrays import STAND_INS
 from nandoctor.dumps.container import Container, open_container
-from nandoctor.dumps.contents import choose_state, sort_contents, strip_wrappers
+from nandoctor.dumps.contents import choose_state, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded import is_recorded
 from nandoctor.dumps.survey import unknown_globals
 from nandoctor.dumps.text import listing, printable
 from nandoctor.errors import DumpError
@@ -52,7 +54,10 @@ def _read(path: Path, *, trust: bool) -> Dump:
     container = open_container(path)
     if not trust and (unknown := unknown_globals(container)):
         raise _refuse(unknown)
-    contents = sort_contents(_load(container, trust=trust), container.nbytes)
+    saved = _load(container, trust=trust)
+    if is_recorded(saved):
+        return _make_recorded(path, saved, container.nbytes)
+    contents = sort_contents(saved, container.nbytes)
     if not contents.states:
         names = [*contents.arrays, *contents.scalars, *contents.left_out]
         raise DumpError(
@@ -74,6 +79,23 @@ def _read(path: Path, *, trust: bool) -> Dump:
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
+    )
+
+
+def _make_recorded(path: Path, saved: Any, nbytes: int) -> Dump:
+    contents, recorded = sort_recorded(saved, nbytes)
+    return Dump(
+        path=path,
+        nbytes=nbytes,
+        layout="nandoctor.dump/1",
+        state=contents.states["state_dict"],
+        state_name="state_dict",
+        arrays=contents.arrays,
+        scalars=contents.scalars,
+        rng_states=tuple(contents.rng_states.values()),
+        moments=tuple(contents.moments),
+        recorded=recorded,
+        missing=tuple(contents.left_out),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from nandoctor.dumps.arrays import stored_values
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded import Recorded
 from nandoctor.dumps.roles import role_of
 from nandoctor.dumps.text import listing, printable
 from nandoctor.evidence.census import ArraySummary, DumpSummary, Role
@@ -91,6 +92,9 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
     """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    yield from dump.missing
+    if dump.recorded is not None:
+        return
     roles = {entry.role for entry in arrays}
     if not roles & {"input", "unknown"}:
         yield "No input: the weights can be examined, not replayed. Next time add the batch: 'image': image.cpu()."
@@ -115,7 +119,24 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
 
 
 def _notes(dump: Dump) -> Iterator[str]:
+    if dump.recorded is not None:
+        yield from _notes_of_recorder(dump.recorded)
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     if dump.left_out:
         yield f"Not read: {listing(dump.left_out)}."
+
+
+def _notes_of_recorder(recorded: Recorded) -> Iterator[str]:
+    """What will be run, and under what, in a word each."""
+    model, autocast = recorded.model, recorded.autocast
+    if model is not None:
+        given = {} if model.config else model.arguments
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items()) or (model.config and "config")
+        yield f"The model is {printable(model.spec)}({printable(str(arguments))})."
+    if recorded.loss_function is not None:
+        yield f"The loss is {printable(recorded.loss_function.spec)}."
+    if autocast is not None:
+        lists = ", with CUDA's op lists" if autocast.emulated else ""
+        state = f"in {autocast.dtype} on {autocast.device}{lists}" if autocast.enabled else f"off, on {autocast.device}"
+        yield f"Autocast was {printable(state)}."

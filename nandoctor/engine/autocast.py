@@ -30,18 +30,25 @@ class Policy:
 
     "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
     autocast stays on, so that a model which asks takes the same path, but rounds nothing. "fp64" has autocast off, and
-    is for a model and a batch in float64.
+    is for a model and a batch in float64. Where `ambient` is False the lists hold only within the regions that the
+    model opens itself.
     """
 
     name: PolicyName
     format: FloatFormat
+    ambient: bool = True
 
 
 REFERENCE = Policy(name="fp32", format=FP32)
 EXACT = Policy(name="fp64", format=FP64)
 
 
-def make_policy(name: PolicyName, format: FloatFormat) -> Policy:  # noqa: A002 - the field's own name
+def make_policy(
+    name: PolicyName,
+    format: FloatFormat,  # noqa: A002 - the field's own name
+    *,
+    ambient: bool = True,
+) -> Policy:
     """The policy of that name and format.
 
     Raises NanDoctorError for a format that autocast does not take: "cuda" and "native" take fp16 and bf16, "fp32"
@@ -53,7 +60,7 @@ def make_policy(name: PolicyName, format: FloatFormat) -> Policy:  # noqa: A002 
         raise NanDoctorError(
             f"The {name} policy does not compute in {format.name}.", remedy=f"Choose {names} as its dtype."
         )
-    return Policy(name=name, format=format)
+    return Policy(name=name, format=format, ambient=ambient)
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
@@ -83,7 +90,8 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
             stack.enter_context(_exact_products(device.type))
             stack.enter_context(install_kernels(device.type))
-        stack.enter_context(_autocast_region(device.type, dtype))
+        if policy.ambient:
+            stack.enter_context(_autocast_region(device.type, dtype))
         yield
 
 

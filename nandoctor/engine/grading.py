@@ -27,6 +27,8 @@ def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), r
     Raises:
         DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
     """
+    if dump.recorded is not None and key is None:
+        return _recorded_outputs(dump)
     named = [name for name in dump.arrays if role_of(name) == "output" and name not in taken]
     named.sort(key=lambda name: _is_finite(dump.arrays[name]))
     if key is not None and key in dump.arrays:
@@ -49,10 +51,17 @@ def _is_finite(array: torch.Tensor) -> bool:
     return not array.is_floating_point() or bool(torch.isfinite(array).all())
 
 
+def _recorded_outputs(dump: Dump) -> list[str]:
+    """What the recorder saved as output, the largest array of floating-point numbers first."""
+    names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
+    return sorted(names, key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
+
+
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
     """Compare the saved array with its counterpart in `output`; `no-reference` where either is missing.
 
-    The counterpart is the field of that name (`logit` also finds `logits`), else the only tensor of that shape.
+    The counterpart is the leaf at that very place, else the field of that name (`logit` also finds `logits`), else the
+    only tensor of that shape.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -75,6 +84,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
 
 
 def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+    if name in leaves and leaves[name].shape == reference.shape:
+        return name
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
     choices = named or fitting

@@ -36,6 +36,11 @@ def install_kernels(device_type: str) -> Iterator[None]:
         yield
 
 
+def is_emulating(device_type: str) -> bool:
+    """Whether the autocast of that device type follows CUDA's op lists just now."""
+    return _shared_kernels(device_type).held
+
+
 @cache
 def _shared_kernels(device_type: str) -> Shared:
     return Shared(partial(_registered_kernels, device_type))

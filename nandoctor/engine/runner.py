@@ -18,11 +18,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from nandoctor.dumps.recorded import Recorded
 from nandoctor.engine import interventions
 from nandoctor.engine.autocast import EXACT, Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
 from nandoctor.engine.op_tracer import Kind, OnOp, OpTracer
+from nandoctor.engine.recorded import recorded_backends, restore_host_generators
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
 from nandoctor.errors import ModelError
@@ -41,6 +43,7 @@ class Setup:
     `batch` holds every array that may be needed, on the model's device; `forward` takes it and returns the model's
     output, reading the arrays in `used`. `loss`, where there is one, makes a scalar of output and batch.
     `description` shows the call. `rng_states` are the generators' states before the forward, where the dump has them.
+    `recorded` is what else a recorder's file says: train flags, numpy's and Python's generators, torch's switches.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class Setup:
     device: torch.device
     description: str
     rng_states: tuple[torch.Tensor, ...] = ()
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +174,9 @@ def run(
     """Run the forward, the loss where there is one, and the backward pass where it is asked for, and record them.
 
     Every run starts from the same buffers, batch and random state, so that two runs differ in the policy alone. A
-    `seed` of None means the saved random state. Overflow and flushes to zero are judged against `low`. `edits` are made
-    to the run, and undone after it. `on_call` is told how many module calls have returned, `on_op` each op with its
-    tensors.
+    `seed` of None means the saved random state; where `training` is the recorded flag of the model, its modules have
+    theirs. Overflow and flushes to zero are judged against `low`. `edits` are made to the run, and undone after it.
+    `on_call` is told how many module calls have returned, `on_op` each op with its tensors.
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
@@ -212,7 +216,7 @@ def _record(
     """One run, with an autograd graph where `grad` says so, and the exception that ended it."""
     chosen = interventions.select_samples(edits, setup.batch, setup.used)
     batch = {name: _in_own_format(tensor, policy).clone() for name, tensor in chosen.items()}
-    with _in_mode(setup.model, training):
+    with _in_mode(setup, training):
         with ExitStack() as stack:
             stack.enter_context(_restored(setup.model))
             if policy is EXACT:
@@ -220,6 +224,7 @@ def _record(
             draws = stack.enter_context(_seeded(seed, setup))
             observers = _Observers(setup, batch, watch, low, on_call, on_op)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
+            stack.enter_context(recorded_backends(setup.recorded, setup.device))
             stack.enter_context(apply_policy(policy, setup.device))
             stack.enter_context(interventions.intervene(edits, setup.model, setup.device, observers.modules.owner))
             result = _execute(setup, batch, observers, watch, edits, grad=grad)
@@ -354,10 +359,14 @@ def _explain_forward_error(error: Exception) -> ModelError:
 
 
 @contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
+def _in_mode(setup: Setup, training: bool) -> Iterator[None]:
+    flags = [(module, module.training) for module in setup.model.modules()]
+    recorded = setup.recorded.training if setup.recorded is not None else {}
     try:
-        model.train(training)
+        setup.model.train(training)
+        if recorded.get("") is training:
+            for name, module in setup.model.named_modules():
+                module.training = recorded.get(name, training)
         yield
     finally:
         for module, flag in flags:
@@ -393,6 +402,8 @@ def _seeded(seed: int | None, setup: Setup) -> Iterator[Callable[[], bool]]:
         torch.manual_seed(seed or 0)
         if seed is None:
             _set_saved_states(setup)
+            if setup.recorded is not None:
+                restore_host_generators(setup.recorded)
         before = _generator_states(device)
         try:
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))

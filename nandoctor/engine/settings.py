@@ -29,9 +29,9 @@ class Settings:
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16", `policy` "cuda" or "native". `survey` counts samples and exponents in every layer and keeps a small
-    picture of the sample at fault. With `prescribe` cures are looked for, in at most `max_trials` runs of the step and
-    `time` seconds; None is without limit.
+    "bfloat16" (float16 where the dump does not say), `policy` "cuda" or "native" (CUDA's where it does not say).
+    `survey` counts samples and exponents in every layer and keeps a small picture of the sample at fault. With
+    `prescribe` cures are looked for, in at most `max_trials` runs of the step and `time` seconds (None: no limit).
     """
 
     model: str | None = None
@@ -41,8 +41,8 @@ class Settings:
     loss: str | Callable[..., Any] | None = None
     loss_scale: float | None = None
     output: str | None = None
-    amp_dtype: str = "float16"
-    policy: Literal["cuda", "native"] = "cuda"
+    amp_dtype: str | None = None
+    policy: Literal["cuda", "native"] | None = None
     mode: str | None = None
     device: str = "cpu"
     seed: int | None = None

@@ -5,6 +5,7 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -14,10 +15,13 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded import Recorded
 from nandoctor.engine.calls import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.engine.cuda_code import cuda_code
 from nandoctor.engine.grading import saved_outputs
 from nandoctor.engine.models import build_model, find_attribute, load_state
+from nandoctor.engine.recorded import bind_calls, make_batch, own_loss
+from nandoctor.engine.references import describe_change, find_loss, find_model
 from nandoctor.engine.runner import Setup
 from nandoctor.engine.settings import Settings
 from nandoctor.errors import ModelError, NanDoctorError
@@ -29,7 +33,8 @@ ModelSource = str | nn.Module | Callable[..., nn.Module]
 class Preparation:
     """What a replay starts from: ways to run the model, the likeliest first, and the saved output to grade against.
 
-    `output_field` is the user's name for the field of the model's output that the saved one is compared with.
+    `output_field` is the user's name for the field of the model's output that the saved one is compared with, or its
+    exact place where the recorder noted it.
     """
 
     setups: tuple[Setup, ...]
@@ -51,29 +56,84 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
         DumpError: the output named in the settings is not in the dump.
     """
     device = _find_device(settings.device)
-    source = model if model is not None else settings.model
-    if source is None:
+    with cuda_code(device):
+        net, model_notes = _build(dump, model if model is not None else settings.model, settings)
+        call = _find_function(settings.call, settings)
+        loss, loss_notes = _find_loss(dump, settings, device)
+    notes = [*model_notes, *load_state(net, dump.state, strict=settings.strict), *loss_notes]
+    net.to(device)
+    taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
+    outputs = saved_outputs(dump, settings.output, taken=taken, read={*_texts_in(call), *_texts_in(loss)})
+    if dump.recorded is None:
+        batch, cast_notes = _make_batch(dump.arrays, net, device)
+    else:
+        _take_dtypes(net, dump.state)
+        batch, cast_notes = {name: array.to(device) for name, array in dump.arrays.items()}, []
+    inputs = {name: array for name, array in batch.items() if name not in outputs}
+    if dump.recorded is not None and dump.recorded.calls and not settings.inputs and call is None:
+        bindings = [bind_calls(dump.recorded, device)]
+    else:
+        call = _on_recorded_batch(call, dump.recorded, device)
+        bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
+    return Preparation(
+        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump, device) for binding in bindings),
+        saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
+        output_field=settings.output or (_place_of(outputs[0]) if dump.recorded is not None and outputs else None),
+        notes=(*notes, *cast_notes),
+    )
+
+
+def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
+    """The model that the user named, else the one that the dump does."""
+    if source is not None:
+        return build_model(source, settings.model_args, directory=settings.directory), []
+    if dump.recorded is None:
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
             remedy="Name the code with --model package.module:attr or --model path/to/file.py:attr, or set model in "
             "[tool.nandoctor] of the project's pyproject.toml.",
         )
-    with cuda_code(device):
-        net = build_model(source, settings.model_args, directory=settings.directory)
-        call, loss = (_find_function(spec, settings) for spec in (settings.call, settings.loss))
-    notes = load_state(net, dump.state, strict=settings.strict)
-    net.to(device)
-    taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
-    outputs = saved_outputs(dump, settings.output, taken=taken, read={*_texts_in(call), *_texts_in(loss)})
-    batch, cast_notes = _make_batch(dump.arrays, net, device)
-    inputs = {name: array for name, array in batch.items() if name not in outputs}
-    bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
-    return Preparation(
-        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump, device) for binding in bindings),
-        saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
-        output_field=settings.output,
-        notes=(*notes, *cast_notes),
-    )
+    reference = dump.recorded.model
+    net = build_model(find_model(reference, dump.path), settings.model_args)
+    return net, describe_change(reference, net)
+
+
+def _find_loss(dump: Dump, settings: Settings, device: torch.device) -> tuple[Callable[..., Any] | None, list[str]]:
+    """The loss that the user named, else the dump's function, else the one that the model returns itself."""
+    loss: Callable[..., Any] | None = _find_function(settings.loss, settings)
+    notes: list[str] = []
+    if loss is None and dump.recorded is not None:
+        loss, notes = find_loss(dump.recorded.loss_function)
+        if loss is None and dump.recorded.loss_field is not None:
+            return own_loss(dump.recorded.loss_field), notes
+    return _on_recorded_batch(loss, dump.recorded, device), notes
+
+
+def _on_recorded_batch(
+    function: Callable[..., Any] | None, recorded: Recorded | None, device: torch.device
+) -> Callable[..., Any] | None:
+    """A user's function of something and the batch, made to take the recorder's dump: the batch is the loop's own."""
+    if function is None or recorded is None:
+        return function
+
+    @functools.wraps(function)
+    def on_batch(first: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        return function(first, make_batch(recorded, tensors, device))
+
+    return on_batch
+
+
+def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Weights and buffers in the formats that the training had them in."""
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if name in state:
+            tensor.data = tensor.data.to(state[name].dtype)
+
+
+def _place_of(name: str) -> str:
+    """Where in the model's output an array is that the recorder named: "output.boxes.0" is at "boxes[0]"."""
+    parts = name.split(".")[1:]
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts).removeprefix(".")
 
 
 def _find_function(spec: str | Callable[..., Any] | None, settings: Settings) -> Callable[..., Any] | None:
@@ -157,4 +217,5 @@ def _make_setup(
         device=device,
         description=binding.description,
         rng_states=dump.rng_states,
+        recorded=dump.recorded,
     )

@@ -19,6 +19,11 @@ class Shared:
         self._num_holders = 0
         self._change: AbstractContextManager[None] | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether anybody holds the change."""
+        return self._num_holders > 0
+
     def __enter__(self) -> None:
         with self._lock:
             if self._change is None:

@@ -26,7 +26,7 @@ def project(tmp_path):
 
 def test_without_a_project_the_defaults_hold(tmp_path):
     settings = read_settings(Path("dump.pth"), start=tmp_path)
-    assert (settings.model, settings.amp_dtype, settings.policy, settings.strict) == (None, "float16", "cuda", True)
+    assert (settings.model, settings.amp_dtype, settings.policy, settings.strict) == (None, None, None, True)
     assert settings.directory == Path.cwd()
 
 

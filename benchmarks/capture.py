@@ -1,0 +1,142 @@
+"""What the recorder costs a training step, as a ratio to the same step without it.
+
+In: `python benchmarks/capture.py [--device cuda]`. Out: one table on standard output; README.md keeps one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nandoctor
+
+ROUNDS = 150
+WARM_UP = 5
+
+
+class SmallNet(nn.Module):
+    """Six convolutions with batch norm on 3 x 32 x 32 images."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        widths = [3] + [width] * 6
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in pairwise(widths)
+            )
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Class logits."""
+        return self.head(self.blocks(x).mean(dim=(2, 3)))
+
+
+class SmallTransformer(nn.Module):
+    """Four layers, 128 wide, 4 heads, on 64 tokens, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Class logits."""
+        return self.head(self.layers(self.embed(x)).mean(dim=1))
+
+
+def main() -> None:
+    """Print one line for each model and each way of training."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    device = torch.device(parser.parse_args().device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    print(f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}")
+    print(f"a step with the recorder over one without; median of {ROUNDS} rounds, and without over without")
+    cases: list[tuple[str, nn.Module, torch.Tensor]] = [
+        ("small CNN, 8 images", SmallNet(), torch.randn(8, 3, 32, 32)),
+        ("small transformer, 4 x 64 tokens", SmallTransformer(), torch.randint(1000, (4, 64))),
+    ]
+    for title, model, x in cases:
+        target = torch.randint(10, (len(x),), device=device)
+        for way in ("fp32", "fp16 with GradScaler", "fp16 with GradScaler, fused"):
+            if way == "fp32" or device.type == "cuda":
+                print(f"  {title:<36} {way:<28} {_measure(model.to(device), x.to(device), target, way)}")
+
+
+def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        plain, again = (_make_step(deepcopy(model), x, target, way) for _ in range(2))
+        recorded = _make_step(deepcopy(model), x, target, way, folder=Path(folder))
+        times = [[_time(step, x.device) for step in (plain, recorded, again)] for _ in range(ROUNDS + WARM_UP)]
+        counted = ""
+        if x.device.type == "cuda":
+            without, with_it = _count_syncs(plain), _count_syncs(recorded)
+            counted = f", waits for the device in a step: {without} without, {with_it} with"
+    times = times[WARM_UP:]
+    ratio = statistics.median(2 * second / (first + third) for first, second, third in times)
+    noise = statistics.median(third / first for first, _, third in times)
+    return f"{ratio:.3f}  ({noise:.3f} without)  of {1e3 * statistics.median(row[0] for row in times):.1f} ms{counted}"
+
+
+def _make_step(
+    model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str, folder: Path | None = None
+) -> Callable[[], None]:
+    """A training step of this model; with a recorder where it has a folder to write to."""
+    device, amp = x.device, way != "fp32"
+    optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in way)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp)
+    recorder = nandoctor.Recorder(model, folder=folder, scaler=scaler if amp else None) if folder else None
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.float16) if amp else nullcontext():
+            loss = F.cross_entropy(model(x), target)
+        if recorder is not None:
+            recorder.watch(loss, (x, target))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _time(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds: the processor's on a CPU, which other programs do not add to; those on the clock on a GPU."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    started = clock()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - started
+
+
+def _count_syncs(step: Callable[[], None]) -> int:
+    """How often torch makes the host wait for the device in a step; waiting for an event is not counted."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+if __name__ == "__main__":
+    main()

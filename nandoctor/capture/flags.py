@@ -1,0 +1,57 @@
+"""Flags that are raised on a device and read later, without making the device wait.
+
+In: tensors. Out: `Flag`, read when its copy has long arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Flag:
+    """A number on a device, on its way to the host since it was made.
+
+    `values` waits for the copy alone, not for what the device was given to do after it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        self._host = tensor.detach()
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether reading it may have to wait."""
+        return self._event is not None
+
+    def values(self) -> list[float]:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(item) for item in self._host.flatten().tolist()]
+
+
+def raise_flag(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """One bool on the device: whether any element of the floating-point tensors is NaN or Inf; None without any."""
+    bad = [~torch.isfinite(values).all() for values in tensors if values.is_floating_point() or values.is_complex()]
+    if not bad:
+        return None
+    device = bad[0].device
+    return bad[0] if len(bad) == 1 else torch.stack([flag.to(device) for flag in bad]).any()
+
+
+def agree(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
+    """[whether it is so here, ..., whether it is so anywhere]; to ask all, every rank must do so at the same step."""
+    if not ask_all or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return local
+    both = torch.stack([local, local]).float()
+    dist.all_reduce(both[1:], op=dist.ReduceOp.MAX)
+    return both

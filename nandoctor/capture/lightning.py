@@ -1,0 +1,74 @@
+"""The recorder as a callback of Lightning: `Trainer(callbacks=[RecorderCallback()])`.
+
+In: what Lightning tells its callbacks. Out: dumps whose replay calls the module's `training_step`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+from nandoctor.capture.recorder import Recorder
+
+
+def _find_base() -> Any:
+    """Callback, of the package that the training uses: `pytorch_lightning` is another one than `lightning.pytorch`."""
+    old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return importlib.import_module("pytorch_lightning" if old else "lightning.pytorch").Callback
+
+
+class RecorderCallback(_find_base()):  # type: ignore[misc]
+    """Records every training_step; `options` are those of `Recorder`.
+
+    The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`), and calls
+    `training_step` with the batch. Outputs of its direct children are what the replay is compared with.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.recorder: Recorder | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the hooks on the module."""
+        precision = trainer.precision_plugin
+        arguments = {"arguments": dict(pl_module.hparams)} if pl_module.hparams else {}
+        self.recorder = Recorder(
+            pl_module,
+            method="training_step",
+            scaler=getattr(precision, "scaler", None),
+            ambient=precision.forward_context,
+            **{**arguments, **self.options},
+        )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Look at the state before the step."""
+        if self.recorder is None:
+            return
+        self.recorder.epoch, self.recorder.next_step = trainer.current_epoch, trainer.global_step
+        self.recorder.begin(batch)
+        num_taken = len(inspect.signature(pl_module.training_step).parameters)
+        self.recorder.call_method(*(batch, batch_idx, 0)[:num_taken])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Look at the loss, which the precision plugin has scaled already."""
+        if self.recorder is None:
+            return
+        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        self.recorder.watch(loss if scale is None else loss.detach() / scale)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """End the step."""
+        if self.recorder is not None:
+            self.recorder.end()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the hooks off."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save a bad step that ended in an error of its own, and take the hooks off."""
+        if self.recorder is not None:
+            self.recorder.__exit__(type(exception), exception, None)

@@ -1,0 +1,108 @@
+"""Where a model and a loss come from, so that a replay can make them again.
+
+In: the live model, or what built it. Out: plain data for the dump, and the command that replays it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import shlex
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from nandoctor.dumps.trees import pack
+
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel and `torch.compile`, in any nesting."""
+    while True:
+        compiled = getattr(model, "_orig_mod", None)
+        if isinstance(compiled, nn.Module):
+            model = compiled
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def describe_model(
+    model: nn.Module, builder: Callable[..., nn.Module] | str | None, arguments: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Import path, arguments and source hash of the class of `model`, or of its `builder`; and what was left out."""
+    packed = pack(dict(arguments), "model.arguments")
+    plain = describe_spec(builder) if isinstance(builder, str) else describe_source(builder or type(model))
+    plain |= {"arguments": packed.tree, "structure": str(model)}
+    return {**plain, **({} if arguments or builder else _describe_config(model))}, packed.notes
+
+
+def describe_source(thing: Callable[..., Any]) -> dict[str, Any]:
+    """Import path and source hash of a class or function; a file within the working directory by its relative path."""
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    module = str(getattr(thing, "__module__", ""))
+    path = _source_file(thing)
+    plain = {"module": module, "name": name, "file": "", "sha256": ""}
+    if path is not None:
+        plain |= {"file": "" if _is_installed(path) else _relative(path), "sha256": _hash(path)}
+    return plain
+
+
+def describe_spec(spec: str) -> dict[str, Any]:
+    """The same of a SPEC, `package.module:attr` or `path/to/file.py:attr`."""
+    location, _, name = spec.rpartition(":")
+    if not location.endswith(".py"):
+        return {"module": location, "name": name, "file": "", "sha256": ""}
+    path = Path(location).resolve()
+    return {"module": "__main__", "name": name, "file": _relative(path), "sha256": _hash(path)}
+
+
+def _source_file(thing: Any) -> Path | None:
+    try:
+        path = inspect.getsourcefile(thing)
+    except TypeError:  # built in, or typed into a console
+        path = getattr(sys.modules.get(getattr(thing, "__module__", "")), "__file__", None)
+    return Path(path).resolve() if path and Path(path).is_file() else None
+
+
+def _is_installed(path: Path) -> bool:
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return path.is_relative_to(library) or not _PACKAGE_FOLDERS.isdisjoint(path.parts)
+
+
+def _relative(path: Path) -> str:
+    here = Path.cwd()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _describe_config(model: nn.Module) -> dict[str, Any]:
+    """The configuration that a model of transformers is built from."""
+    config: Any = getattr(model, "config", None)
+    kind = type(config)
+    if not any(base.__name__.lower() == "pretrainedconfig" for base in kind.__mro__):  # spelled in two ways
+        return {}
+    return {
+        "arguments": {"config": pack(config.to_dict(), "model.config").tree},
+        "config": f"{kind.__module__}:{kind.__qualname__}",
+        "attention": str(getattr(config, "_attn_implementation", None) or ""),
+    }
+
+
+def write_command(path: Path, model: Mapping[str, Any]) -> str:
+    """What to type next; where the file cannot say what the model is, with the place to say it."""
+    known = bool(model["file"] or model["module"] not in ("__main__", "")) and "<" not in model["name"]
+    return f"nandoctor replay {shlex.quote(str(path))}" + ("" if known else " --model FILE.py:NAME")

@@ -1,0 +1,208 @@
+"""What a `nandoctor.dump/1` file says beside weights and arrays: the exact call, the random state, the circumstances.
+
+In: the mapping that such a file holds. Out: `Recorded`; nothing in it is imported, called or believed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+
+from nandoctor.dumps.text import printable
+from nandoctor.dumps.trees import name_tensors
+from nandoctor.errors import DumpError
+
+FORMAT = "nandoctor.dump/1"
+T = TypeVar("T")
+
+Take = Callable[[str, Any], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the model: trees of plain containers with a `Slot` for each tensor."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Where a model class or a function comes from.
+
+    `file` is its source relative to the directory that the training ran in, "" for code from elsewhere; `sha256` is
+    that of the source. `arguments` are plain data. `config` is the class of a transformers configuration, whose values
+    then are `arguments["config"]`. `structure` is the model as Python prints it.
+    """
+
+    module: str
+    name: str
+    file: str = ""
+    sha256: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""
+    attention: str = ""
+    structure: str = ""
+
+    @property
+    def spec(self) -> str:
+        """What a user would write after --model."""
+        return f"{self.file if self.module == '__main__' else self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autocast:
+    """The autocast that the model ran under; `emulated` where CUDA's lists were in force on a CPU."""
+
+    enabled: bool
+    device: str
+    dtype: str
+    cache: bool = True
+    emulated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The step as the recorder saw it.
+
+    `calls` are the calls of the model in their order, or of its `method`; `watched` are the modules inside whose
+    outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
+    module names to train flags. `numpy_state` and `python_state` are what the generators' own functions take.
+    `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
+    place. `backends` are torch's switches, by their names under torch.
+    """
+
+    calls: tuple[Call, ...]
+    method: str = ""
+    watched: tuple[str, ...] = ()
+    batch: Any = None
+    training: Mapping[str, bool] = field(default_factory=dict)
+    autocast: Autocast | None = None
+    numpy_state: tuple[Any, ...] | None = None
+    python_state: tuple[Any, ...] | None = None
+    model: Reference | None = None
+    loss_function: Reference | None = None
+    loss_field: str | None = None
+    backends: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_recorded(saved: object) -> bool:
+    """Whether this is a file of the format that the recorder writes.
+
+    Raises:
+        DumpError: it is one of a later version.
+    """
+    written = saved.get("format") if type(saved) is dict else None
+    if not isinstance(written, str) or not written.startswith("nandoctor.dump/"):
+        return False
+    if written != FORMAT:
+        raise DumpError(
+            f"it is written in {printable(written)}, which this version does not know.",
+            remedy="Install a newer nandoctor: pip install --upgrade nandoctor.",
+        )
+    return True
+
+
+def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
+    """Everything but weights and random states of tensors; `take(name, tensor)` keeps an array and tells its name.
+
+    Raises:
+        DumpError: a part of it is not what the format says.
+    """
+    rng = get(saved, "rng", dict, {})
+    return Recorded(
+        calls=tuple(_read_call(call, index, take) for index, call in enumerate(get(saved, "calls", list, []))),
+        method=get(saved, "method", str, ""),
+        watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
+        batch=name_tensors(saved.get("batch"), "batch", take),
+        training={name: _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
+        autocast=_read_autocast(get(saved, "autocast", dict, {})),
+        numpy_state=_read_numpy(get(rng, "numpy", dict, {})),
+        python_state=_read_python(get(rng, "python", dict, {})),
+        model=_read_reference(get(saved, "model", dict, {})),
+        loss_function=_read_reference(get(saved, "loss_function", dict, {})),
+        loss_field=get(saved, "loss_field", str, None),
+        backends=get(saved, "backends", dict, {}),
+    )
+
+
+def get(saved: Mapping[str, Any], name: str, kind: type[T], default: Any) -> T:
+    """The value of that name, or the default where there is none.
+
+    Raises:
+        DumpError: it is of another kind.
+    """
+    value = saved.get(name)
+    return cast(T, default) if value is None else _check(value, kind, name)
+
+
+def _check(value: Any, kind: type[T], name: str) -> T:
+    # bool is an int: a flag where a number belongs is as wrong as a text.
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise DumpError(
+        f"it says that it is {FORMAT}, and its {name!r} is a {type(value).__name__} where a {kind.__name__} belongs.",
+        remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",
+    )
+
+
+def _read_call(call: Any, index: int, take: Take) -> Call:
+    name = f"input{index or ''}"
+    fields = _check(call, dict, "calls")
+    names, args = get(fields, "names", list, []), get(fields, "args", tuple, ())
+    # A positional argument goes by the name that forward has for it.
+    labels = [str(names[i]) if i < len(names) else str(i) for i in range(len(args))]
+    packed = [name_tensors(value, f"{name}.{label}", take) for label, value in zip(labels, args, strict=True)]
+    kwargs = get(fields, "kwargs", dict, {})
+    return Call(args=tuple(packed), kwargs={str(k): name_tensors(v, f"{name}.{k}", take) for k, v in kwargs.items()})
+
+
+def _read_autocast(fields: Mapping[str, Any]) -> Autocast | None:
+    if not fields:
+        return None
+    return Autocast(
+        enabled=get(fields, "enabled", bool, False),
+        device=get(fields, "device", str, "cpu"),
+        dtype=get(fields, "dtype", str, "float16"),
+        cache=get(fields, "cache", bool, True),
+        emulated=get(fields, "emulated", bool, False),
+    )
+
+
+def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
+    if not fields:
+        return None
+    texts = {name: get(fields, name, str, "") for name in _REFERENCE_TEXTS}
+    return Reference(**texts, arguments=get(fields, "arguments", dict, {}))
+
+
+_REFERENCE_TEXTS = ("module", "name", "file", "sha256", "config", "attention", "structure")
+
+
+def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    if not fields:
+        return None
+    keys = _words(fields, "keys", 624).to(torch.int64).numpy().astype("uint32")
+    gauss = get(fields, "cached_gaussian", float, 0.0)
+    return ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
+
+
+def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    if not fields:
+        return None
+    words = _words(fields, "words", 625).tolist()
+    return get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
+
+
+def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:
+    """The words of a Mersenne twister, whose number its owner would complain about at replay."""
+    words = get(fields, name, torch.Tensor, None)
+    if words is None or words.shape != (number,) or words.dtype != torch.int64:
+        raise DumpError(
+            f"a random state in it holds no {name!r} of {number} words.",
+            remedy="Take the file as the recorder wrote it.",
+        )
+    return words

@@ -1,0 +1,154 @@
+"""Arguments, batches and outputs as trees of plain containers, for a file that any torch can read.
+
+In: what a training loop passes around. Out: the same in dicts, lists and tuples; on reading, with names for tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from nandoctor.errors import DumpError
+
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_MAX_DEPTH = 16
+_NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Stands in a tree for the tensor of that name among a dump's arrays."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A tree of plain containers; `notes` tell what could not go in, or changed its type.
+
+    `tensors` are its tensors, each with its version at that moment: a later one was overwritten.
+    """
+
+    tree: Any
+    notes: tuple[str, ...] = ()
+    tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether a tensor of the tree was written to since it was packed."""
+        return any(version_of(tensor) != version for tensor, version in self.tensors)
+
+
+def pack(value: Any, name: str) -> Packed:
+    """The value in plain containers, tensors detached and not copied; `name` is what notes call it."""
+    packer = _Packer()
+    tree = packer.pack(value, name, 0)
+    versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
+    return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor was written to in place; None where torch does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return None
+
+
+@dataclass(slots=True)
+class _Packer:
+    notes: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def pack(self, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._take(value.detach())
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
+            return self._take(torch.from_numpy(np.array(value)))
+        return self._pack_container(value, name, depth) if depth < _MAX_DEPTH else self._leave_out(value, name)
+
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.tensors.append(tensor)
+        return tensor
+
+    def _pack_container(self, value: Any, name: str, depth: int) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value))
+        fields = _fields(value)
+        if fields is None or not all(isinstance(key, (str, int)) for key in fields):
+            return self._leave_out(value, name)
+        if type(value) is not dict:
+            self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
+        return {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+
+    def _leave_out(self, value: Any, name: str) -> None:
+        self.notes.append(f"{name}: a {type(value).__qualname__}, which is neither a tensor nor plain data")
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """What a container holds by name; None where it is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: getattr(value, name) for name in value._fields}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: getattr(value, entry.name, None) for entry in dataclasses.fields(value)}
+    return None
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The tree with `change` applied to each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if type(tree) is dict:
+        return {key: map_tensors(item, change) for key, item in tree.items()}
+    return type(tree)(map_tensors(item, change) for item in tree) if type(tree) in (list, tuple) else tree
+
+
+def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: int = 0) -> Any:
+    """The tree with a `Slot` for each tensor, under the name that `take(name, tensor)` answers.
+
+    Raises:
+        DumpError: the tree nests without end, or holds what no writer of dumps puts there.
+    """
+    if depth > _MAX_DEPTH:
+        raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
+    if isinstance(tree, dict):
+        return {key: name_tensors(item, f"{name}.{key}", take, depth + 1) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(name_tensors(item, f"{name}.{i}", take, depth + 1) for i, item in enumerate(tree))
+    if isinstance(tree, PLAIN):
+        return tree
+    return Slot(name=take(name, tree))
+
+
+def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+    """The tree with each `Slot` replaced by its tensor, and devices by the one of this replay."""
+    if isinstance(tree, Slot):
+        return tensors[tree.name]
+    if isinstance(tree, torch.device):
+        return device
+    if type(tree) is dict:
+        return {key: fill(item, tensors, device) for key, item in tree.items()}
+    return type(tree)(fill(item, tensors, device) for item in tree) if type(tree) in (list, tuple) else tree
+
+
+def slots(tree: Any) -> Iterator[str]:
+    """The names of all tensors of a tree."""
+    if isinstance(tree, Slot):
+        yield tree.name
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from slots(item)
+    elif type(tree) in (list, tuple):
+        for item in tree:
+            yield from slots(item)

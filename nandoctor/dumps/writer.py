@@ -1,0 +1,143 @@
+"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another, never beyond its cap.
+
+In: the contents as a dict of plain data and tensors, and a folder. Out: the path of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nandoctor.dumps.trees import map_tensors
+
+# What may be left out, the worthiest first: the weights can come from a checkpoint, the step cannot.
+_EXPENDABLE = ("calls", "state_dict", "batch", "output", "optimizer")
+
+
+def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbytes: int) -> Path:
+    """Write `contents` into a new file `stem.pth` in `folder`, or `stem-2.pth` and so on where that exists.
+
+    Tensors are copied to the CPU, and only what they show of their storage. Parts that do not fit into `max_nbytes` are
+    left out, and `left_out` in the file says so. The name appears when every byte is on the disk.
+
+    Raises:
+        OSError: the folder cannot be written to, or the disk is full; no file is left.
+    """
+    contents = _on_cpu(_capped(contents, max_nbytes))
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp keeps it from everybody else
+        return _publish(Path(temporary), folder, stem)
+    finally:
+        with suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _publish(temporary: Path, folder: Path, stem: str) -> Path:
+    """Give the file its name, the first that is free; to link fails where a name is taken, to rename would not."""
+    for path in _names(folder, stem):
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            if path.exists():
+                continue
+            temporary.rename(path)
+        _sync(folder)
+        return path
+    raise AssertionError("there is always another number")
+
+
+def _names(folder: Path, stem: str) -> Iterator[Path]:
+    yield folder / f"{stem}.pth"
+    number = 2
+    while True:
+        yield folder / f"{stem}-{number}.pth"
+        number += 1
+
+
+def _sync(folder: Path) -> None:
+    """Put the folder's new entry on the disk; some systems cannot open a folder, and lose it only with the power."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _capped(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
+    kept, left_out = dict(contents), list(contents.get("left_out", []))
+    sizes = {part: _nbytes(value) for part, value in kept.items()}
+    total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
+    for part in _EXPENDABLE:
+        if total + sizes.get(part, 0) <= max_nbytes:
+            total += sizes.get(part, 0)
+        else:
+            del kept[part]
+            left_out.append(f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}")
+    return {**kept, "left_out": left_out}
+
+
+def _nbytes(tree: Any) -> int:
+    total = 0
+
+    def count(tensor: torch.Tensor) -> None:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+
+    map_tensors(tree, count)
+    return total
+
+
+def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
+    """The contents with every tensor on the CPU, in a storage of its own size; what was one tensor stays one.
+
+    A batch and the same batch on the device become one as well, where their values agree.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    twins: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.detach().cpu()
+        place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if place not in copies:
+            copies[place] = _twin(_compact(tensor), twins)
+        return copies[place]
+
+    return {part: map_tensors(tree, copy) for part, tree in contents.items()}
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu()
+    if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size() or not plain.is_contiguous():
+        return plain.contiguous().clone()
+    return plain
+
+
+def _twin(tensor: torch.Tensor, twins: dict[tuple[Any, ...], list[torch.Tensor]]) -> torch.Tensor:
+    kin = twins.setdefault((tuple(tensor.shape), tensor.dtype), [])
+    for other in kin:
+        if torch.equal(other, tensor):
+            return other
+    kin.append(tensor)
+    return tensor

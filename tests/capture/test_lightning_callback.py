@@ -1,0 +1,91 @@
+"""A real training of Lightning that dies under AMP, and the replay of its training_step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainings import LOUD, Segmenter, loss_of, make_batch
+
+import nandoctor
+from nandoctor import NonFiniteTrainingError
+from nandoctor.dumps.reader import read_dump
+
+lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+from nandoctor.capture.lightning import RecorderCallback  # noqa: E402
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self, width: int = 4, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Segmenter(width, dropout)
+
+    def training_step(self, batch, batch_idx):
+        loss = loss_of(self.net(batch[0]), batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(callback, loud, scaler, **options):
+    torch.manual_seed(0)
+    model = Lit(width=6)
+    batches = [make_batch(number in loud) for number in range(6)]
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        callbacks=[callback],
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
+    return model
+
+
+def make_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=256.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
+    callback = RecorderCallback(folder=tmp_path)
+    model = fit(callback, {3}, make_scaler())
+    (path,) = callback.recorder.written
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["scaler.scale"], dump.scalars["epoch"]) == ("nan-step000003.pth", 256.0, 0)
+    assert all(torch.isfinite(tensor).all() for tensor in dump.state.values())
+    assert dump.state["net.norm.num_batches_tracked"] == 3
+    assert not any(hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks))
+
+    case = nandoctor.replay(path)
+    reproduction = case.report.reproduction
+    assert (reproduction.grade, reproduction.output, reproduction.numel) == ("exact", "output.net.logit", 256)
+    assert 0 < reproduction.num_bad_saved < 256
+    assert (case.first_nonfinite.module, case.first_nonfinite.samples) == ("net.middle", (2,))
+    assert case.report.bad_gradients
+    assert case.report.notes[0].startswith("Called as model.training_step(batch.0, batch.1) in train mode")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_stays_dead_is_stopped(tmp_path):
+    callback = RecorderCallback(folder=tmp_path, in_a_row=2)
+    with pytest.raises(NonFiniteTrainingError, match="2 non-finite steps in a row"):
+        fit(callback, {2, 3, 4}, make_scaler())
+    assert [path.name for path in callback.recorder.written] == ["nan-step000002.pth", "nan-step000003.pth"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_micro_batches_are_steps_of_their_own(tmp_path):
+    callback = RecorderCallback(folder=tmp_path)
+    fit(callback, {3}, make_scaler(), accumulate_grad_batches=2)
+    (path,) = callback.recorder.written
+    assert read_dump(path).arrays["input.batch.0"].max() == LOUD
+    assert callback.recorder.history.num_steps == 6

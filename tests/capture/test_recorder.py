@@ -1,0 +1,288 @@
+"""The recorder in a plain loop: what it saves is the failing step, and its replay is that step bit for bit."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainings import Gambler, Segmenter, loss_of, make_batch, make_model, train
+
+import nandoctor
+from nandoctor import NanDoctorError, NonFiniteTrainingError, Recorder
+from nandoctor.dumps.reader import read_dump
+
+each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+def make_scaler(scale=1024.0):
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def record(tmp_path, model, **options):
+    return Recorder(model, folder=tmp_path, loss=loss_of, **options)
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def watch_dropout(model):
+    """What the dropout gave at each of its calls."""
+    given = []
+    model.dropout.register_forward_hook(lambda _, __, output: given.append(output.detach().clone()))
+    return given
+
+
+@each_optimizer
+def test_a_step_is_saved_as_it_was_before_its_forward(tmp_path, fused):
+    model, scaler = make_model(), make_scaler()
+    recorder = record(tmp_path, model, scaler=scaler, arguments={"width": 4})
+    weights = train(model, recorder, loud={3}, scaler=scaler, fused=fused)
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert path.name == "nan-step000003.pth"
+    assert same(dump.state, weights[3])
+    assert not same(dump.state, weights[2])
+    assert dump.scalars["scaler.scale"] == 1024.0
+    assert (dump.scalars["step"], dump.scalars["reason"]) == (3, "loss")
+    assert dump.missing == ()
+
+
+def test_the_replay_is_bit_for_bit_that_step(tmp_path):
+    model, scaler = make_model(), make_scaler()
+    given = watch_dropout(model)
+    recorder = record(tmp_path, model, scaler=scaler, arguments={"width": 4})
+    train(model, recorder, loud={3}, scaler=scaler)
+    replayed = make_model()
+    again = watch_dropout(replayed)
+
+    case = nandoctor.replay(recorder.written[0])
+    nandoctor.replay(recorder.written[0], model=lambda: replayed)
+
+    reproduction = case.report.reproduction
+    assert (reproduction.grade, reproduction.numel) == ("exact", 256)
+    assert 0 < reproduction.num_bad_saved < 256
+    assert reproduction.max_rel_err == 0.0
+    assert torch.equal(again[0], given[3])
+    assert (case.verdict, case.first_nonfinite.module, case.first_nonfinite.samples) == ("precision", "middle", (2,))
+    assert case.report.bad_gradients  # the loss function came with the file
+
+
+def test_poisoned_buffers_stay_out_of_the_dump(tmp_path):
+    class Poisoned(Segmenter):
+        def forward(self, image):
+            return {"logit": self.head(self.enter(self.norm(image)))}
+
+    model, scaler = Poisoned(), make_scaler()
+    recorder = record(tmp_path, model, scaler=scaler)
+    image, mask = make_batch()
+    image[0, 0, 0, 0] = float("nan")
+    train(model, recorder, batches=[make_batch(), (image, mask)], num_steps=2, scaler=scaler)
+    assert model.norm.running_mean.isnan().any()
+    dump = read_dump(recorder.written[0])
+    assert all(torch.isfinite(tensor).all() for tensor in dump.state.values())
+    assert dump.state["norm.num_batches_tracked"] == 1
+
+
+@each_optimizer
+def test_without_a_scaler_the_weights_are_saved_before_the_optimizer_spoils_them(tmp_path, fused):
+    model = make_model()
+    recorder = record(tmp_path, model)
+    weights = train(model, recorder, loud={2}, num_steps=4, fused=fused)
+    assert any(tensor.isnan().any() for tensor in weights[3].values())
+    assert same(read_dump(recorder.written[0]).state, weights[2])
+
+
+def test_every_generator_comes_back(tmp_path):
+    torch.manual_seed(1)
+    model = Gambler()
+    recorder = Recorder(model, folder=tmp_path)
+    np.random.randn()  # leaves one value in stock, which is part of the state
+    for x in (torch.ones(2, 4), torch.tensor([[1.0, 2.0, 3.0, torch.inf]])):
+        with recorder.step():
+            output = model(x)
+    recorder.close()
+    dump = read_dump(recorder.written[0])
+    assert torch.equal(dump.arrays["output"][:, :3], output[:, :3])
+    np.random.rand(5)
+    reproduction = nandoctor.replay(recorder.written[0], model=Gambler).report.reproduction
+    assert (reproduction.grade, reproduction.numel) == ("exact", 4)
+
+
+def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
+    model = make_model()
+    model.norm.eval()
+    recorder = Recorder(model, folder=tmp_path)
+    batch = make_batch(loud=True)
+    with nandoctor.cuda_autocast():
+        output = model(batch[0], gain=2.0)
+    recorder.watch(loss_of(output, batch), {"mask": batch[1], "names": ["a", "b"]})
+    recorder.close()
+    recorded = read_dump(recorder.written[0]).recorded
+    assert {name for name, flag in recorded.training.items() if not flag} == {"norm"}
+    assert (recorded.calls[0].args[0].name, recorded.calls[0].kwargs) == ("input.image", {"gain": 2.0})
+    assert recorded.batch["names"] == ["a", "b"]
+    assert nandoctor.replay(recorder.written[0]).report.reproduction.grade == "exact"
+
+
+def test_an_error_of_the_loops_own_survives_and_the_step_is_saved(tmp_path):
+    model = make_model()
+    recorder = Recorder(model, folder=tmp_path)
+
+    def run(image):
+        with recorder.step(image), nandoctor.cuda_autocast():
+            output = model(image)
+            if not torch.isfinite(output["logit"]).all():
+                raise ValueError("the logit is not finite")
+
+    run(make_batch()[0])
+    with pytest.raises(ValueError, match="the logit is not finite"):
+        run(make_batch(loud=True)[0])
+    assert [path.name for path in recorder.written] == ["nan-step000001.pth"]
+    recorder.close()
+
+
+def test_a_micro_batch_is_saved_with_the_weights_that_it_met(tmp_path):
+    model, scaler = make_model(), make_scaler()
+    recorder = record(tmp_path, model, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(12):
+        batch = make_batch(number == 5)
+        with recorder.step(batch):
+            with nandoctor.cuda_autocast():
+                loss = loss_of(model(batch[0]), batch) / 4
+            recorder.watch(loss)
+            scaler.scale(loss).backward()
+            if number % 4 == 3:
+                before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        if number == 5:
+            weights, image = {k: v.clone() for k, v in model.named_parameters()}, batch[0]
+    recorder.close()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert same({name: dump.state[name] for name in weights}, weights)
+    assert torch.equal(dump.arrays["input.image"], image)
+    assert recorder.history.num_skipped == 1
+    assert before.keys() == dump.state.keys()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
+def test_compiled_models_are_recorded(tmp_path, in_place):
+    model = make_model()
+    compiled = model
+    if in_place:
+        model.compile(backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    graph = compiled._compiled_call_impl
+    recorder = Recorder(compiled, folder=tmp_path)
+    for number in range(3):
+        batch = make_batch(number == 2)
+        loss = loss_of(compiled(batch[0]), batch) * (float("nan") if number == 2 else 1)
+        recorder.watch(loss, batch)
+    recorder.close()
+    dump = read_dump(recorder.written[0])
+    assert dump.state["norm.num_batches_tracked"] == 2
+    assert "norm.running_mean" in dump.state
+    assert torch.equal(dump.arrays["input.image"], batch[0])
+    assert compiled._compiled_call_impl is graph
+
+
+def test_two_calls_of_one_step_are_replayed_in_their_order(tmp_path):
+    model = make_model()
+    recorder = Recorder(model, folder=tmp_path)
+    with recorder.step(), nandoctor.cuda_autocast():
+        first, second = (model(make_batch(loud)[0]) for loud in (False, True))
+        recorder.watch(first["logit"].sum() + second["logit"].sum())
+    recorder.close()
+    report = nandoctor.replay(recorder.written[0]).report
+    assert (report.first_nonfinite.module, report.first_nonfinite.call) == ("middle", 1)
+    assert report.reproduction.grade == "exact"
+
+
+def test_an_output_that_is_watched_alone(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        for loud in (False, True):
+            with nandoctor.cuda_autocast():
+                model(make_batch(loud)[0])
+            recorder.watch()
+    assert len(recorder.written) == 1
+    with torch.no_grad(), nandoctor.cuda_autocast():
+        model(make_batch(True)[0])
+
+
+def test_validation_is_no_step(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        with torch.no_grad():
+            model(make_batch(True)[0])
+        model.eval()(make_batch(True)[0])
+        with pytest.raises(NanDoctorError, match="no forward of its model") as caught:
+            recorder.watch(torch.tensor(1.0))
+    assert "recorder.step" in caught.value.remedy
+
+
+def test_it_stops_and_says_where_the_file_is_and_what_to_type(tmp_path, caplog):
+    model, scaler = make_model(), make_scaler(2.0**20)
+    recorder = record(tmp_path, model, scaler=scaler, in_a_row=3)
+    with caplog.at_level(logging.WARNING), pytest.raises(NonFiniteTrainingError) as caught:
+        train(model, recorder, loud={2, 3, 4, 5}, scaler=scaler)
+    first, last = recorder.written
+    assert [path.name for path in recorder.written] == ["nan-step000002.pth", "nan-step000004.pth"]
+    assert caught.value.message == "The recorder stopped the training at step 4: 3 non-finite steps in a row."
+    assert caught.value.remedy == f"Saved to {last}; next: nandoctor replay {last}"
+    assert caplog.messages == [f"Step 2: the loss is non-finite. Saved to {first}; next: nandoctor replay {first}"]
+
+
+def test_hooks_are_gone_when_it_is_closed(tmp_path):
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = dict(hooks)
+    model = make_model()
+    with Recorder(model, folder=tmp_path):
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+        assert len(hooks) == len(before) + 1
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert hooks == before
+
+
+def test_settings_that_mean_nothing_are_refused(tmp_path):
+    for wrong in ({"threshold": 1.5}, {"window": 0}, {"in_a_row": 0}, {"keep": 0}):
+        with pytest.raises(NanDoctorError, match="no stopping by"):
+            Recorder(nn.Linear(2, 2), folder=tmp_path, **wrong)
+
+
+def test_an_input_that_is_overwritten_is_not_passed_off_as_the_models(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        image, mask = make_batch(loud=True)
+        with nandoctor.cuda_autocast():
+            loss = loss_of(model(image), (image, mask))
+        recorder.watch(loss)
+        image.zero_()
+    assert any("input: overwritten" in note for note in read_dump(recorder.written[0]).missing)
+
+
+def test_old_files_of_the_run_make_way_and_others_stay(tmp_path):
+    (tmp_path / "nan-step000001.pth").write_bytes(b"another run's")
+    model, scaler = make_model(), make_scaler(2.0**40)
+    recorder = record(tmp_path, model, scaler=scaler, keep=2, window=1, threshold=1.0)
+    train(model, recorder, loud={1, 3, 5}, scaler=scaler)
+    assert [path.name for path in recorder.written] == ["nan-step000003.pth", "nan-step000005.pth"]
+    assert (tmp_path / "nan-step000001.pth").read_bytes() == b"another run's"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_optimizer_is_saved_on_request(tmp_path):
+    model = make_model()
+    recorder = record(tmp_path, model, keep_optimizer=True)
+    train(model, recorder, loud={2}, num_steps=3)
+    assert {moment.index for moment in read_dump(recorder.written[0]).moments} == set(range(6))

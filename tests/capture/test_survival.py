@@ -1,0 +1,137 @@
+"""Whatever happens to the file, the training's own error survives, and no half file is taken for a dump."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nandoctor import Recorder
+from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import DumpError
+
+FOLDER = Path(__file__).parent
+DIES = """
+import sys, torch
+from torch import nn
+from nandoctor import Recorder
+
+model = nn.Linear({width}, {width})
+{before}
+with Recorder(model, folder=sys.argv[1]) as recorder:
+    with recorder.step():
+        recorder.watch(model(torch.full((1, {width}), float("nan"))).sum())
+        raise KeyError("the training's own error")
+"""
+
+
+def run(tmp_path, width=4, before=""):
+    script = DIES.format(width=width, before=before)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def fail_in(folder, batch=None, **options):
+    """A step that fails on its own, recorded into the folder."""
+    model = nn.Linear(4, 4)
+    recorder = Recorder(model, folder=folder, **options)
+
+    def step():
+        with recorder.step(batch):
+            recorder.watch(model(torch.full((1, 4), float("nan"))).sum())
+            raise KeyError("the training's own error")
+
+    with pytest.raises(KeyError, match="own error"):
+        step()
+    recorder.close()
+    return recorder
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        recorder = fail_in(tmp_path / "file" / "dumps")
+    assert recorder.written == ()
+    assert "could not save nan-step000000" in caplog.messages[0]
+    assert "It could not be saved" in caplog.messages[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only(tmp_path, caplog):
+    tmp_path.chmod(0o500)
+    assert fail_in(tmp_path).written == ()
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(tmp_path):
+    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    process = run(tmp_path, width=200, before=limit)
+    _, errors = process.communicate(timeout=120)
+    assert 'KeyError: "the training\'s own error"' in errors
+    assert "could not save" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_file_is_written(tmp_path):
+    process = run(tmp_path, width=5000)  # 100 MB
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in tmp_path.glob(".*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    assert list(tmp_path.glob("*.pth")) == []
+    (half,) = tmp_path.glob(".*.tmp")
+    with pytest.raises(DumpError):
+        read_dump(half)
+
+
+def test_what_cannot_be_pickled_is_left_out_and_named(tmp_path):
+    batch = {"image": torch.ones(2), "transform": lambda x: x, "file": sys.stderr, 3: [{1: object()}]}
+    recorder = fail_in(tmp_path, batch)
+    dump = read_dump(recorder.written[0])
+    assert dump.recorded.batch.keys() == {"image", "transform", "file", 3}
+    assert [note.partition(":")[0] for note in dump.missing] == ["batch.transform", "batch.file", "batch.3.0.1"]
+
+
+def test_a_state_dict_that_raises(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(nn.Linear, "state_dict", lambda *_, **__: 1 / 0)
+    assert fail_in(tmp_path).written == ()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_any_torch_can_load_it(tmp_path):
+    (path,) = fail_in(tmp_path, batch=(torch.ones(2), "name")).written
+    saved = torch.load(path, weights_only=True)
+    assert saved["format"] == "nandoctor.dump/1"
+    assert saved["calls"][0]["args"][0].isnan().all()
+    assert saved["batch"][1] == "name"
+    assert saved["rng"]["torch"].dtype == torch.uint8
+    assert saved["versions"]["torch"] == torch.__version__
+
+
+def test_a_file_beyond_the_cap_says_what_it_left_out(tmp_path):
+    (path,) = fail_in(tmp_path, batch=torch.ones(100_000), max_nbytes=50_000).written
+    assert path.stat().st_size < 50_000
+    dump = read_dump(path)
+    assert dump.missing == ("batch: 400000 bytes, beyond the cap of 50000",)
+    assert dump.recorded.batch is None
+    assert dump.state.keys() == {"weight", "bias"}
+
+
+def test_weights_beyond_the_cap_can_be_put_in_later(tmp_path):
+    (path,) = fail_in(tmp_path, max_nbytes=50).written
+    with pytest.raises(DumpError, match="its weights were left out") as caught:
+        read_dump(path)
+    assert "max_nbytes" in caught.value.remedy

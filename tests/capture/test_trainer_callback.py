@@ -1,0 +1,125 @@
+"""A real training of the Trainer of transformers that dies under AMP, and its replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nandoctor
+from nandoctor.dumps.reader import read_dump
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from nandoctor.capture.transformers import RecorderCallback  # noqa: E402
+
+
+class MixedPrecisionTrainer(transformers.Trainer):
+    """In fp16 as on a GPU; Trainer's own fp16 refuses a CPU."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        with nandoctor.cuda_autocast():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    model = transformers.BertForTokenClassification(config)
+    with torch.no_grad():
+        # One token of the vocabulary, at whose position the last layer overflows.
+        model.bert.embeddings.word_embeddings.weight[49] = 0
+        model.bert.embeddings.word_embeddings.weight[49, 0] = 100
+        model.classifier.weight[0] = 0
+        model.classifier.weight[0, 0] = 15_000
+    return model
+
+
+def fit(folder, callback, trainer_class, **options):
+    rows = [
+        {
+            "input_ids": torch.randint(49, (8,)),
+            "attention_mask": torch.ones(8, dtype=torch.long),
+            "labels": torch.ones(8).long(),
+        }
+        for _ in range(16)
+    ]
+    rows[9]["input_ids"][5] = 49
+    arguments = transformers.TrainingArguments(
+        folder / "trainer",
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        learning_rate=1e-6,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        data_seed=0,
+        **options,
+    )
+    trainer_class(make_model(), arguments, train_dataset=rows, callbacks=[callback]).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
+    callback = RecorderCallback(folder=tmp_path / "dumps")
+    fit(tmp_path, callback, MixedPrecisionTrainer)
+    (path,) = callback.recorder.written
+    dump = read_dump(path)
+    assert (dump.arrays["input.input_ids"] == 49).sum() == 1
+    assert dump.recorded.loss_field == "loss"
+    assert dump.recorded.model.config == "transformers.models.bert.configuration_bert:BertConfig"
+
+    case = nandoctor.replay(path)
+    reproduction = case.report.reproduction
+    assert (reproduction.grade, reproduction.output) == ("exact", "output.logits")
+    assert 0 < reproduction.num_bad_saved < reproduction.numel
+    assert (case.verdict, case.first_nonfinite.module) == ("precision", "classifier")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_autocast_that_accelerate_wraps_around_a_forward_is_seen(tmp_path):
+    class Breaking(transformers.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step == 2:
+                inputs["inputs_embeds"] = model.bert.embeddings.word_embeddings(inputs.pop("input_ids")) * float("inf")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    callback = RecorderCallback(folder=tmp_path / "dumps")
+    fit(tmp_path, callback, Breaking, bf16=True)
+    (path,) = callback.recorder.written
+    autocast = read_dump(path).recorded.autocast
+    assert (autocast.enabled, autocast.device, autocast.dtype, autocast.emulated) == (True, "cpu", "bfloat16", False)
+    assert nandoctor.replay(path).report.reproduction.grade == "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_recipe_for_accelerate(tmp_path):
+    import accelerate
+    from trainings import loss_of, make_batch
+    from trainings import make_model as make_segmenter
+
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = make_segmenter()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with nandoctor.Recorder(model, folder=tmp_path, scaler=accelerator.scaler, loss=loss_of) as recorder:
+        for number in range(4):
+            batch = make_batch()
+            with recorder.step(batch):
+                loss = loss_of(model(batch[0]), batch) * (float("inf") if number == 2 else 1.0)
+                recorder.watch(loss)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert dump.recorded.autocast.dtype == "bfloat16"
+    assert all(torch.isfinite(tensor).all() for tensor in dump.state.values())
+    assert nandoctor.replay(path).report.reproduction.grade == "exact"

@@ -1,0 +1,90 @@
+"""Reading nandoctor.dump/1: nothing in such a file is believed before it was checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.summary import summarize
+from nandoctor.errors import DumpError
+
+IMAGE = torch.ones(2, 3)
+
+
+def contents(**changes):
+    return {
+        "format": "nandoctor.dump/1",
+        "event": {"step": 7, "reason": "loss", "loss": float("nan"), "epoch": None},
+        "state_dict": {"weight": torch.ones(3)},
+        "calls": [{"names": ["x"], "args": (IMAGE,), "kwargs": {"scale": 2.0}}],
+        "batch": [IMAGE, torch.zeros(2)],
+        "output": {"logit": torch.full((2, 1), float("nan"))},
+        "training": {"": True},
+        "rng": {"torch": torch.get_rng_state()},
+        "autocast": {"enabled": True, "device": "cuda", "dtype": "float16"},
+        "scaler": {"scale": 1024.0},
+        "left_out": ["batch.2: a generator"],
+        **changes,
+    }
+
+
+def read(tmp_path, **changes):
+    torch.save(contents(**changes), tmp_path / "dump.pth")
+    return read_dump(tmp_path / "dump.pth")
+
+
+def test_everything_has_its_place(tmp_path):
+    dump = read(tmp_path)
+    assert list(dump.arrays) == ["input.x", "batch.1", "output.logit"]
+    assert dump.recorded.batch[0].name == "input.x"
+    assert dump.scalars.keys() == {"step", "reason", "loss", "scaler.scale"}
+    assert (dump.layout, dump.recorded.autocast.dtype, len(dump.rng_states)) == ("nandoctor.dump/1", "float16", 1)
+    assert dump.missing == ("batch.2: a generator",)
+    assert summarize(dump).missing == dump.missing
+
+
+def test_a_file_with_the_weights_alone_is_read(tmp_path):
+    torch.save({"format": "nandoctor.dump/1", "state_dict": {"weight": torch.ones(3)}}, tmp_path / "dump.pth")
+    dump = read_dump(tmp_path / "dump.pth")
+    assert (dump.arrays, dump.recorded.calls, dump.recorded.model) == ({}, (), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "nandoctor.dump/2"}, "nandoctor.dump/2, which this version does not know"),
+        ({"state_dict": {}}, "holds no state dict"),
+        ({"state_dict": [1]}, "'state_dict' is a list where a dict belongs"),
+        ({"calls": {"x": IMAGE}}, "'calls' is a dict where a list belongs"),
+        ({"calls": [3]}, "'calls' is a int where a dict belongs"),
+        ({"calls": [{"args": [IMAGE]}]}, "'args' is a list where a tuple belongs"),
+        ({"training": {"": 1}}, "'training' is a int where a bool belongs"),
+        ({"autocast": {"enabled": "yes"}}, "'enabled' is a str where a bool belongs"),
+        ({"model": "train.py:Net"}, "'model' is a str where a dict belongs"),
+        ({"model": {"name": 3}}, "'name' is a int where a str belongs"),
+        ({"batch": {"x": {1, 2}}}, "'batch.x' is a set"),
+        ({"rng": {"numpy": {"keys": "abc"}}}, "'keys' is a str where a Tensor belongs"),
+        ({"rng": {"python": {"words": 3}}}, "'words' is a int where a Tensor belongs"),
+        ({"rng": {"numpy": {"position": 3}}}, "holds no 'keys' of 624 words"),
+        ({"rng": {"python": {"words": torch.zeros(3)}}}, "holds no 'words' of 625 words"),
+    ],
+)
+def test_what_is_not_as_the_format_says_is_refused(tmp_path, changes, message):
+    with pytest.raises(DumpError, match=message) as caught:
+        read(tmp_path, **changes)
+    assert caught.value.remedy
+
+
+def test_a_tree_without_end_is_refused(tmp_path):
+    tree = IMAGE
+    for _ in range(40):
+        tree = [tree]
+    with pytest.raises(DumpError, match="nests without end"):
+        read(tmp_path, batch=tree)
+
+
+def test_a_word_of_the_format_in_a_plain_dump_is_no_claim(tmp_path):
+    torch.save({"format": "png", "state_dict": {"weight": IMAGE}, "image": IMAGE}, tmp_path / "dump.pth")
+    dump = read_dump(tmp_path / "dump.pth")
+    assert (dump.layout, dump.scalars, dump.recorded) == ("plain", {"format": "png"}, None)
