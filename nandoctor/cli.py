@@ -90,7 +90,7 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
         click.option("--seed", type=int, help="For dropout and the like (default 0, then a few more)."),
         click.option("--no-prescribe", is_flag=True, help="Only say what it is: try no cures."),
         click.option("--max-trials", type=click.IntRange(min=0), metavar="N", help="Runs to spend on cures (200)."),
-        click.option("--time", type=float, metavar="SECONDS", help="Time to spend on cures (default: no limit)."),
+        click.option("--time", type=float, metavar="SECONDS", help="Time to spend on cures (300)."),
         click.option("--no-strict", is_flag=True, help="Load the weights that fit, leave the rest."),
         click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."),
         click.option("--survey", is_flag=True, help="Count samples and exponents in every layer; keep a thumbnail."),

@@ -50,7 +50,7 @@ class Settings:
     survey: bool = False
     prescribe: bool = True
     max_trials: int | None = 200
-    time: float | None = None
+    time: float | None = 300.0
     directory: Path = field(default_factory=Path.cwd)
 
 

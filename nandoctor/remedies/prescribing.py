@@ -6,6 +6,7 @@ In: a `Patient`, and the trials of its failing step. Out: `Remedies`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -83,24 +84,27 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     tried: list[Prescription] = []
     from_islands: list[Prescription] = []
     circumstances: list[Counterfactual] = []
-    search, spent = None, False
-    try:
+    search = None
+    untried = ["changes of the operation", "sets of modules in fp32", "other circumstances"]
+    with suppress(BudgetSpent):
         for doses in _propose(patient, trials):
             tried += _try(doses, trials)
+        untried.remove("changes of the operation")
         if patient.verdict in ("precision", "silent"):
             search, found = _search_islands(patient, trials)
             for kept in found:
                 from_islands += _try((_refine(kept, patient, trials),), trials)
+        if search is None or search.complete:
+            untried.remove("sets of modules in fp32")
         for line in compare_circumstances(_circumstances(patient), trials_at):
             circumstances.append(line)
-    except BudgetSpent:
-        spent = True
+        untried.remove("other circumstances")
     ranked = _rank(tried, from_islands, patient)
     return Remedies(
         prescriptions=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
         island_search=search,
         counterfactuals=tuple(circumstances),
-        notes=tuple(_notes(patient, ranked, spent=spent or (search is not None and not search.complete))),
+        notes=tuple(_notes(patient, ranked, untried)),
     )
 
 
@@ -115,9 +119,9 @@ def _rank(tried: list[Prescription], from_islands: list[Prescription], patient: 
     return sorted(_distinct([*from_islands, *tried]), key=key)
 
 
-def _notes(patient: Patient, ranked: Sequence[Prescription], *, spent: bool) -> Iterator[str]:
-    if spent:
-        yield "The budget for trials was spent before everything was tried: --max-trials and --time raise it."
+def _notes(patient: Patient, ranked: Sequence[Prescription], untried: Sequence[str]) -> Iterator[str]:
+    if untried:
+        yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if patient.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision cures this: what was tried changes the operation itself."
     if not any(item.verified for item in ranked):
@@ -355,7 +359,9 @@ def _refine(kept: tuple[KeepModule, ...], patient: Patient, trials: Trials) -> E
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in patient.trace.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=replace(site_of(op), op="", nth=0)) for op in ops))
-    fewest = next(find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen)), None) if lines else None
+    fewest = None
+    with suppress(BudgetSpent):  # the set itself stands without it
+        fewest = next(find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen)), None) if lines else None
     return _join([*whole, *fewest]) if fewest else _join(kept)
 
 

@@ -296,10 +296,10 @@ def cured():
     """A failure with all that a search for cures can give."""
     made = precision()
     source = SourceLine(file="/home/them/net.py", line=45, text="return x / torch.sqrt(variance + 1e-8)")
-    site = OpSite(module="encoder.blocks.2.attention", op="add", nth=0)
+    site = OpSite(module="encoder.blocks.2.attention", type="Block", op="add", nth=0)
     sound = TrialOutcome(finite=True, max_rel_err=6.2e-4)
     edits = (
-        (SetArgument(site=site, argument="other", value=1e-5), "An eps that fp16 holds at net.py:45", True),
+        (SetArgument(site=site, argument="other", was=1e-8, value=1e-5), "An eps that fp16 holds at net.py:45", True),
         (KeepModule(module="encoder.blocks.2.attention"), "encoder.blocks.2.attention in fp32", True),
         (UseFormat(format=BF16), "bf16 instead of fp16", True),
         (ClampArgument(site=site, argument="", low=-6e4, high=6e4), "Clamp what add returns", False),
