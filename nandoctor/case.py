@@ -14,13 +14,14 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.engine.constants import list_constants
 from nandoctor.engine.models import build_model
+from nandoctor.engine.reproduction import Progress
 from nandoctor.engine.settings import Settings, override, read_settings
 from nandoctor.engine.setup import ModelSource
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.comparison import Comparison
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Origin, Prescription, Report
-from nandoctor.postmortem import Progress, audit_dump, examine_dump, replay_dump
+from nandoctor.postmortem import audit_dump, examine_dump, replay_dump
 from nandoctor.remedies.repro import make_script
 from nandoctor.renderers.base import save_report
 from nandoctor.rules.eps_audit import fold

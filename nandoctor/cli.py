@@ -20,9 +20,9 @@ from nandoctor.errors import NanDoctorError
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
+    from nandoctor.engine.reproduction import Progress
     from nandoctor.evidence.fates import Fate
     from nandoctor.evidence.report import EpsUse, Report
-    from nandoctor.postmortem import Progress
 
 EXIT_NOT_REPRODUCED = 3
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"

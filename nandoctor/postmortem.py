@@ -6,131 +6,47 @@ In: a `Dump`, a model and `Settings`. Out: a `Report`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from textwrap import shorten
 
 import torch
 
 from nandoctor import __version__
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded import Recorded
 from nandoctor.dumps.summary import summarize
-from nandoctor.engine.autocast import REFERENCE, Policy, make_policy
+from nandoctor.engine.autocast import REFERENCE, Policy
 from nandoctor.engine.constants import list_constants
-from nandoctor.engine.grading import grade
-from nandoctor.engine.interventions import batch_size
 from nandoctor.engine.optimizer import measure_slots
 from nandoctor.engine.pictures import take_picture
-from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Outcome, Setup, Step, Watch, run
+from nandoctor.engine.reproduction import (
+    Attempt,
+    Progress,
+    Replay,
+    choose_policy,
+    find_loss_scale,
+    make_replay,
+    reproduce,
+)
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Setup, Step, Watch
 from nandoctor.engine.settings import Settings
-from nandoctor.engine.setup import ModelSource, Preparation, prepare
+from nandoctor.engine.setup import ModelSource, prepare
 from nandoctor.engine.stats import collect, measure
-from nandoctor.errors import DumpError, ModelError
+from nandoctor.errors import DumpError
 from nandoctor.evidence.census import DumpSummary
-from nandoctor.evidence.edits import Edit
-from nandoctor.evidence.formats import FORMATS, FloatFormat
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
-from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
-from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
+from nandoctor.remedies.prescribing import Remedies
+from nandoctor.remedies.treatment import treat
+from nandoctor.remedies.trials import Budget
 from nandoctor.rules.alignment import describe_error_source, find_near_misses
 from nandoctor.rules.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
 from nandoctor.rules.eps_audit import audit
 from nandoctor.rules.sighting import needs_census
 from nandoctor.rules.summary import describe_first, summarize_runs
 from nandoctor.rules.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
-
-Progress = Callable[[str, int, int | None], None]
-"""Told (stage, module calls done, module calls in all or None where that is not known yet)."""
-
-NUM_EXTRA_SEEDS = 3
-CLOSE_ENOUGH = 0.02
-"""A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
-other hardware sums in another order, and fp16 rounds at every layer."""
-
-_GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "finite": 3}
-_WRONG_CALL = (TypeError, AttributeError, KeyError, IndexError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """One replay under autocast with one train flag and seed, and its grade."""
-
-    setup: Setup
-    outcome: Outcome
-    reproduction: Reproduction
-
-    @property
-    def name(self) -> str:
-        trace = self.outcome.trace
-        drawn = "the saved random state" if trace.seed is None else f"seed {trace.seed}"
-        return f"{'train' if trace.training else 'eval'} mode, {drawn}"
-
-    def step(self, policy: Policy, loss_scale: float) -> Step:
-        """This attempt, to be run again."""
-        trace = self.outcome.trace
-        return Step(setup=self.setup, policy=policy, training=trace.training, seed=trace.seed, loss_scale=loss_scale)
-
-    @property
-    def accepted(self) -> bool:
-        """Whether this is the failing step again, so that no other setting need be tried."""
-        if self.reproduction.grade == "no-reference":
-            return not self.outcome.trace.finite
-        close = (self.reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
-        return self.reproduction.grade == "exact" or (self.reproduction.grade == "same-mask" and close)
-
-    @property
-    def rank(self) -> tuple[int, bool, float]:
-        """Sorts the better attempt first."""
-        error = self.reproduction.max_rel_err or 0.0
-        return _GRADE_RANK[self.reproduction.grade], self.outcome.trace.finite, error
-
-
-class _Replay:
-    """The runs of one replay: the policy, the progress and the number of calls to expect are the same for all."""
-
-    def __init__(self, policy: Policy, progress: Progress, *, survey: bool = False) -> None:
-        self.policy = policy
-        self._survey = survey
-        self.low = policy.format
-        self._progress = progress
-        self._num_calls: int | None = None
-
-    def run(
-        self,
-        stage: str,
-        setup: Setup,
-        policy: Policy,
-        *,
-        training: bool,
-        seed: int | None,
-        watch: Watch = MODULES_ONLY,
-        edits: tuple[Edit, ...] = (),
-    ) -> Outcome:
-        """Run `setup` once, with progress shown as `stage`."""
-        self._progress(stage, 0, self._num_calls)
-        outcome = run(
-            setup,
-            policy,
-            training=training,
-            seed=seed,
-            low=self.low,
-            watch=replace(watch, survey=self._survey and not watch.keep),
-            edits=edits,
-            on_call=lambda done: self._progress(stage, done, self._num_calls),
-        )
-        self._num_calls = sum(call.leave is not None for call in outcome.trace.calls)
-        return outcome
-
-    def run_again(self, stage: str, attempt: _Attempt, policy: Policy, watch: Watch = MODULES_ONLY) -> Trace:
-        """The step of `attempt` again, under another policy or with more to watch."""
-        trace = attempt.outcome.trace
-        name = f"{stage} {'in fp32' if policy is REFERENCE else 'under autocast'}"
-        return self.run(name, attempt.setup, policy, training=trace.training, seed=trace.seed, watch=watch).trace
 
 
 def replay_dump(
@@ -161,14 +77,15 @@ def examine_dump(
     """
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Postmortem(report=_report_weights(dump, summary, _choose_policy(dump, settings).format), step=None)
+        return Postmortem(report=_report_weights(dump, summary, choose_policy(dump, settings).format), step=None)
     preparation = prepare(dump, model, settings)
-    replay = _make_replay(dump, settings, progress)
-    attempt = _reproduce(replay, preparation, settings, dump.recorded)
-    findings = _examine(replay, attempt, _loss_scale(dump, settings))
+    replay = make_replay(dump, settings, progress)
+    attempt = reproduce(replay, preparation, settings, dump.recorded)
+    loss_scale = find_loss_scale(dump, settings)
+    findings = _examine(replay, attempt, loss_scale)
     slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
     findings = _look_at_optimizer(findings, slots)
-    remedies = _treat(replay, attempt, findings, slots, settings, _loss_scale(dump, settings))
+    remedies = _treat(replay, attempt, findings, slots, settings, loss_scale) if settings.prescribe else Remedies()
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes, *kept_from_it)
     report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
@@ -179,7 +96,28 @@ def examine_dump(
             eps_audit=constants,
             picture=_take_picture(report, attempt.setup) if settings.survey else None,
         ),
-        step=attempt.step(replay.policy, _loss_scale(dump, settings)),
+        step=attempt.step(replay.policy, loss_scale),
+    )
+
+
+def _treat(
+    replay: Replay,
+    attempt: Attempt,
+    findings: _Findings,
+    slots: tuple[OptimizerSlot, ...],
+    settings: Settings,
+    loss_scale: float,
+) -> Remedies:
+    return treat(
+        replay,
+        attempt,
+        findings.trace,
+        findings.reference,
+        findings.conclusion,
+        findings.verdict,
+        slots=slots,
+        loss_scale=loss_scale,
+        budget=Budget(max_trials=settings.max_trials, time_s=settings.time),
     )
 
 
@@ -194,15 +132,11 @@ def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
-    replay = _make_replay(dump, settings, progress)
-    attempt = _reproduce(replay, prepare(dump, model, settings), settings, dump.recorded)
+    replay = make_replay(dump, settings, progress)
+    attempt = reproduce(replay, prepare(dump, model, settings), settings, dump.recorded)
     ops = replay.run_again("closer look", attempt, replay.policy, Watch(ops=True)).ops
     net = attempt.setup.model
     return audit(ops, list_constants(net), measure_slots(dump.moments, net, replay.low), dump.optimizer_eps)
-
-
-def _make_replay(dump: Dump, settings: Settings, progress: Progress) -> _Replay:
-    return _Replay(_choose_policy(dump, settings), progress, survey=settings.survey)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +155,7 @@ class _Findings:
 def _write_report(
     findings: _Findings,
     remedies: Remedies,
-    attempt: _Attempt,
+    attempt: Attempt,
     summary: DumpSummary,
     notes: tuple[str, ...],
     low: FloatFormat,
@@ -277,71 +211,7 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _choose_policy(dump: Dump, settings: Settings) -> Policy:
-    """The user's word; else what the recorder saw; else CUDA's autocast in fp16."""
-    autocast = dump.recorded.autocast if dump.recorded is not None else None
-    if autocast is None:
-        return make_policy(settings.policy or "cuda", FORMATS[settings.amp_dtype or "float16"])
-    native = autocast.device != "cuda" and not autocast.emulated
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in dump.state.values()}
-    low = next((name for name in ("float16", "bfloat16") if name in dtypes), "float16")
-    dtype = autocast.dtype if autocast.enabled and autocast.dtype in ("float16", "bfloat16") else low
-    return make_policy(
-        settings.policy or ("native" if native else "cuda"),
-        FORMATS[settings.amp_dtype or dtype],
-        ambient=autocast.enabled or settings.amp_dtype is not None,
-    )
-
-
-def _reproduce(replay: _Replay, preparation: Preparation, settings: Settings, recorded: Recorded | None) -> _Attempt:
-    """The first attempt that shows the failing step again, else the nearest to it; all attempts are named."""
-    attempts: list[_Attempt] = []
-    setups = preparation.setups
-    saved = [recorded.training[""]] if recorded is not None and "" in recorded.training else [True, False]
-    flags = [settings.mode == "train"] if settings.mode else saved
-    seeds = _seeds(settings, setups[0])
-    watch = CLOSELY if preparation.saved_bad else MODULES_ONLY
-    for training, seed in [*((flag, seeds[0]) for flag in flags), *((flags[0], seed) for seed in seeds[1:])]:
-        if seed != seeds[0] and not any(attempt.outcome.random for attempt in attempts):
-            break
-        attempts.append(_attempt(replay, setups, preparation, training, seed, watch))
-        setups = (attempts[0].setup,)
-        if attempts[-1].accepted:
-            break
-    best = min(attempts, key=lambda attempt: attempt.rank)
-    others = [attempt for attempt in attempts if attempt is not best]
-    names = tuple(f"{attempt.name}: {attempt.reproduction.grade}" for attempt in (*others, best))
-    return replace(best, reproduction=replace(best.reproduction, attempts=names))
-
-
-def _seeds(settings: Settings, setup: Setup) -> list[int | None]:
-    """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
-    first = settings.seed if settings.seed is not None or setup.rng_states else 0
-    return [first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))]
-
-
-def _attempt(
-    replay: _Replay,
-    setups: tuple[Setup, ...],
-    preparation: Preparation,
-    training: bool,
-    seed: int | None,
-    watch: Watch,
-) -> _Attempt:
-    """Replay the first of `setups`, or the next where the model rejects the arguments themselves."""
-    setup, *others = setups
-    try:
-        outcome = replay.run("replay under autocast", setup, replay.policy, training=training, seed=seed, watch=watch)
-    except ModelError as error:
-        if others and isinstance(error.__cause__, _WRONG_CALL):
-            with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
-                return _attempt(replay, tuple(others), preparation, training, seed, watch)
-        raise
-    reproduction = grade(preparation.saved, outcome.output, preparation.output_field)
-    return _Attempt(setup=setup, outcome=replace(outcome, output=None), reproduction=reproduction)
-
-
-def _examine(replay: _Replay, attempt: _Attempt, loss_scale: float) -> _Findings:
+def _examine(replay: Replay, attempt: Attempt, loss_scale: float) -> _Findings:
     """Forward and loss, then the backward pass where there is a loss: a sound forward can end in bad gradients."""
     trace, reference, conclusion = _examine_forward(replay, attempt)
     verdict = judge(trace, reference, conclusion, attempt.reproduction)
@@ -376,7 +246,7 @@ def _look_at_optimizer(findings: _Findings, slots: Sequence[OptimizerSlot]) -> _
     return findings
 
 
-def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, Conclusion]:
+def _examine_forward(replay: Replay, attempt: Attempt) -> tuple[Trace, Trace, Conclusion]:
     """The fp32 run beside the replay, op by op in both where something went wrong."""
     trace = attempt.outcome.trace
     reference = replay.run_again("replay", attempt, REFERENCE, MODULES_ONLY if trace.finite else CLOSELY)
@@ -390,7 +260,7 @@ def _examine_forward(replay: _Replay, attempt: _Attempt) -> tuple[Trace, Trace, 
     return trace, reference, conclude(trace, reference, replay.low)
 
 
-def _counted(replay: _Replay, attempt: _Attempt, trace: Trace, policy: Policy) -> Trace:
+def _counted(replay: Replay, attempt: Attempt, trace: Trace, policy: Policy) -> Trace:
     """The trace, with exact counts wherever it asks for them."""
     if not needs_census(trace, replay.low):
         return trace
@@ -406,7 +276,7 @@ class _Backward:
     conclusion: Conclusion
 
 
-def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float, *, sound: bool) -> _Backward:
+def _examine_backward(replay: Replay, attempt: Attempt, loss_scale: float, *, sound: bool) -> _Backward:
     """The backward pass at the step's loss scale; where gradients are bad, in fp32 and at scale 1 as well."""
     watch = Watch(ops=True, backward=True, loss_scale=loss_scale)
     trace = replay.run_again("backward", attempt, replay.policy, watch)
@@ -422,57 +292,6 @@ def _examine_backward(replay: _Replay, attempt: _Attempt, loss_scale: float, *, 
         verdict=judge_backward(trace, reference, cured_by_scale=cured),
         conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, cured_by_scale=cured),
     )
-
-
-def _treat(
-    replay: _Replay,
-    attempt: _Attempt,
-    findings: _Findings,
-    slots: tuple[OptimizerSlot, ...],
-    settings: Settings,
-    loss_scale: float,
-) -> Remedies:
-    """Changes that cure the step, and the step under other circumstances; nothing for a step that did not fail."""
-    if not settings.prescribe or findings.verdict in ("healthy", "not-reproduced"):
-        return Remedies()
-    setup = attempt.setup
-    purse = Purse(Budget(max_trials=settings.max_trials, time_s=settings.time))
-    watch = Watch(backward=setup.loss is not None, keep=setup.loss is not None, loss_scale=loss_scale)
-    numerics = findings.verdict not in ("precision", "silent", "loss-scale")
-
-    @cache
-    def trials_at(training: bool, seed: int | None) -> Trials:
-        def run_step(edits: tuple[Edit, ...], precision: Precision) -> Outcome | None:
-            policy = REFERENCE if precision == "fp32" else replay.policy
-            stage = f"{'replay in fp32' if precision == 'fp32' else 'replay'}, trial {purse.num_run}"
-            with suppress(ModelError):  # an edited model may not run at all
-                return replay.run(stage, setup, policy, training=training, seed=seed, watch=watch, edits=edits)
-            return None
-
-        return Trials(run_step, purse, numerics=numerics, strict_gradients=loss_scale != 1)
-
-    patient = Patient(
-        model=setup.model,
-        trace=findings.trace,
-        reference=findings.reference,
-        conclusion=findings.conclusion,
-        verdict=findings.verdict,
-        low=replay.low,
-        num_samples=batch_size(setup.batch, setup.used),
-        has_loss=setup.loss is not None,
-        loss_scale=loss_scale if setup.loss is not None else None,
-        random=attempt.outcome.random,
-        slots=slots,
-    )
-    return prescribe(patient, trials_at)
-
-
-def _loss_scale(dump: Dump, settings: Settings) -> float:
-    """The user's word, else what the dump saved (a plain number, or GradScaler's state), else 1."""
-    if settings.loss_scale is not None:
-        return settings.loss_scale
-    saved = [value for name, value in dump.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
-    return float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
 
 
 def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Report:

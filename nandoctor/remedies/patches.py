@@ -6,7 +6,7 @@ In: an `Edit` whose places carry the source lines that the trace saw. Out: text.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nandoctor.evidence.edits import (
@@ -88,8 +88,12 @@ def _patch_modules(edits: Sequence[KeepModule]) -> Iterator[str]:
     yield f"        {_OFF}"
     yield "            return forward(x.float())"
     yield "    module.forward = run"
-    yield f"for name in {[edit.module for edit in edits]!r}:"
+    yield f"for name in {_listed(edit.module for edit in edits)}:"
     yield "    keep_in_fp32(model.get_submodule(name))"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
 def _call_of(name: str) -> str:
@@ -257,7 +261,7 @@ def _title_buffers(edit: ResetBuffers) -> str:
 
 def _patch_buffers(edit: ResetBuffers) -> Iterator[str]:
     owners = sorted({name.rpartition(".")[0] for name in edit.names})
-    yield f"for name in {owners!r}:"
+    yield f"for name in {_listed(owners)}:"
     yield "    model.get_submodule(name).reset_running_stats()"
     yield "# then a few batches in train mode, without an optimizer step, give the statistics back"
 

@@ -102,7 +102,7 @@ def test_modules():
     assert "self[0](x.float())" in write_patch(KeepModule(module="stem.0"))
     assert write_title(Together(edits=(one, other))) == "Keep 2 modules in fp32: blocks.3.mlp, head"
     many = Together(edits=tuple(KeepModule(module=name) for name in "abc"))
-    assert "for name in ['a', 'b', 'c']:" in write_patch(many)
+    assert 'for name in ["a", "b", "c"]:' in write_patch(many)
     compile(write_patch(many), "patch", "exec")
 
 

@@ -160,7 +160,7 @@ SUMMARY = DumpSummary(
 @pytest.mark.parametrize(
     ("verdict", "conclusion", "words"),
     [
-        ("precision", concluded(), ["matmul-overflow", "nandoctor plot"]),
+        ("precision", concluded(), ["matmul-overflow", "-o report.html"]),
         ("input", concluded("input"), ["matmul-overflow", "samples named above"]),
         ("state", Conclusion(), ["Go back to a checkpoint"]),
         ("healthy", Conclusion(), ["the backward pass"]),
