@@ -148,10 +148,14 @@ def _print_diagnoses(workload: Workload) -> None:
 
     sick = workload.build_sick()
     with _dump_of(workload, sick) as path:
-        variants = {"plain": forward, "a middle layer overflows": lambda: _replay(path, sick, "precision")}
+        variants = {
+            "plain": forward,
+            "a middle layer overflows": partial(_replay, path, sick, "precision", prescribe=False),
+            "the same, cures tried": partial(_replay, path, sick, "precision"),
+        }
         _print_ratios("plain fp32 forward", variants, REPEATS // 3)
     with _dump_of(workload, model) as path:
-        steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss)
+        steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, prescribe=False)
         variants = {"plain": step, "only the gradients are bad": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
 

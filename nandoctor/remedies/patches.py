@@ -28,9 +28,14 @@ from nandoctor.evidence.edits import (
     UseFormat,
 )
 from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.trace import SourceLine
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
 _FEW = 2
+
+OwnLines = Callable[[str], Sequence[SourceLine]]
+"""The source lines of a module's own ops, as far as they are known."""
+
 _NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
 
@@ -44,14 +49,16 @@ def write_title(edit: Edit) -> str:
     return str(_WRITERS[edit.kind][0](edit))
 
 
-def write_patch(edit: Edit) -> str:
-    """The lines to write, with file and line where they are known."""
+def write_patch(edit: Edit, own_lines: OwnLines = lambda _: ()) -> str:
+    """The lines to write, with file and line where they are known; `own_lines` knows those of a module's own ops."""
+    if isinstance(edit, KeepModule) and not edit.children:
+        return "\n".join(_patch_own_ops(edit, own_lines(edit.module)))
     if isinstance(edit, Together):
         wholes = [single for single in edit.edits if isinstance(single, KeepModule) and single.children]
         if len(wholes) > _FEW:
-            rest = [write_patch(single) for single in edit.edits if single not in wholes]
+            rest = [write_patch(single, own_lines) for single in edit.edits if single not in wholes]
             return "\n\n".join(["\n".join(_patch_modules(wholes)), *rest])
-        return "\n\n".join(write_patch(single) for single in edit.edits)
+        return "\n\n".join(write_patch(single, own_lines) for single in edit.edits)
     return "\n".join(_WRITERS[edit.kind][1](edit))
 
 
@@ -71,14 +78,17 @@ def _patch_module(edit: KeepModule) -> Iterator[str]:
         yield "    loss = loss_fn(output.float(), target)"
         return
     parent, _, name = edit.module.rpartition(".")
-    if not edit.children:
-        yield f"# in the forward of {edit.module or 'the model'}: these ops in fp32, its submodules left out"
-        yield _OFF
-        yield "    ...  # with every tensor that goes in as x.float()"
-        return
     yield f"# in the forward of {parent or 'the model'}, where it calls {name or 'itself'}:"
     yield _OFF
     yield f"    y = {_call_of(name)}(x.float())"
+
+
+def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[str]:
+    yield f"# in the forward of {edit.module or 'the model'}: its own ops in fp32, submodules called outside of it"
+    yield _OFF
+    for line in lines:
+        yield f"    # {_file_name(line.file)}:{line.line}: {line.text}"
+    yield "    ...  # every tensor that goes in, and what submodules return, as x.float()"
 
 
 def _patch_modules(edits: Sequence[KeepModule]) -> Iterator[str]:

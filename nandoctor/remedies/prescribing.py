@@ -32,7 +32,7 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Counterfactual, Island, IslandSearch, Prescription, TrialOutcome, Verdict
-from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.remedies.counterfactuals import Circumstances, TrialsAt, compare_circumstances
 from nandoctor.remedies.islands import find_minimal_sets
 from nandoctor.remedies.patches import write_patch, write_title
@@ -79,7 +79,7 @@ class Remedies:
 def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other circumstances."""
     if _blames_optimizer(patient):
-        return Remedies(prescriptions=tuple(_prescribe_eps(patient.slots)))
+        return Remedies(prescriptions=tuple(_prescribe_eps(patient)))
     trials = trials_at(patient.trace.training, patient.trace.seed)
     tried: list[Prescription] = []
     from_islands: list[Prescription] = []
@@ -88,12 +88,12 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     untried = ["changes of the operation", "sets of modules in fp32", "other circumstances"]
     with suppress(BudgetSpent):
         for doses in _propose(patient, trials):
-            tried += _try(doses, trials)
+            tried += _try(doses, patient, trials)
         untried.remove("changes of the operation")
         if patient.verdict in ("precision", "silent"):
             search, found = _search_islands(patient, trials)
             for kept in found:
-                from_islands += _try((_refine(kept, patient, trials),), trials)
+                from_islands += _try((_refine(kept, patient, trials),), patient, trials)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
         for line in compare_circumstances(_circumstances(patient), trials_at):
@@ -134,12 +134,14 @@ def _blames_optimizer(patient: Patient) -> bool:
     return any(diagnosis.origin.phase == "optimizer" for diagnosis in patient.conclusion.diagnoses[:1])
 
 
-def _prescribe_eps(slots: Sequence[OptimizerSlot]) -> Iterator[Prescription]:
-    """The eps with which every parameter's step is within Adam's bound, found by taking that step."""
-    safe = [slot.safe_eps for slot in slots]
+def _prescribe_eps(patient: Patient) -> Iterator[Prescription]:
+    """The eps with which every parameter's step is within its bound, found by taking that step."""
+    safe = [slot.safe_eps for slot in patient.slots]
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
-        yield _prescription(SetOptimizerEps(value=eps), TrialOutcome(finite=True, max_rel_err=None), verified=True)
+        yield _prescription(
+            SetOptimizerEps(value=eps), TrialOutcome(finite=True, max_rel_err=None), patient, verified=True
+        )
 
 
 def _circumstances(patient: Patient) -> Circumstances:
@@ -166,21 +168,24 @@ def _guilty(patient: Patient) -> tuple[int, ...]:
     return ()
 
 
-def _try(doses: Doses, trials: Trials) -> list[Prescription]:
+def _try(doses: Doses, patient: Patient, trials: Trials) -> list[Prescription]:
     """The first dose that cures, else the last."""
     last: list[Prescription] = []
     for edit in doses:
         judgement = trials.judge(edit)
-        last = [_prescription(edit, judgement.outcome, verified=judgement.cures)]
+        last = [_prescription(edit, judgement.outcome, patient, verified=judgement.cures)]
         if judgement.cures:
             break
     return last
 
 
-def _prescription(edit: Edit, outcome: TrialOutcome, *, verified: bool) -> Prescription:
-    return Prescription(
-        edit=edit, title=write_title(edit), patch=write_patch(edit), verified=verified, outcome=outcome, rank=0
-    )
+def _prescription(edit: Edit, outcome: TrialOutcome, patient: Patient, *, verified: bool) -> Prescription:
+    def own_lines(module: str) -> list[SourceLine]:
+        sources = [op.source for op in patient.trace.ops if op.module == module]
+        return sorted({source for source in sources if source is not None}, key=lambda source: source.line)
+
+    patch = write_patch(edit, own_lines)
+    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
 
 
 def _distinct(tried: Iterable[Prescription]) -> list[Prescription]:
