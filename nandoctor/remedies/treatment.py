@@ -8,18 +8,24 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 
+from torch import nn
+
 from nandoctor.engine.autocast import REFERENCE
-from nandoctor.engine.interventions import batch_size
+from nandoctor.engine.interventions import batch_size, flatten
 from nandoctor.engine.reproduction import Attempt, Replay
 from nandoctor.engine.runner import Outcome, Watch
 from nandoctor.errors import ModelError
-from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.edits import Edit, UseFormat
+from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Verdict
 from nandoctor.evidence.trace import Trace
 from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
 from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
 from nandoctor.rules.diagnosis import Conclusion
+
+MOST_FP64_PARAMETERS = 250_000_000
+"""2 GB of weights in float64, on top of those that are there."""
 
 
 def treat(
@@ -46,7 +52,10 @@ def treat(
         def run_step(edits: tuple[Edit, ...], precision: Precision) -> Outcome | None:
             policy = REFERENCE if precision == "fp32" else replay.policy
             stage = f"trial {purse.num_run} {'in fp32' if precision == 'fp32' else 'under autocast'}"
-            with suppress(ModelError):  # an edited model may not run at all
+            if _is_too_large(setup.model, edits):
+                return None
+            # An edited model may not run at all, or not fit into memory.
+            with suppress(ModelError, RuntimeError, MemoryError):
                 return replay.run(stage, setup, policy, training=training, seed=seed, watch=watch, edits=edits)
             return None
 
@@ -67,3 +76,9 @@ def treat(
         slots=slots,
     )
     return prescribe(patient, trials_at)
+
+
+def _is_too_large(model: nn.Module, edits: tuple[Edit, ...]) -> bool:
+    """Whether a float64 run was asked for that may not fit beside the model."""
+    in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in flatten(edits))
+    return in_fp64 and sum(parameter.numel() for parameter in model.parameters()) > MOST_FP64_PARAMETERS
