@@ -27,11 +27,13 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
     UseFormat,
 )
+from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.trace import SourceLine
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
 _FEW = 2
+_SMALL, _LARGE = 1e-3, 1e6
 
 OwnLines = Callable[[str], Sequence[SourceLine]]
 """The source lines of a module's own ops, as far as they are known."""
@@ -151,19 +153,36 @@ class _Lifted(ast.NodeTransformer):
 
 
 def _title_attribute(edit: SetAttribute) -> str:
-    return f"Set {edit.name} of {edit.type} to {edit.value:g} (was {edit.was:g})"
+    return f"Set {edit.name} of {edit.type} to {_written(edit.value)} (was {_written(edit.was)})"
 
 
 def _patch_attribute(edit: SetAttribute) -> Iterator[str]:
     yield f"# where {edit.type} is made, or once before training:"
     yield "for module in model.modules():"
     yield f"    if isinstance(module, {edit.type}):"
-    yield f"        module.{edit.name} = {edit.value:g}  # was {edit.was:g}"
+    yield f"        module.{edit.name} = {_written(edit.value)}  # was {_written(edit.was)}"
 
 
 def _title_argument(edit: SetArgument) -> str:
-    new = "the lowest number of its format" if edit.value is None else f"{edit.value:g}"
-    return f"Use {new} instead of {edit.was:g} in {edit.site.op}"
+    new = "the lowest number of its format" if edit.value is None else _written(edit.value)
+    what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
+    return f"Use {what}{new} instead of {_written(edit.was)}{_where(edit.site)}"
+
+
+def _where(site: OpSite) -> str:
+    return f" in {_place(site)}" if site.source else f" in {site.op}"
+
+
+def _where_if_known(site: OpSite) -> str:
+    return _where(site) if site.source else ""
+
+
+def _written(value: float) -> str:
+    """A number as people write it in code: 1e-8 and not 1e-08, 1e-4 and not 0.0001."""
+    if 0 < abs(value) < _SMALL or abs(value) >= _LARGE:
+        digits, _, exponent = f"{value:.5e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:g}"
 
 
 def _patch_argument(edit: SetArgument) -> Iterator[str]:
@@ -171,14 +190,18 @@ def _patch_argument(edit: SetArgument) -> Iterator[str]:
         if not _is_constant(node, edit.was):
             return None
         if edit.value is not None:
-            return f"{edit.value:g}"
+            return _written(edit.value)
         return f"torch.finfo({_scores_of(_parse(text), text, node)}.dtype).min"
 
-    new = "torch.finfo(x.dtype).min" if edit.value is None else f"{edit.value:g}"
-    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {edit.was:g} now")
+    new = "torch.finfo(x.dtype).min" if edit.value is None else _written(edit.value)
+    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {_written(edit.was)} now")
 
 
 def _title_clamp(edit: ClampArgument) -> str:
+    return f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}"
+
+
+def _clamp_in_words(edit: ClampArgument) -> str:
     what = edit.argument if edit.argument not in ("", "self", "input") else "the argument"
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
@@ -188,13 +211,13 @@ def _title_clamp(edit: ClampArgument) -> str:
 def _bounds_in_words(edit: ClampArgument) -> str:
     low, high = edit.low, edit.high
     if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    return f"at least {low:g}" if low is not None else f"at most {high:g}"
+        return f"{_written(low)} to {_written(high)}"
+    return f"at least {_written(low)}" if low is not None else f"at most {high:g}"
 
 
 def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
     bounds = ", ".join(
-        f"{name}={value:g}" for name, value in (("min", edit.low), ("max", edit.high)) if value is not None
+        f"{name}={_written(value)}" for name, value in (("min", edit.low), ("max", edit.high)) if value is not None
     )
     call = "nan_to_num(0.0)" if edit.nan else f"clamp({bounds})"
 
@@ -209,11 +232,11 @@ def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
             inner = f"({inner})"
         return _within(text, node, f"{before}{inner}.{call}{after}")
 
-    yield from _changed_line(edit.site, wrap, f"{_title_clamp(edit)}: .{call}")
+    yield from _changed_line(edit.site, wrap, f"{_clamp_in_words(edit)}: .{call}")
 
 
 def _title_scale(edit: ScaleFirst) -> str:
-    return f"Scale by {edit.factor:.4g} before {edit.product.op} instead of after it"
+    return f"Scale by {edit.factor:.4g} before {edit.product.op} instead of after it{_where_if_known(edit.product)}"
 
 
 def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
@@ -283,7 +306,7 @@ def _patch_samples(edit: KeepSamples) -> Iterator[str]:
 
 def _patch_optimizer(edit: SetOptimizerEps) -> Iterator[str]:
     yield "for group in optimizer.param_groups:"
-    yield f'    group["eps"] = {edit.value:g}'
+    yield f'    group["eps"] = {_written(edit.value)}'
 
 
 _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]] = {
@@ -299,7 +322,7 @@ _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]]
     "loss-scale": (lambda edit: f"Lower the loss scale to {edit.value:g}", _patch_loss_scale),
     "reset-buffers": (_title_buffers, _patch_buffers),
     "keep-samples": (lambda _: "Leave the guilty samples out of the batch", _patch_samples),
-    "optimizer-eps": (lambda edit: f"Give the optimizer an eps of {edit.value:g}", _patch_optimizer),
+    "optimizer-eps": (lambda edit: f"Give the optimizer an eps of {_written(edit.value)}", _patch_optimizer),
 }
 
 
