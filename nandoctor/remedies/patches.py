@@ -39,6 +39,7 @@ OwnLines = Callable[[str], Sequence[SourceLine]]
 """The source lines of a module's own ops, as far as they are known."""
 
 _NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
+_BINARY = frozenset({"add", "sub", "mul", "div"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
 
 
@@ -127,7 +128,7 @@ def _patch_op(edit: KeepOp) -> Iterator[str]:
         yield _OFF
         yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
         return
-    lifted = _Lifted()
+    lifted = _Lifted(_value_of(tree))
     tree = lifted.visit(tree)
     for name, call in lifted.calls.items():
         yield f"{name} = {call}  # as it was, outside"
@@ -139,17 +140,27 @@ def _patch_op(edit: KeepOp) -> Iterator[str]:
 
 
 class _Lifted(ast.NodeTransformer):
-    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls."""
+    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls.
 
-    def __init__(self) -> None:
+    A call that is the whole line, or that arithmetic goes into, stays: what is to be in fp32 would go out with it.
+    """
+
+    def __init__(self, whole: ast.AST | None) -> None:
+        self._whole = whole
         self.calls: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not (isinstance(node.func, ast.Attribute) and _root(node.func) == "self"):
+        own = isinstance(node.func, ast.Attribute) and _root(node.func) == "self"
+        if not own or node is self._whole or any(isinstance(part, ast.BinOp) for part in ast.walk(node)):
             return self.generic_visit(node)
         name = f"h{len(self.calls) or ''}"
         self.calls[name] = ast.unparse(node)
         return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+
+
+def _value_of(tree: ast.AST) -> ast.AST | None:
+    """What the line's one statement returns or assigns."""
+    return getattr(tree.body[0], "value", None) if isinstance(tree, ast.Module) and tree.body else None
 
 
 def _title_attribute(edit: SetAttribute) -> str:
@@ -202,10 +213,18 @@ def _title_clamp(edit: ClampArgument) -> str:
 
 
 def _clamp_in_words(edit: ClampArgument) -> str:
-    what = edit.argument if edit.argument not in ("", "self", "input") else "the argument"
+    what = _argument_in_words(edit)
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
     return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
+
+
+def _argument_in_words(edit: ClampArgument) -> str:
+    if edit.argument == "other":
+        return "the divisor" if edit.site.op in ("div", "true_divide") else "the second argument"
+    if edit.argument in ("", "self", "input"):
+        return "the first argument" if edit.site.op in _BINARY else "the argument"
+    return edit.argument
 
 
 def _bounds_in_words(edit: ClampArgument) -> str:
@@ -236,7 +255,8 @@ def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
 
 
 def _title_scale(edit: ScaleFirst) -> str:
-    return f"Scale by {edit.factor:.4g} before {edit.product.op} instead of after it{_where_if_known(edit.product)}"
+    where = _where_if_known(edit.product)
+    return f"Scale by {edit.factor:.4g} before {edit.product.op}{where} instead of after it"
 
 
 def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
@@ -289,7 +309,8 @@ def _patch_loss_scale(edit: SetLossScale) -> Iterator[str]:
 
 
 def _title_buffers(edit: ResetBuffers) -> str:
-    return f"Reset {len(edit.names)} buffers: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+    noun = "buffers" if len(edit.names) > 1 else "buffer"
+    return f"Reset {len(edit.names)} {noun}: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
 
 
 def _patch_buffers(edit: ResetBuffers) -> Iterator[str]:

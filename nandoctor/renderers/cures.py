@@ -107,7 +107,10 @@ def describe_islands(search: IslandSearch) -> str:
     ]
     alone = max(len(island.modules) for island in search.islands) == 1
     proved = "none can be left out" if all(island.minimal for island in search.islands) else "perhaps not the smallest"
-    parts = [*([] if alone and proved.startswith("none") else [proved]), f"found in {search.num_probes} runs"]
+    parts = [
+        *([] if alone and proved.startswith("none") else [proved]),
+        f"found in {search.num_probes} run{'s' if search.num_probes != 1 else ''}",
+    ]
     if not search.complete:
         parts.append("search cut short")
     return f"{'; or '.join(sets)} ({'; '.join(parts)})"
@@ -123,7 +126,7 @@ def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
     """One line for each thing that was varied and mattered: with which settings the step is finite or fails."""
     groups = list(dict.fromkeys(trial.group for trial in trials if trial.outcome.finite))
     if trials and not groups:
-        yield Fact(label="trials", text=_describe_group(trials))
+        yield Fact(label="trials", text="the step fails in all other circumstances that were tried")
     for group in groups:
         same = [trial for trial in trials if trial.group == group]
         name = group.replace("-", " ").ljust(max(map(len, groups)))

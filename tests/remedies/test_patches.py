@@ -7,6 +7,7 @@ from nandoctor.evidence.edits import (
     KeepModule,
     KeepOp,
     OpSite,
+    ResetBuffers,
     ScaleFirst,
     SetArgument,
     SetAttribute,
@@ -130,3 +131,21 @@ def test_titles_name_the_line_and_numbers_as_code_does():
     assert write_title(mask) == "Use the lowest number of its format instead of -1e9 in line 45 of unet.py"
     clamp = ClampArgument(site=at("return torch.log(p)", "log"), argument="self", low=1e-12, high=None)
     assert write_title(clamp) == "Clamp the argument of log to at least 1e-12 in line 45 of unet.py"
+
+
+def test_what_has_to_be_in_fp32_is_not_lifted_out_with_the_module_that_it_goes_into():
+    site = at("return self.norm(self.conv(x) * (1 + gain) + shift)", "")
+    assert write_patch(KeepOp(site=site)).splitlines()[1:] == [
+        "h = self.conv(x)  # as it was, outside",
+        'with torch.autocast("cuda", enabled=False):',
+        "    shift, h, gain = shift.float(), h.float(), gain.float()",
+        "    return self.norm(h * (1 + gain) + shift)",
+    ]
+    site = at("return self.head(torch.exp(x))", "")
+    assert write_patch(KeepOp(site=site)).splitlines()[-1] == "    return self.head(torch.exp(x))"
+
+
+def test_titles_count_and_name_what_they_change():
+    assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset 1 buffer: door.running_mean"
+    clamp = ClampArgument(site=at("y = a / b"), argument="other", low=1e-6, high=None)
+    assert write_title(clamp) == "Clamp the divisor of div to at least 1e-6 in line 45 of unet.py"

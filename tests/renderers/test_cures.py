@@ -52,7 +52,7 @@ def test_trials_tell_what_is_finite_and_what_is_not():
         ("", "samples    finite: without 2"),
     ]  # the mode made no difference
     made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
-    assert facts(made)[-1] == ("trials", "fails: eval")
+    assert facts(made)[-1] == ("trials", "the step fails in all other circumstances that were tried")
 
 
 def test_a_trial_that_is_far_from_fp32_says_so():
