@@ -112,7 +112,9 @@ def _listed(names: Iterable[str]) -> str:
 def _call_of(name: str) -> str:
     if not name:
         return "model"
-    return f"self[{name}]" if name.isdigit() else f"self.{name}"
+    if name.isdigit():
+        return f"self[{name}]"
+    return f"self.{name}" if name.isidentifier() else f"getattr(self, {name!r})"
 
 
 def _title_op(edit: KeepOp) -> str:
@@ -124,7 +126,7 @@ def _patch_op(edit: KeepOp) -> Iterator[str]:
     text = _text(edit.site)
     tree = _parse(text)
     yield _heading(edit.site)
-    if tree is None:
+    if tree is None or _value_of(tree) is None:  # a loop or a condition on one line is not taken apart
         yield _OFF
         yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
         return
@@ -387,15 +389,23 @@ def _root(node: ast.AST) -> str:
 def _tensor_names(tree: ast.AST) -> list[str]:
     """The variables that the line reads, without modules and the functions it calls; some may be no tensors."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    bound = _bound_names(tree)
     names = [
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name)
         and isinstance(node.ctx, ast.Load)
         and id(node) not in called
-        and node.id not in _NAMESPACES
+        and node.id not in _NAMESPACES | bound
     ]
     return list(dict.fromkeys(names))
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    """The variables that comprehensions and lambdas of the line make for themselves."""
+    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
+    looped = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return looped | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
 def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], otherwise: str) -> Iterator[str]:

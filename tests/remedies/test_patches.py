@@ -149,3 +149,20 @@ def test_titles_count_and_name_what_they_change():
     assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset 1 buffer: door.running_mean"
     clamp = ClampArgument(site=at("y = a / b"), argument="other", low=1e-6, high=None)
     assert write_title(clamp) == "Clamp the divisor of div to at least 1e-6 in line 45 of unet.py"
+
+
+def test_a_loop_on_one_line_is_not_taken_apart():
+    patch = write_patch(KeepOp(site=at("for m in self.children(): x = m(x) * 3e4", "")))
+    assert patch.splitlines()[1:] == [
+        'with torch.autocast("cuda", enabled=False):',
+        "    for m in self.children(): x = m(x) * 3e4  # with every tensor that goes in as x.float()",
+    ]
+
+
+def test_variables_of_a_comprehension_are_nobody_elses():
+    patch = write_patch(KeepOp(site=at("y = torch.stack([t * scale for t in (a, b)])", "")))
+    assert "scale, a, b = scale.float(), a.float(), b.float()" in patch
+
+
+def test_a_module_whose_name_python_cannot_write():
+    assert "y = getattr(self, 'a-b')(x.float())" in write_patch(KeepModule(module="net.a-b"))
