@@ -122,6 +122,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     """
     if check:
         sys.exit(_check(dump, options))
+    if quiet and not as_json and not outputs:
+        options["no_prescribe"] = True  # the one line has no room for a cure
     report = _replay(dump, options, quiet=quiet).report
     if as_json:
         from nandoctor.renderers.jsonfile import dumps

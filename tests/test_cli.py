@@ -90,6 +90,11 @@ def test_quiet_is_one_line():
     assert "scale" in lines[0]
 
 
+def test_quiet_tries_no_cure_that_it_would_not_tell(monkeypatch):
+    monkeypatch.setattr("nandoctor.postmortem._treat", lambda *_, **__: pytest.fail("a cure was tried"))
+    assert run("replay", *SICK, "--quiet").exit_code == 0
+
+
 def test_json_is_all_there_is_on_standard_output():
     result = run("replay", *SICK, "--json")
     report = json.loads(result.stdout)

@@ -89,10 +89,11 @@ class _Recording:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    With `examine` whatever asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`.
-    `on_call` is told after each call how many have returned; `producer_of` finds the traced op that made a tensor. A
-    shared module goes by the first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks
-    out, or be traced through them.
+    Without `measures` nothing but the calls is recorded, for runs whose output alone counts. With `examine` whatever
+    asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`. `on_call` is told after
+    each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
+    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
+    them.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Tracer:
         census_for: FloatFormat,
         examine: bool = False,
         survey: bool = False,
+        measures: bool = True,
         on_call: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
     ) -> None:
@@ -109,6 +111,7 @@ class Tracer:
         self._census_for = census_for
         self._examine = examine
         self._survey = survey
+        self._measures = measures
         self._on_call = on_call
         self._producer_of = producer_of
         self._calls: list[_Recording] = []
@@ -185,7 +188,7 @@ class Tracer:
 
         def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._open and self._open[-1].module is module:
-                self._open[-1].inputs = self.read(args, kwargs)
+                self._open[-1].inputs = self.read(args, kwargs) if self._measures else []
 
         return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
 
@@ -197,7 +200,7 @@ class Tracer:
             if sys.exc_info()[1] is not call.handling:
                 return  # the forward raised; its caller may catch that and go on
             call.leave = next(self._ticks)
-            call.outputs = self.read(output)
+            call.outputs = self.read(output) if self._measures else []
             self._num_returned += 1
             if self._on_call is not None:
                 self._on_call(self._num_returned)

@@ -27,16 +27,19 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
     UseFormat,
 )
+from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.trace import SourceLine
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
 _FEW = 2
+_SMALL, _LARGE = 1e-3, 1e6
 
 OwnLines = Callable[[str], Sequence[SourceLine]]
 """The source lines of a module's own ops, as far as they are known."""
 
 _NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
+_BINARY = frozenset({"add", "sub", "mul", "div"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
 
 
@@ -109,7 +112,9 @@ def _listed(names: Iterable[str]) -> str:
 def _call_of(name: str) -> str:
     if not name:
         return "model"
-    return f"self[{name}]" if name.isdigit() else f"self.{name}"
+    if name.isdigit():
+        return f"self[{name}]"
+    return f"self.{name}" if name.isidentifier() else f"getattr(self, {name!r})"
 
 
 def _title_op(edit: KeepOp) -> str:
@@ -121,11 +126,11 @@ def _patch_op(edit: KeepOp) -> Iterator[str]:
     text = _text(edit.site)
     tree = _parse(text)
     yield _heading(edit.site)
-    if tree is None:
+    if tree is None or _value_of(tree) is None:  # a loop or a condition on one line is not taken apart
         yield _OFF
         yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
         return
-    lifted = _Lifted()
+    lifted = _Lifted(_value_of(tree))
     tree = lifted.visit(tree)
     for name, call in lifted.calls.items():
         yield f"{name} = {call}  # as it was, outside"
@@ -137,33 +142,60 @@ def _patch_op(edit: KeepOp) -> Iterator[str]:
 
 
 class _Lifted(ast.NodeTransformer):
-    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls."""
+    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls.
 
-    def __init__(self) -> None:
+    A call that is the whole line, or that arithmetic goes into, stays: what is to be in fp32 would go out with it.
+    """
+
+    def __init__(self, whole: ast.AST | None) -> None:
+        self._whole = whole
         self.calls: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not (isinstance(node.func, ast.Attribute) and _root(node.func) == "self"):
+        own = isinstance(node.func, ast.Attribute) and _root(node.func) == "self"
+        if not own or node is self._whole or any(isinstance(part, ast.BinOp) for part in ast.walk(node)):
             return self.generic_visit(node)
         name = f"h{len(self.calls) or ''}"
         self.calls[name] = ast.unparse(node)
         return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
 
 
+def _value_of(tree: ast.AST) -> ast.AST | None:
+    """What the line's one statement returns or assigns."""
+    return getattr(tree.body[0], "value", None) if isinstance(tree, ast.Module) and tree.body else None
+
+
 def _title_attribute(edit: SetAttribute) -> str:
-    return f"Set {edit.name} of {edit.type} to {edit.value:g} (was {edit.was:g})"
+    return f"Set {edit.name} of {edit.type} to {_written(edit.value)} (was {_written(edit.was)})"
 
 
 def _patch_attribute(edit: SetAttribute) -> Iterator[str]:
     yield f"# where {edit.type} is made, or once before training:"
     yield "for module in model.modules():"
     yield f"    if isinstance(module, {edit.type}):"
-    yield f"        module.{edit.name} = {edit.value:g}  # was {edit.was:g}"
+    yield f"        module.{edit.name} = {_written(edit.value)}  # was {_written(edit.was)}"
 
 
 def _title_argument(edit: SetArgument) -> str:
-    new = "the lowest number of its format" if edit.value is None else f"{edit.value:g}"
-    return f"Use {new} instead of {edit.was:g} in {edit.site.op}"
+    new = "the lowest number of its format" if edit.value is None else _written(edit.value)
+    what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
+    return f"Use {what}{new} instead of {_written(edit.was)}{_where(edit.site)}"
+
+
+def _where(site: OpSite) -> str:
+    return f" in {_place(site)}" if site.source else f" in {site.op}"
+
+
+def _where_if_known(site: OpSite) -> str:
+    return _where(site) if site.source else ""
+
+
+def _written(value: float) -> str:
+    """A number as people write it in code: 1e-8 and not 1e-08, 1e-4 and not 0.0001."""
+    if 0 < abs(value) < _SMALL or abs(value) >= _LARGE:
+        digits, _, exponent = f"{value:.5e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:g}"
 
 
 def _patch_argument(edit: SetArgument) -> Iterator[str]:
@@ -171,30 +203,42 @@ def _patch_argument(edit: SetArgument) -> Iterator[str]:
         if not _is_constant(node, edit.was):
             return None
         if edit.value is not None:
-            return f"{edit.value:g}"
+            return _written(edit.value)
         return f"torch.finfo({_scores_of(_parse(text), text, node)}.dtype).min"
 
-    new = "torch.finfo(x.dtype).min" if edit.value is None else f"{edit.value:g}"
-    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {edit.was:g} now")
+    new = "torch.finfo(x.dtype).min" if edit.value is None else _written(edit.value)
+    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {_written(edit.was)} now")
 
 
 def _title_clamp(edit: ClampArgument) -> str:
-    what = edit.argument if edit.argument not in ("", "self", "input") else "the argument"
+    return f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}"
+
+
+def _clamp_in_words(edit: ClampArgument) -> str:
+    what = _argument_in_words(edit)
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
     return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
 
 
+def _argument_in_words(edit: ClampArgument) -> str:
+    if edit.argument == "other":
+        return "the divisor" if edit.site.op in ("div", "true_divide") else "the second argument"
+    if edit.argument in ("", "self", "input"):
+        return "the first argument" if edit.site.op in _BINARY else "the argument"
+    return edit.argument
+
+
 def _bounds_in_words(edit: ClampArgument) -> str:
     low, high = edit.low, edit.high
     if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    return f"at least {low:g}" if low is not None else f"at most {high:g}"
+        return f"{_written(low)} to {_written(high)}"
+    return f"at least {_written(low)}" if low is not None else f"at most {high:g}"
 
 
 def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
     bounds = ", ".join(
-        f"{name}={value:g}" for name, value in (("min", edit.low), ("max", edit.high)) if value is not None
+        f"{name}={_written(value)}" for name, value in (("min", edit.low), ("max", edit.high)) if value is not None
     )
     call = "nan_to_num(0.0)" if edit.nan else f"clamp({bounds})"
 
@@ -209,11 +253,12 @@ def _patch_clamp(edit: ClampArgument) -> Iterator[str]:
             inner = f"({inner})"
         return _within(text, node, f"{before}{inner}.{call}{after}")
 
-    yield from _changed_line(edit.site, wrap, f"{_title_clamp(edit)}: .{call}")
+    yield from _changed_line(edit.site, wrap, f"{_clamp_in_words(edit)}: .{call}")
 
 
 def _title_scale(edit: ScaleFirst) -> str:
-    return f"Scale by {edit.factor:.4g} before {edit.product.op} instead of after it"
+    where = _where_if_known(edit.product)
+    return f"Scale by {edit.factor:.4g} before {edit.product.op}{where} instead of after it"
 
 
 def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
@@ -266,7 +311,8 @@ def _patch_loss_scale(edit: SetLossScale) -> Iterator[str]:
 
 
 def _title_buffers(edit: ResetBuffers) -> str:
-    return f"Reset {len(edit.names)} buffers: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+    noun = "buffers" if len(edit.names) > 1 else "buffer"
+    return f"Reset {len(edit.names)} {noun}: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
 
 
 def _patch_buffers(edit: ResetBuffers) -> Iterator[str]:
@@ -283,7 +329,7 @@ def _patch_samples(edit: KeepSamples) -> Iterator[str]:
 
 def _patch_optimizer(edit: SetOptimizerEps) -> Iterator[str]:
     yield "for group in optimizer.param_groups:"
-    yield f'    group["eps"] = {edit.value:g}'
+    yield f'    group["eps"] = {_written(edit.value)}'
 
 
 _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]] = {
@@ -299,7 +345,7 @@ _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]]
     "loss-scale": (lambda edit: f"Lower the loss scale to {edit.value:g}", _patch_loss_scale),
     "reset-buffers": (_title_buffers, _patch_buffers),
     "keep-samples": (lambda _: "Leave the guilty samples out of the batch", _patch_samples),
-    "optimizer-eps": (lambda edit: f"Give the optimizer an eps of {edit.value:g}", _patch_optimizer),
+    "optimizer-eps": (lambda edit: f"Give the optimizer an eps of {_written(edit.value)}", _patch_optimizer),
 }
 
 
@@ -343,15 +389,23 @@ def _root(node: ast.AST) -> str:
 def _tensor_names(tree: ast.AST) -> list[str]:
     """The variables that the line reads, without modules and the functions it calls; some may be no tensors."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    bound = _bound_names(tree)
     names = [
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name)
         and isinstance(node.ctx, ast.Load)
         and id(node) not in called
-        and node.id not in _NAMESPACES
+        and node.id not in _NAMESPACES | bound
     ]
     return list(dict.fromkeys(names))
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    """The variables that comprehensions and lambdas of the line make for themselves."""
+    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
+    looped = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return looped | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
 def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], otherwise: str) -> Iterator[str]:

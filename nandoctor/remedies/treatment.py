@@ -45,7 +45,7 @@ def treat(
         return Remedies()
     setup = attempt.setup
     purse = Purse(budget)
-    watch = Watch(backward=setup.loss is not None, keep=setup.loss is not None, loss_scale=loss_scale)
+    watch = Watch(measures=False, backward=setup.loss is not None, keep=setup.loss is not None, loss_scale=loss_scale)
 
     @cache
     def trials_at(training: bool, seed: int | None) -> Trials:

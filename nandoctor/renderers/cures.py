@@ -6,15 +6,19 @@ In: a `Report`. Out: `Cure` records and `Fact`s; nothing where nothing was tried
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from nandoctor.evidence.report import Counterfactual, EpsUse, IslandSearch, Prescription, Report, TrialOutcome
 from nandoctor.renderers.story import Fact
-from nandoctor.renderers.words import join_first, number, printable, shorten
+from nandoctor.renderers.words import join_first, number, printable, shorten, written
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 8
+_VISIBLE_ERROR = 0.01
+"""A trial further from fp32 than a cure may be says by how much."""
+_OWN_OPS = "(own ops)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ def describe_outcome(outcome: TrialOutcome) -> str:
         return "still non-finite"
     if outcome.max_rel_err is None:
         return "finite, nothing to compare with fp32"
+    if outcome.max_rel_err == 0:
+        return "finite, equal to fp32"
     return f"finite, within {number(100 * outcome.max_rel_err)} % of fp32"
 
 
@@ -59,12 +65,16 @@ def tell_cures(report: Report) -> list[Fact]:
     facts = list(_tell_first(report))
     if report.island_search is not None and report.island_search.islands:
         facts.append(Fact(label="fp32 in", text=describe_islands(report.island_search)))
-    if report.counterfactuals:
-        facts.append(Fact(label="trials", text=describe_trials(report.counterfactuals)))
-    told = report.cause is not None and "eps" in report.cause.code
-    if lost := [use for use in report.eps_audit if use.effect == "zero" and not told]:
+    facts += tell_trials(report.counterfactuals)
+    if lost := _find_untold(report):
         facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
     return facts
+
+
+def _find_untold(report: Report) -> list[EpsUse]:
+    """The constants that were lost, where the cause is another one: it tells its own."""
+    told = report.cause is not None and "eps" in report.cause.code
+    return [use for use in report.eps_audit if use.effect == "zero" and not told]
 
 
 def _tell_first(report: Report) -> Iterator[Fact]:
@@ -91,31 +101,84 @@ def tell_patch(patch: Sequence[str]) -> Iterator[Fact]:
 
 
 def describe_islands(search: IslandSearch) -> str:
-    """The smallest sets of modules that cure when kept in fp32."""
-    sets = [join_first([_name(module) for module in island.modules], _MAX_LISTED) for island in search.islands]
+    """The smallest sets of modules each of which cures when it is kept in fp32."""
+    sets = [
+        join_first([_describe_member(module) for module in island.modules], _MAX_LISTED) for island in search.islands
+    ]
+    alone = max(len(island.modules) for island in search.islands) == 1
     proved = "none can be left out" if all(island.minimal for island in search.islands) else "perhaps not the smallest"
-    ending = "" if search.complete else ", search cut short"
-    return f"{'; or in '.join(sets)} ({proved}; {search.num_modules} modules, {search.num_probes} runs{ending})"
+    parts = [
+        *([] if alone and proved.startswith("none") else [proved]),
+        f"found in {search.num_probes} run{'s' if search.num_probes != 1 else ''}",
+    ]
+    if not search.complete:
+        parts.append("search cut short")
+    return f"{'; or '.join(sets)} ({'; '.join(parts)})"
 
 
-def describe_trials(trials: Sequence[Counterfactual]) -> str:
-    """Under which circumstances the step is finite, and under which it still fails."""
-    sound = [_describe_setting(trial) for trial in trials if trial.outcome.finite]
-    failing = [_describe_setting(trial) for trial in trials if not trial.outcome.finite]
-    parts = [f"finite with {join_first(sound, _MAX_LISTED)}"] if sound else []
-    parts += [f"still fails with {join_first(failing, _MAX_LISTED)}"] if failing else []
+def _describe_member(name: str) -> str:
+    """A module of an island; of one that ends in "(own ops)" only what its own forward computes."""
+    owner = name.removesuffix(_OWN_OPS).rstrip()
+    return _name(name) if owner == name else f"the own ops of {_name(owner or 'the model')}"
+
+
+def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
+    """One line for each thing that was varied and mattered: with which settings the step is finite or fails."""
+    groups = list(dict.fromkeys(trial.group for trial in trials if trial.outcome.finite))
+    if trials and not groups:
+        yield Fact(label="trials", text="the step fails in all other circumstances that were tried")
+    for group in groups:
+        same = [trial for trial in trials if trial.group == group]
+        name = group.replace("-", " ").ljust(max(map(len, groups)))
+        yield Fact(label="" if group != groups[0] else "trials", text=f"{name}  {_describe_group(same)}")
+
+
+def _describe_group(trials: Sequence[Counterfactual]) -> str:
+    sound = [f"{_name(trial.setting)}{_distance(trial.outcome)}" for trial in trials if trial.outcome.finite]
+    failing = [_name(trial.setting) for trial in trials if not trial.outcome.finite]
+    parts = [f"finite: {', '.join(sound)}"] if sound else []
+    parts += [f"fails: {', '.join(failing)}"] if failing else []
     return "; ".join(parts)
 
 
-def _describe_setting(trial: Counterfactual) -> str:
-    setting = _name(trial.setting)
-    return setting if trial.group in ("precision", "mode") else f"{trial.group.replace('-', ' ')} {setting}"
+def _distance(outcome: TrialOutcome) -> str:
+    error = outcome.max_rel_err or 0.0
+    return f" ({number(100 * error)} % off fp32)" if error > _VISIBLE_ERROR else ""
+
+
+def list_trials(report: Report) -> list[tuple[str, str, str]]:
+    """A table: what was varied, what it was set to, what came of it."""
+    return [
+        (trial.group.replace("-", " "), printable(trial.setting), describe_outcome(trial.outcome))
+        for trial in report.counterfactuals
+    ]
+
+
+def list_constants(report: Report) -> list[tuple[str, str, str, str, str]]:
+    """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
+    return [
+        (written(use.value), _describe_owner(use), _describe_line(use), printable(use.op or ""), describe_effect(use))
+        for use in report.eps_audit
+    ]
+
+
+def _describe_owner(use: EpsUse) -> str:
+    if use.place == "optimizer":
+        return "the optimizer"
+    owner = _name(use.module or "the model")
+    more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
+    return f"{owner}.{_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
+
+
+def _describe_line(use: EpsUse) -> str:
+    return f"{_name(PurePath(use.source.file).name)}:{use.source.line}" if use.source else ""
 
 
 def describe_eps(use: EpsUse) -> str:
-    """A small constant and what is left of it: "norm.eps = 1e-08 is zero in fp16"."""
-    place = _name(".".join(part for part in (use.module, use.op if use.place == "op" else None, use.name) if part))
-    return f"{place} = {number(use.value)} {describe_effect(use)}"
+    """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
+    line = f" ({_describe_line(use)})" if use.source else ""
+    place = f"{printable(use.op)} of {_name(use.module or 'the model')}" if use.place == "op" and use.op else None
+    return f"{written(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
 
 
 def describe_effect(use: EpsUse) -> str:
@@ -124,7 +187,7 @@ def describe_effect(use: EpsUse) -> str:
         return "was not seen in use"
     absorbed = ""
     if use.absorbed_share:
-        absorbed = f", and is absorbed by {number(100 * use.absorbed_share)} % of what it is added to"
+        absorbed = f", and lost in {number(100 * use.absorbed_share)} % of what it is added to"
     if use.effect == "zero":
         return f"is zero in {use.dtype}{absorbed}"
     if use.effect == "subnormal":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.cures import Cure, list_cures, tell_cures
+from nandoctor.renderers.cures import Cure, describe_islands, list_constants, list_cures, list_trials
 from nandoctor.renderers.story import MEANINGS, Fact, tell
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.renderers.textfile import write_text
@@ -18,6 +18,7 @@ from nandoctor.renderers.words import printable
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
+_OPEN_CURES = 2
 _FENCE = re.compile(r"`{3,}")
 
 
@@ -35,12 +36,16 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"### {report.verdict.upper()}: {MEANINGS[report.verdict]}"
     yield from ("", f"**{escape(report.headline)}**", "")
     yield from _facts(tell(report))
-    for cure in list_cures(report):
+    cures = list_cures(report)
+    for cure in cures[:_OPEN_CURES]:
         yield from _cure(cure)
-    others = [fact for fact in tell_cures(report) if fact.label in ("fp32 in", "trials", "eps")]
-    if others:
-        yield ""
-        yield from _facts(others)
+    if others := cures[_OPEN_CURES:]:
+        yield from _fold(f"{len(others)} more that {'were' if len(others) > 1 else 'was'} tried", _each(others))
+    if report.counterfactuals or report.island_search:
+        yield from _fold("the same step under other circumstances", _trials(report))
+    if constants := list_constants(report):
+        headings = ("constant", "in", "line", "used by", "which")
+        yield from _fold("small constants, in the format that they were used in", _table(headings, constants))
     table = make_table(report)
     if table is not None:
         yield from _fold(escape(table.title), _layers(table))
@@ -64,6 +69,25 @@ def _cure(cure: Cure) -> Iterator[str]:
     fence = "`" * max([3, *(len(run) + 1 for line in cure.patch for run in _FENCE.findall(line))])
     if cure.patch:
         yield from (f"{fence}diff" if _is_diff(cure.patch) else f"{fence}python", *cure.patch, fence)
+
+
+def _each(cures: Sequence[Cure]) -> Iterator[str]:
+    for cure in cures:
+        yield from _cure(cure)
+
+
+def _trials(report: Report) -> Iterator[str]:
+    if report.island_search is not None and report.island_search.islands:
+        yield from (f"Enough to be kept in fp32: {escape(describe_islands(report.island_search))}.", "")
+    if report.counterfactuals:
+        yield from _table(("varied", "setting", "outcome"), list_trials(report))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(headings)} |"
+    yield "|---" * len(headings) + "|"
+    for row in rows:
+        yield f"| {' | '.join(map(escape, row))} |"
 
 
 def _is_diff(patch: Sequence[str]) -> bool:

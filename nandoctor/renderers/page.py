@@ -18,7 +18,7 @@ from markupsafe import Markup
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.cures import describe_effect, describe_eps, describe_islands, describe_outcome, list_cures
+from nandoctor.renderers.cures import describe_islands, list_constants, list_cures, list_trials
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots import draw
 from nandoctor.renderers.story import MEANINGS, tell
@@ -61,8 +61,10 @@ def report_page(report: Report) -> str:
             report=report,
             meaning=MEANINGS[report.verdict],
             tone=TONES.get(report.verdict, "bad"),
-            facts=tell(report),
+            facts=[fact for fact in tell(report) if fact.label != "way"],  # told link by link below
             cures=list_cures(report),
+            trials=list_trials(report),
+            constants=list_constants(report),
             plots={plot.kind: plot for plot in _draw_plots(report)},
             tree=make_tree(report),
             markdown=report_markdown(report).splitlines(),
@@ -81,8 +83,7 @@ def make_environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, byte_size, shape_text, describe_effect, describe_eps, describe_islands, describe_outcome,
-        describe_tensor,
+        number, byte_size, shape_text, describe_islands, describe_tensor
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters |= {"bits": _bits, "share": _share}

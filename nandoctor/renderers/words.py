@@ -39,6 +39,12 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def written(value: float) -> str:
+    """A constant as it stands in code: 1e-8, 0.01, with no zeros in front of the exponent."""
+    mantissa, has_exponent, exponent = f"{value:.6g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
+
+
 def times(ratio: float) -> str:
     """A ratio above one with as many digits as keep it above one: 1.24, 1.0002, 8.1e+05."""
     return f"{ratio:.4f}" if ratio < 1.005 else f"{ratio:.3g}"

@@ -340,3 +340,12 @@ def test_an_overflow_is_seen_at_the_module_that_made_it():
     _, scale, norm = trace(Overflowing().half(), torch.ones(1, 4, dtype=torch.float16))
     assert (scale.inputs[0].finite, scale.outputs[0].finite) == (True, False)
     assert not norm.inputs[0].finite
+
+
+def test_without_measures_the_calls_alone_are_recorded():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    tracer = Tracer(model, census_for=FP16, measures=False)
+    with torch.no_grad(), tracer:
+        model(ONE)
+    assert keys(tracer.calls()) == keys(trace(model, ONE))
+    assert all(call.leave is not None and not call.inputs and not call.outputs for call in tracer.calls())

@@ -7,6 +7,7 @@ from nandoctor.evidence.edits import (
     KeepModule,
     KeepOp,
     OpSite,
+    ResetBuffers,
     ScaleFirst,
     SetArgument,
     SetAttribute,
@@ -26,8 +27,8 @@ def at(text, op="div", line=45):
 @pytest.mark.parametrize(
     ("text", "op", "was", "value", "after"),
     [
-        ("y = x / (std + 1e-8)", "add", 1e-8, 1e-4, "y = x / (std + 0.0001)"),
-        ("return x / x.norm().clamp(min=1e-12)", "clamp", 1e-12, 1e-6, "return x / x.norm().clamp(min=1e-06)"),
+        ("y = x / (std + 1e-8)", "add", 1e-8, 1e-4, "y = x / (std + 1e-4)"),
+        ("return x / x.norm().clamp(min=1e-12)", "clamp", 1e-12, 1e-6, "return x / x.norm().clamp(min=1e-6)"),
         (
             "scores = scores.masked_fill(mask, -1e9)",
             "masked_fill",
@@ -45,15 +46,15 @@ def test_a_constant_in_its_line(text, op, was, value, after):
 
 def test_a_constant_that_is_not_in_the_line_is_told_in_words():
     patch = write_patch(SetArgument(site=at("y = x / (std + eps)", "add"), argument="other", was=1e-8, value=1e-4))
-    assert patch.splitlines()[1:] == ["#   y = x / (std + eps)", "# 0.0001 here, where it is 1e-08 now"]
+    assert patch.splitlines()[1:] == ["#   y = x / (std + eps)", "# 1e-4 here, where it is 1e-8 now"]
 
 
 @pytest.mark.parametrize(
     ("text", "op", "argument", "low", "high", "after"),
     [
-        ("return torch.log(p)", "log", "self", 1e-6, None, "return torch.log(p.clamp(min=1e-06))"),
-        ("return p.log().sum()", "log", "self", 1e-6, None, "return p.clamp(min=1e-06).log().sum()"),
-        ("y = a / (b - c)", "div", "other", 1e-6, None, "y = a / (b - c).clamp(min=1e-06)"),
+        ("return torch.log(p)", "log", "self", 1e-6, None, "return torch.log(p.clamp(min=1e-6))"),
+        ("return p.log().sum()", "log", "self", 1e-6, None, "return p.clamp(min=1e-6).log().sum()"),
+        ("y = a / (b - c)", "div", "other", 1e-6, None, "y = a / (b - c).clamp(min=1e-6)"),
         ("y = torch.acos(u @ v)", "acos", "self", -1, 1, "y = torch.acos((u @ v).clamp(min=-1, max=1))"),
     ],
 )
@@ -121,3 +122,47 @@ def test_modules():
 )
 def test_whole_patches_are_python(edit):
     compile(write_patch(edit), "patch", "exec")
+
+
+def test_titles_name_the_line_and_numbers_as_code_does():
+    eps = SetArgument(site=at("y = x / (std + 1e-8)", "add"), argument="other", was=1e-8, value=1e-4)
+    assert write_title(eps) == "Use an eps of 1e-4 instead of 1e-8 in line 45 of unet.py"
+    mask = SetArgument(site=at("s.masked_fill(m, -1e9)", "masked_fill"), argument="value", was=-1e9, value=None)
+    assert write_title(mask) == "Use the lowest number of its format instead of -1e9 in line 45 of unet.py"
+    clamp = ClampArgument(site=at("return torch.log(p)", "log"), argument="self", low=1e-12, high=None)
+    assert write_title(clamp) == "Clamp the argument of log to at least 1e-12 in line 45 of unet.py"
+
+
+def test_what_has_to_be_in_fp32_is_not_lifted_out_with_the_module_that_it_goes_into():
+    site = at("return self.norm(self.conv(x) * (1 + gain) + shift)", "")
+    assert write_patch(KeepOp(site=site)).splitlines()[1:] == [
+        "h = self.conv(x)  # as it was, outside",
+        'with torch.autocast("cuda", enabled=False):',
+        "    shift, h, gain = shift.float(), h.float(), gain.float()",
+        "    return self.norm(h * (1 + gain) + shift)",
+    ]
+    site = at("return self.head(torch.exp(x))", "")
+    assert write_patch(KeepOp(site=site)).splitlines()[-1] == "    return self.head(torch.exp(x))"
+
+
+def test_titles_count_and_name_what_they_change():
+    assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset 1 buffer: door.running_mean"
+    clamp = ClampArgument(site=at("y = a / b"), argument="other", low=1e-6, high=None)
+    assert write_title(clamp) == "Clamp the divisor of div to at least 1e-6 in line 45 of unet.py"
+
+
+def test_a_loop_on_one_line_is_not_taken_apart():
+    patch = write_patch(KeepOp(site=at("for m in self.children(): x = m(x) * 3e4", "")))
+    assert patch.splitlines()[1:] == [
+        'with torch.autocast("cuda", enabled=False):',
+        "    for m in self.children(): x = m(x) * 3e4  # with every tensor that goes in as x.float()",
+    ]
+
+
+def test_variables_of_a_comprehension_are_nobody_elses():
+    patch = write_patch(KeepOp(site=at("y = torch.stack([t * scale for t in (a, b)])", "")))
+    assert "scale, a, b = scale.float(), a.float(), b.float()" in patch
+
+
+def test_a_module_whose_name_python_cannot_write():
+    assert "y = getattr(self, 'a-b')(x.float())" in write_patch(KeepModule(module="net.a-b"))

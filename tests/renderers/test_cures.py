@@ -9,7 +9,14 @@ import pytest
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import EpsUse, Island, IslandSearch, TrialOutcome
-from nandoctor.renderers.cures import describe_eps, describe_islands, describe_outcome, list_cures, tell_cures
+from nandoctor.renderers.cures import (
+    describe_eps,
+    describe_islands,
+    describe_outcome,
+    list_constants,
+    list_cures,
+    tell_cures,
+)
 
 
 def facts(report):
@@ -36,11 +43,34 @@ def test_the_first_cure_is_told_in_full_and_the_others_counted():
 def test_a_lost_constant_is_told_where_it_is_not_the_cause():
     assert "eps" not in dict(facts(factory.cured()))
     other = replace(factory.cured(), cause=replace(factory.cured().cause, code="matmul-overflow"))
-    assert dict(facts(other))["eps"].startswith("encoder.blocks.2.attention.add.other = 1e-08 is zero in fp16")
+    assert dict(facts(other))["eps"].startswith("1e-8 in add of encoder.blocks.2.attention (net.py:45) is zero in fp16")
 
 
 def test_trials_tell_what_is_finite_and_what_is_not():
-    assert dict(facts(factory.cured()))["trials"] == "finite with bf16 and samples without 2; still fails with eval"
+    assert facts(factory.cured())[-2:] == [
+        ("trials", "precision  finite: bf16"),
+        ("", "samples    finite: without 2"),
+    ]  # the mode made no difference
+    made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
+    assert facts(made)[-1] == ("trials", "the step fails in all other circumstances that were tried")
+
+
+def test_a_trial_that_is_far_from_fp32_says_so():
+    made = factory.cured()
+    far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
+    assert facts(replace(made, counterfactuals=(far,)))[-1] == ("trials", "precision  finite: bf16 (4.7 % off fp32)")
+
+
+def test_constants_are_a_table():
+    assert list_constants(factory.cured())[0] == (
+        "1e-8",
+        "encoder.blocks.2.attention",
+        "net.py:45",
+        "add",
+        "is zero in fp16, and lost in 100 % of what it is added to",
+    )
+    many = replace(factory.cured(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
+    assert [row[1] for row in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
 def test_what_did_not_cure_comes_last_and_says_so():
@@ -54,7 +84,7 @@ def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
     made = factory.cured()
     long = replace(made.prescriptions[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, prescriptions=(long,))
-    lines = [text for label, text in facts(made) if label in ("patch", "")]
+    lines = [text for label, text in facts(made) if label in ("patch", "")][:9]
     assert (len(lines), lines[-1]) == (9, "... 22 more lines in the report (-o report.html)")
     assert len(list_cures(made)[0].patch) == 30
 
@@ -71,6 +101,7 @@ def test_a_patch_cannot_move_the_cursor():
     ("outcome", "text"),
     [
         (TrialOutcome(finite=True, max_rel_err=0.0125), "finite, within 1.25 % of fp32"),
+        (TrialOutcome(finite=True, max_rel_err=0.0), "finite, equal to fp32"),
         (TrialOutcome(finite=True, max_rel_err=None), "finite, nothing to compare with fp32"),
         (TrialOutcome(finite=False, max_rel_err=None), "still non-finite"),
     ],
@@ -82,9 +113,11 @@ def test_outcomes(outcome, text):
 def test_islands():
     island = Island(modules=("a", "b"), minimal=True)
     search = IslandSearch(islands=(island, replace(island, modules=("c",))), num_modules=9, num_probes=5, complete=True)
-    assert describe_islands(search) == "a and b; or in c (none can be left out; 9 modules, 5 runs)"
+    assert describe_islands(search) == "a and b; or c (none can be left out; found in 5 runs)"
     cut = replace(search, islands=(replace(island, minimal=False),), complete=False)
-    assert describe_islands(cut) == "a and b (perhaps not the smallest; 9 modules, 5 runs, search cut short)"
+    assert describe_islands(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
+    own = replace(search, islands=(replace(island, modules=("(own ops)",)), replace(island, modules=("x (own ops)",))))
+    assert describe_islands(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
 
 
 USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
@@ -93,12 +126,12 @@ USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "norm.eps = 1e-08 was not seen in use"),
-        ({"dtype": FP16, "effect": "zero"}, "norm.eps = 1e-08 is zero in fp16"),
+        ({}, "1e-8 in norm.eps was not seen in use"),
+        ({"dtype": FP16, "effect": "zero"}, "1e-8 in norm.eps is zero in fp16"),
         ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
-         "norm.eps = 1e-08 is kept in fp16, and is absorbed by 50 % of what it is added to"),
-        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm.eps = 1e-08 is subnormal in fp16 and 19 % off"),
-        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "norm.add.eps = 1e-08 is zero in fp16"),
+         "1e-8 in norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "1e-8 in norm.eps is subnormal in fp16 and 19 % off"),
+        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "1e-8 in add of norm is zero in fp16"),
     ],
 )  # fmt: skip
 def test_small_constants(changes, text):

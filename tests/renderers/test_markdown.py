@@ -18,7 +18,7 @@ def test_every_verdict(make):
     report = make()
     text = report_markdown(report)
     assert text.startswith(f"### {report.verdict.upper()}: ")
-    assert text.count("<details>") == text.count("</details>") == (2 if report.runs else 1)
+    assert text.count("<details>") == text.count("</details>") == 1 + bool(report.runs) + 3 * bool(report.prescriptions)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert tables
     for table in tables:
