@@ -30,6 +30,7 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
+        """What torch calls."""
         self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -34,9 +34,10 @@ class Moment:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
     `explicit`: the loop said where the step begins. `inside` are outputs of children, where the model's own call is not
-    the step. `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since.
-    `skip` is a fused optimizer's own flag, `skipped` what is known without it. `num_updates` counts how often the
-    weights were written since the forward.
+    the step. `passed`: another model's optimizer has stepped since a forward that nobody watched, so that the next one
+    begins a step of its own. `scale` is the loss scale before the step, and `scale_version` tells if the scaler was
+    updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without it. `num_updates` counts how
+    often the weights were written since the forward.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Moment:
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
     num_running: int = 0
+    passed: bool = False
     loss: torch.Tensor | None = None
     flags: list[Flag] = field(default_factory=list)
     skip: Flag | None = None

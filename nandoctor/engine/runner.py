@@ -27,7 +27,7 @@ from nandoctor.engine.op_tracer import Kind, OnOp, OpTracer
 from nandoctor.engine.recorded import recorded_backends, restore_host_generators
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
-from nandoctor.errors import ModelError
+from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
@@ -180,6 +180,7 @@ def run(
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
+        LossError: the loss that the dump names did.
     """
     singles = interventions.flatten(edits)
     policy = interventions.choose_policy(singles, policy)
@@ -196,7 +197,7 @@ def run(
         outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, on_op, grad=grad)
         outcome = replace(outcome, trace=replace(outcome.trace, blinded=blinded))
     if error is not None and not _shows_damage(outcome.trace):
-        raise _explain_forward_error(error) from error
+        raise error if isinstance(error, LossError) else _explain_forward_error(error) from error
     return outcome
 
 
