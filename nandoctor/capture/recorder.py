@@ -214,6 +214,8 @@ class Recorder:
         if moment.before is None:
             moment.before = self._observer.look()
             self._scout(moment.before.autocast)
+        else:
+            moment.between.append(self._observer.look_between())
         moment.calls.append(pack_call(args, kwargs))
         moment.num_running += 1
 
