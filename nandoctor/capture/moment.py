@@ -35,10 +35,10 @@ class Moment:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
     `explicit`: the loop said where the step begins. `between` are the generators before each call but the first.
-    `inside` are outputs of children, where the model's own call is not the step. `passed`: another model's optimizer has
-    stepped since a forward that nobody watched, so that the next one begins a step of its own. `scale` is the loss scale
-    before the step, and `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's own
-    flag, `skipped` what is known without it. `num_updates` counts how often the weights were written since the forward.
+    `inside` are outputs of children, where the model's own call is not the step. `passed`: another model's optimizer
+    has stepped since a forward that nobody watched, so that the next one begins a step of its own. `scale` is the loss
+    scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's
+    own flag, `skipped` what is known without it. `num_updates` counts how often the weights were written since.
     """
 
     step: int

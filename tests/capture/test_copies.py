@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import torch
 import torch._dynamo  # with the compiler at hand the hooks are functions, which a deep copy shares
@@ -42,3 +44,19 @@ def test_a_whole_model_is_saved_and_comes_back_without_its_recorder(tmp_path):
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         assert torch.equal(loaded.eval()(image)["logit"], model.eval()(image)["logit"])
+
+
+def test_no_more_than_the_last_batches_are_held(tmp_path):
+    model, seen = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Recorder(model, folder=tmp_path, loss=loss_of) as recorder:
+        for number in range(20):
+            batch = make_batch(loud=number == 3)
+            seen.append(weakref.ref(batch[0]))
+            watch(model, recorder, batch)
+            optimizer.step()
+        del batch
+        gc.collect()
+        assert sum(image() is not None for image in seen) <= 2
+    gc.collect()
+    assert not any(image() is not None for image in seen)
