@@ -28,6 +28,10 @@ class ModelError(NanDoctorError):
     """The model cannot be found, built, loaded with the weights, or called with the batch."""
 
 
+class LossError(ModelError):
+    """The loss function that a dump names raised at the replay."""
+
+
 class ReportError(NanDoctorError):
     """A saved report cannot be read."""
 

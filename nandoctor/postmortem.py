@@ -32,7 +32,7 @@ from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Setup, Step, Watch
 from nandoctor.engine.settings import Settings
 from nandoctor.engine.setup import ModelSource, prepare
 from nandoctor.engine.stats import collect, measure
-from nandoctor.errors import DumpError
+from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.census import DumpSummary
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
@@ -69,12 +69,25 @@ def examine_dump(
 ) -> Postmortem:
     """Replay `dump` under autocast and in fp32, and report.
 
-    A file of weights alone is judged by its weights, and needs no model.
+    A file of weights alone is judged by its weights, and needs no model. A loss that the dump names and that raises
+    here is left out, and a note says so.
 
     Raises:
         ModelError: no model is known, it does not fit the weights, or it cannot be called with the batch.
         DumpError: the file holds nothing to replay.
     """
+    try:
+        return _examine_dump(dump, model, settings, progress)
+    except LossError as error:
+        assert dump.recorded is not None
+        without = replace(dump, recorded=replace(dump.recorded, loss_function=None))
+        found = _examine_dump(without, model, settings, progress)
+        return replace(
+            found, report=replace(found.report, notes=(*found.report.notes, f"{error.message}. {error.remedy}"))
+        )
+
+
+def _examine_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Postmortem:
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
         return Postmortem(report=_report_weights(dump, summary, choose_policy(dump, settings).format), step=None)

@@ -20,14 +20,35 @@ Found = Callable[[dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
+class Hook:
+    """A hook that stays with its model: in a copy, or in a file that the whole model is saved to, it does nothing.
+
+    An average of the weights is a deep copy of the model, and its forward is no step of the training.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """What torch calls."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
 def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
     """Call `before` and `after` around each call of the model."""
     if model._compiled_call_impl is not None:
         _wrap_compiled(model, before, after, handles)
         return
     if before is not None:
-        handles.callback(model.register_forward_pre_hook(_not_compiled(before), with_kwargs=True).remove)
-    handles.callback(model.register_forward_hook(_not_compiled(after), with_kwargs=True).remove)
+        handles.callback(model.register_forward_pre_hook(Hook(_not_compiled(before)), with_kwargs=True).remove)
+    handles.callback(model.register_forward_hook(Hook(_not_compiled(after)), with_kwargs=True).remove)
 
 
 def _wrap_compiled(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
@@ -67,5 +88,5 @@ def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str)
 
     for module in modules:
         if module._compiled_call_impl is None:
-            handles.callback(module.register_forward_pre_hook(look).remove)
+            handles.callback(module.register_forward_pre_hook(Hook(look)).remove)
     return handles

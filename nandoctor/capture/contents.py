@@ -6,29 +6,31 @@ In: a moment, its observer and the history. Out: the contents of a `nandoctor.du
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.circumstances import read_backends, read_rank, read_versions
 from nandoctor.capture.history import History, StepResult
 from nandoctor.capture.moment import Moment, Observer
-from nandoctor.capture.sources import describe_model, describe_source, describe_spec
+from nandoctor.capture.sources import describe_model
 from nandoctor.dumps.recorded import FORMAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origins:
-    """What the user told of how the model and the loss are made."""
+    """How the model and the loss are made: what the user told, and where their sources were when training began.
 
-    builder: Callable[..., nn.Module] | str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
-    method: str = ""
+    `built`: `model` is the source of a builder, not of the model's class.
+    """
+
+    model: Mapping[str, str]
+    loss: Mapping[str, str] | None
+    arguments: Mapping[str, Any]
+    built: bool
+    method: str
 
 
 def describe(
@@ -40,7 +42,7 @@ def describe(
     before, lost = observer.describe(moment.before)
     function = getattr(model, origins.method or "forward")
     step, dropped = moment.describe(function, is_method=bool(origins.method))
-    reference, unfit = describe_model(model, origins.builder, origins.arguments)
+    reference, unfit = describe_model(model, origins.model, origins.arguments, built=origins.built)
     return {
         "format": FORMAT,
         "event": _describe_event(moment, result, event),
@@ -48,7 +50,7 @@ def describe(
         **before,
         **step,
         "method": origins.method,
-        "loss_function": _describe_loss(origins.loss),
+        "loss_function": origins.loss,
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
@@ -82,12 +84,6 @@ def _describe_event(moment: Moment, result: StepResult, event: str) -> dict[str,
         "world_size": world_size,
         "nonfinite_here": moment.bad_here,
     }
-
-
-def _describe_loss(loss: Callable[..., Any] | str | None) -> dict[str, Any] | None:
-    if loss is None:
-        return None
-    return describe_spec(loss) if isinstance(loss, str) else describe_source(loss)
 
 
 def _describe_updates(moment: Moment) -> list[str]:

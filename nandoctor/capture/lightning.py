@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from nandoctor.capture.recorder import Recorder
+from nandoctor.engine.importing import stop_import
 
 
 def _find_base() -> Any:
@@ -27,6 +28,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
+        stop_import()
         self.options = options
         self.recorder: Recorder | None = None
 

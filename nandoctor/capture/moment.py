@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ class Before:
 class Moment:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
-    `explicit`: the loop said where the step begins. `inside` are outputs of children, where the model's own call is not
-    the step. `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since.
-    `skip` is a fused optimizer's own flag, `skipped` what is known without it. `num_updates` counts how often the
-    weights were written since the forward.
+    `explicit`: the loop said where the step begins. `between` are the generators before each call but the first.
+    `inside` are outputs of children, where the model's own call is not the step. `passed`: another model's optimizer
+    has stepped since a forward that nobody watched, so that the next one begins a step of its own. `scale` is the loss
+    scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's
+    own flag, `skipped` what is known without it. `num_updates` counts how often the weights were written since.
     """
 
     step: int
@@ -45,9 +47,11 @@ class Moment:
     batch: Any = None
     before: Before | None = None
     calls: list[Packed] = field(default_factory=list)
+    between: list[RandomStates] = field(default_factory=list)
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
     num_running: int = 0
+    passed: bool = False
     loss: torch.Tensor | None = None
     flags: list[Flag] = field(default_factory=list)
     skip: Flag | None = None
@@ -102,7 +106,10 @@ class Moment:
         batch = pack(self.batch, "batch")
         names = _parameter_names(function)
         contents = {
-            "calls": [{"names": names, **packed.tree} for packed in self.calls],
+            "calls": [
+                {"names": names, **packed.tree, **({"rng": states.to_plain()} if states else {})}
+                for packed, states in zip_longest(self.calls, (None, *self.between))
+            ],
             "watched": list(self.inside),
             "batch": batch.tree,
             "output": self._output_of_method() if is_method else self._output(),
@@ -148,6 +155,10 @@ class Observer:
             training=tuple([module.training for module in self._modules]),
             autocast=read_autocast(self.device.type),
         )
+
+    def look_between(self) -> RandomStates:
+        """What a further call of the same step starts from: the loop may have drawn in between."""
+        return keep_random_states(self.device)
 
     def learn(self, before: Before) -> None:
         """See which buffers the forward wrote."""

@@ -5,6 +5,7 @@ In: a model, and the loss of each step. Out: dumps, warnings in the log, and `No
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,9 @@ from nandoctor.capture.flags import Flag, agree, raise_flag
 from nandoctor.capture.history import History, StepResult, StopRule
 from nandoctor.capture.judge import Judge
 from nandoctor.capture.moment import Moment, Observer, pack_call
-from nandoctor.capture.sources import unwrap
+from nandoctor.capture.sources import describe_source, unwrap
 from nandoctor.dumps.trees import pack
+from nandoctor.engine.importing import stop_import
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 
 LOG = logging.getLogger("nandoctor")
@@ -75,6 +77,7 @@ class Recorder:
         ambient: Callable[[], AbstractContextManager[Any]] = nullcontext,
         from_output: bool = False,
     ) -> None:
+        stop_import()
         rule = StopRule(threshold=threshold, window=window, in_a_row=in_a_row)
         _check(rule, keep)
         archive = Archive(Path(folder), keep=keep, max_nbytes=max_nbytes)
@@ -82,8 +85,14 @@ class Recorder:
         self._judge = Judge(History(rule), archive, self._make_contents)
         self._scaler, self._ambient, self._from_output = scaler, ambient, from_output
         self._keep_optimizer = keep_optimizer
-        self._origins = Origins(builder=builder, arguments=arguments or {}, loss=loss, method=method)
         self._observer = Observer(unwrap(model))
+        self._origins = Origins(
+            model=describe_source(builder or type(self._observer.model)),
+            loss=None if loss is None else describe_source(loss),
+            arguments=arguments or {},
+            built=builder is not None,
+            method=method,
+        )
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._optimizers: dict[int, Optimizer | None] = {}
         self._current: Moment | None = None
@@ -92,6 +101,8 @@ class Recorder:
         self._scouted = False
         self._handles = ExitStack()
         self._attach(model, method)
+        atexit.register(self._settle_quietly)  # for a script that ends in an error before it closes this
+        self._handles.callback(atexit.unregister, self._settle_quietly)
 
     @property
     def history(self) -> History:
@@ -197,12 +208,14 @@ class Recorder:
         explicit = moment is not None and moment.explicit
         if not torch.is_grad_enabled() or not (module.training or explicit):
             return
-        if moment is None or (not explicit and (moment.flags or len(moment.calls) >= _MAX_CALLS)):
+        if moment is None or (not explicit and (moment.flags or moment.passed or len(moment.calls) >= _MAX_CALLS)):
             moment = self._make_moment(None, explicit=False)
             self._turn_to(moment)
         if moment.before is None:
             moment.before = self._observer.look()
             self._scout(moment.before.autocast)
+        else:
+            moment.between.append(self._observer.look_between())
         moment.calls.append(pack_call(args, kwargs))
         moment.num_running += 1
 
@@ -247,7 +260,10 @@ class Recorder:
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
         moment = self._current
-        if moment is None or not self._owns(optimizer):
+        if moment is None:
+            return
+        if not self._owns(optimizer):
+            moment.passed = True
             return
         if not moment.flags and moment.returned:
             self.watch()

@@ -35,17 +35,22 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def describe_model(
-    model: nn.Module, builder: Callable[..., nn.Module] | str | None, arguments: Mapping[str, Any]
+    model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Import path, arguments and source hash of the class of `model`, or of its `builder`; and what was left out."""
+    """The `source` of the model's class or builder with arguments and structure; and what was left out."""
     packed = pack(dict(arguments), "model.arguments")
-    plain = describe_spec(builder) if isinstance(builder, str) else describe_source(builder or type(model))
-    plain |= {"arguments": packed.tree, "structure": str(model)}
-    return {**plain, **({} if arguments or builder else _describe_config(model))}, packed.notes
+    plain = {**source, "arguments": packed.tree, "structure": str(model)}
+    return {**plain, **({} if arguments or built else _describe_config(model))}, packed.notes
 
 
-def describe_source(thing: Callable[..., Any]) -> dict[str, Any]:
-    """Import path and source hash of a class or function; a file within the working directory by its relative path."""
+def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
+    """Import path and source hash of a class or function, or of a SPEC.
+
+    A file within the working directory goes by its relative path. To be asked when training begins: later the file may
+    have been edited, and when Python ends it is not known any more.
+    """
+    if isinstance(thing, str):
+        return _describe_spec(thing)
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
     module = str(getattr(thing, "__module__", ""))
     path = _source_file(thing)
@@ -55,8 +60,8 @@ def describe_source(thing: Callable[..., Any]) -> dict[str, Any]:
     return plain
 
 
-def describe_spec(spec: str) -> dict[str, Any]:
-    """The same of a SPEC, `package.module:attr` or `path/to/file.py:attr`."""
+def _describe_spec(spec: str) -> dict[str, str]:
+    """The same of `package.module:attr` or `path/to/file.py:attr`."""
     location, _, name = spec.rpartition(":")
     if not location.endswith(".py"):
         return {"module": location, "name": name, "file": "", "sha256": ""}
@@ -67,7 +72,7 @@ def describe_spec(spec: str) -> dict[str, Any]:
 def _source_file(thing: Any) -> Path | None:
     try:
         path = inspect.getsourcefile(thing)
-    except TypeError:  # built in, or typed into a console
+    except (TypeError, OSError):  # built in, or typed into a console
         path = getattr(sys.modules.get(getattr(thing, "__module__", "")), "__file__", None)
     return Path(path).resolve() if path and Path(path).is_file() else None
 

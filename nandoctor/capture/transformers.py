@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from nandoctor.capture.recorder import Recorder
+from nandoctor.engine.importing import stop_import
 
 
 class RecorderCallback(TrainerCallback):
@@ -20,6 +21,7 @@ class RecorderCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
+        stop_import()
         self.options = options
         self.recorder: Recorder | None = None
 

@@ -22,11 +22,24 @@ Take = Callable[[str, Any], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RandomStates:
+    """States of torch's generators, and of numpy's and Python's as their own functions take them."""
+
+    torch_states: tuple[torch.Tensor, ...]
+    numpy_state: tuple[Any, ...] | None
+    python_state: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the model: trees of plain containers with a `Slot` for each tensor."""
+    """One call of the model: trees of plain containers with a `Slot` for each tensor.
+
+    `random` are the generators before it, where they are not as the call before it left them.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    random: RandomStates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +170,19 @@ def _read_call(call: Any, index: int, take: Take) -> Call:
     labels = [str(names[i]) if i < len(names) else str(i) for i in range(len(args))]
     packed = [name_tensors(value, f"{name}.{label}", take) for label, value in zip(labels, args, strict=True)]
     kwargs = get(fields, "kwargs", dict, {})
-    return Call(args=tuple(packed), kwargs={str(k): name_tensors(v, f"{name}.{k}", take) for k, v in kwargs.items()})
+    named = {str(key): name_tensors(value, f"{name}.{key}", take) for key, value in kwargs.items()}
+    return Call(args=tuple(packed), kwargs=named, random=_read_random(get(fields, "rng", dict, {})))
+
+
+def _read_random(fields: Mapping[str, Any]) -> RandomStates | None:
+    if not fields:
+        return None
+    found = (get(fields, name, torch.Tensor, None) for name in ("torch", "cuda"))
+    return RandomStates(
+        torch_states=tuple(state for state in found if state is not None and state.dtype == torch.uint8),
+        numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
+        python_state=_read_python(get(fields, "python", dict, {})),
+    )
 
 
 def _read_autocast(fields: Mapping[str, Any]) -> Autocast | None:

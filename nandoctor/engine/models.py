@@ -21,7 +21,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.engine.importing import importing, stopped
 from nandoctor.errors import ModelError
+
+_CUT_SHORT = (
+    " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
+    "under `if __name__ == '__main__':`."
+)
 
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
@@ -78,7 +84,7 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
         if not hasattr(value, name):
             raise ModelError(
                 f"{location} has no {attribute!r}.{_suggest(name, _public_names(value))}",
-                remedy="Check the part of the SPEC after the colon.",
+                remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if module in stopped else ""),
             )
         value = getattr(value, name)
     return value
@@ -166,7 +172,7 @@ def _import_file(path: Path) -> ModuleType:
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
     try:
-        with _explained(str(path)), torch.random.fork_rng(devices=[]):
+        with importing(module), _explained(str(path)), torch.random.fork_rng(devices=[]):
             spec.loader.exec_module(module)
     except ModelError:
         del sys.modules[name]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.backends import BACKENDS
-from nandoctor.dumps.recorded import Recorded
+from nandoctor.dumps.recorded import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.engine.calls import Binding
 from nandoctor.engine.tracer import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
+
+_from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
 
 
 def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
@@ -32,10 +35,7 @@ def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
         with _watching(model, recorded) as inside:
-            returned = [
-                _called(model, recorded.method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
-                for call in recorded.calls
-            ]
+            returned = [_call(model, recorded.method, call, tensors, device) for call in recorded.calls]
         output = returned[0] if len(returned) == 1 else returned
         return {"returned": _loss_of(output), **inside} if recorded.method else output
 
@@ -43,6 +43,32 @@ def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
     shown = ", ".join(dict.fromkeys(name.partition(".")[2] for name in names))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=tuple(dict.fromkeys(names)), forward=forward)
+
+
+def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
+    if call.random is not None and _from_saved_states.get():
+        restore_generators(call.random.torch_states, device)
+        restore_host_generators(call.random)
+    return _called(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+
+
+@contextmanager
+def from_saved_states() -> Iterator[None]:
+    """While this is open, each call starts from the generators' states that the dump has for it."""
+    token = _from_saved_states.set(True)
+    try:
+        yield
+    finally:
+        _from_saved_states.reset(token)
+
+
+def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Hand each saved state to the generator that it fits by its size: the CPU's has thousands of bytes, CUDA's 16."""
+    for state in states:
+        if state.numel() == torch.get_rng_state().numel():
+            torch.set_rng_state(state)
+        elif device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(device).numel():
+            torch.cuda.set_rng_state(state, device)
 
 
 def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
@@ -96,7 +122,7 @@ def _write(place: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def restore_host_generators(recorded: Recorded) -> None:
+def restore_host_generators(recorded: Recorded | RandomStates) -> None:
     """Hand numpy's and Python's generators their saved states."""
     if recorded.numpy_state is not None:
         np.random.set_state(recorded.numpy_state)

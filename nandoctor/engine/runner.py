@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,15 @@ from nandoctor.engine.autocast import EXACT, Policy, apply_policy
 from nandoctor.engine.gradients import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.engine.models import place_of
 from nandoctor.engine.op_tracer import Kind, OnOp, OpTracer
-from nandoctor.engine.recorded import recorded_backends, restore_host_generators
+from nandoctor.engine.recorded import (
+    from_saved_states,
+    recorded_backends,
+    restore_generators,
+    restore_host_generators,
+)
 from nandoctor.engine.stats import collect, is_finite, measure
 from nandoctor.engine.tracer import Tracer
-from nandoctor.errors import ModelError
+from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
@@ -183,6 +188,7 @@ def run(
 
     Raises:
         ModelError: the forward raised while everything was still finite, so the call itself is wrong.
+        LossError: the loss that the dump names did.
     """
     singles = interventions.flatten(edits)
     policy = interventions.choose_policy(singles, policy)
@@ -199,7 +205,7 @@ def run(
         outcome, error = _record(setup, policy, training, seed, low, other, singles, on_call, on_op, grad=grad)
         outcome = replace(outcome, trace=replace(outcome.trace, blinded=blinded))
     if error is not None and not _shows_damage(outcome.trace):
-        raise _explain_forward_error(error) from error
+        raise error if isinstance(error, LossError) else _explain_forward_error(error) from error
     return outcome
 
 
@@ -404,24 +410,16 @@ def _seeded(seed: int | None, setup: Setup) -> Iterator[Callable[[], bool]]:
         np.random.seed(seed or 0)
         torch.manual_seed(seed or 0)
         if seed is None:
-            _set_saved_states(setup)
+            restore_generators(setup.rng_states, device)
             if setup.recorded is not None:
                 restore_host_generators(setup.recorded)
         before = _generator_states(device)
         try:
-            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
+            with from_saved_states() if seed is None else nullcontext():
+                yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-
-
-def _set_saved_states(setup: Setup) -> None:
-    """Hand each saved state to the generator that it fits by its size: the CPU's has thousands of bytes, CUDA's 16."""
-    for state in setup.rng_states:
-        if state.numel() == torch.get_rng_state().numel():
-            torch.set_rng_state(state)
-        elif setup.device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(setup.device).numel():
-            torch.cuda.set_rng_state(state, setup.device)
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

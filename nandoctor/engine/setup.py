@@ -6,7 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -19,12 +19,12 @@ from nandoctor.dumps.recorded import Recorded
 from nandoctor.engine.calls import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.engine.cuda_code import cuda_code
 from nandoctor.engine.grading import saved_outputs
-from nandoctor.engine.models import build_model, find_attribute, load_state
+from nandoctor.engine.models import build_model, find_attribute, load_state, place_of
 from nandoctor.engine.recorded import bind_calls, make_batch, own_loss
 from nandoctor.engine.references import describe_change, find_loss, find_model
 from nandoctor.engine.runner import Setup
 from nandoctor.engine.settings import Settings
-from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.errors import LossError, ModelError, NanDoctorError
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 
@@ -75,10 +75,11 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
     else:
         call = _on_recorded_batch(call, dump.recorded, device)
         bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
+    graded = _choose_output(outputs, dump)
     return Preparation(
         setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump, device) for binding in bindings),
-        saved=(outputs[0], dump.arrays[outputs[0]]) if outputs else None,
-        output_field=settings.output or (_place_of(outputs[0]) if dump.recorded is not None and outputs else None),
+        saved=(graded, dump.arrays[graded]) if graded else None,
+        output_field=settings.output or (_place_of(graded) if dump.recorded is not None and graded else None),
         notes=(*notes, *cast_notes),
     )
 
@@ -106,7 +107,26 @@ def _find_loss(dump: Dump, settings: Settings, device: torch.device) -> tuple[Ca
         loss, notes = find_loss(dump.recorded.loss_function)
         if loss is None and dump.recorded.loss_field is not None:
             return own_loss(dump.recorded.loss_field), notes
+        loss = None if loss is None else _named_by_dump(loss, dump.recorded)
     return _on_recorded_batch(loss, dump.recorded, device), notes
+
+
+def _named_by_dump(loss: Callable[..., Any], recorded: Recorded) -> Callable[..., Any]:
+    """The loss that a dump names, which the training may have called with other things than the replay can."""
+    returned = f"the list of what {len(recorded.calls)} calls returned" if len(recorded.calls) > 1 else "the output"
+
+    @functools.wraps(loss)
+    def checked(output: Any, batch: Any) -> Any:
+        try:
+            return loss(output, batch)
+        except Exception as error:
+            raise LossError(
+                f"The loss function raised {type(error).__name__}{place_of(error)}: {error}",
+                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
+                f"scalar; output is {returned}, batch what the recorder was given.",
+            ) from error
+
+    return checked
 
 
 def _on_recorded_batch(
@@ -128,6 +148,12 @@ def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in state:
             tensor.data = tensor.data.to(state[name].dtype)
+
+
+def _choose_output(outputs: Sequence[str], dump: Dump) -> str | None:
+    """The saved output that the replay is graded by: of a recorded step's the first that is non-finite."""
+    bad = (name for name in outputs if dump.recorded and not bool(torch.isfinite(dump.arrays[name]).all()))
+    return next(bad, outputs[0] if outputs else None)
 
 
 def _place_of(name: str) -> str:

@@ -197,7 +197,7 @@ def test_compiled_models_are_recorded(tmp_path, in_place):
 def test_two_calls_of_one_step_are_replayed_in_their_order(tmp_path):
     model = make_model()
     recorder = Recorder(model, folder=tmp_path)
-    with recorder.step(), nandoctor.cuda_autocast():
+    with recorder.step(), nandoctor.cuda_autocast():  # the loop draws the second image after the first call
         first, second = (model(make_batch(loud)[0]) for loud in (False, True))
         recorder.watch(first["logit"].sum() + second["logit"].sum())
     recorder.close()

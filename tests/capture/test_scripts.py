@@ -1,0 +1,111 @@
+"""Training scripts as people write them: no main guard, no close, an error of their own at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trainings import Gambler
+
+import nandoctor
+from nandoctor import Recorder, cuda_autocast
+
+ROOT = Path(nandoctor.__file__).parent.parent
+SCRIPT = """
+import torch, torch.nn as nn, torch.nn.functional as F, nandoctor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.head(self.dropout(x) * 1e6)
+
+{early}
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+recorder = nandoctor.Recorder(model, loss=loss_of)
+{late}
+print("training")
+x, y = torch.randn(4, 8), torch.randint(2, (4,))
+with nandoctor.cuda_autocast():
+    loss = loss_of(model(x), (x, y))
+recorder.watch(loss, (x, y))
+{end}
+"""
+LOSS = "def loss_of(output, batch):\n    return F.cross_entropy(output.float(), batch[1])\n"
+
+
+def run(folder, *command):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def train(folder, **parts):
+    (folder / "train.py").write_text(SCRIPT.format(**{"early": LOSS, "late": "", "end": "", **parts}))
+    return run(folder, "train.py")
+
+
+def test_a_script_that_trains_on_import_does_not_train_again_at_the_replay(tmp_path):
+    train(tmp_path)
+    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
+    assert "exact" in replay.stdout
+    assert "train.py:9" in replay.stdout
+    assert "gradients" in replay.stdout
+    assert "training" not in replay.stdout.splitlines()
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["nan-step000000.pth"]
+
+
+def test_what_such_a_script_defines_too_late_is_said_to_be_missing_and_why(tmp_path):
+    train(tmp_path, early="loss_of = lambda output, batch: output.float().mean()", late=LOSS)
+    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth", "--loss", "train.py:later")
+    assert replay.returncode == 1
+    assert "up to where it makes a recorder" in replay.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError('my own check')", "raise KeyboardInterrupt", ""])
+def test_a_recorder_that_nobody_closes_looks_at_the_last_step_when_python_ends(tmp_path, end):
+    training = train(tmp_path, end=end)
+    assert "next: nandoctor replay dumps/nan-step000000.pth" in training.stderr
+    assert torch.load(tmp_path / "dumps" / "nan-step000000.pth", weights_only=True)["event"]["step"] == 0
+    assert (training.returncode == 0) is (end == "")
+
+
+def difference(a, b):
+    """A loss that takes two outputs, and so not the (output, batch) that a replay hands it."""
+    return (a.float() - b.float()).square().mean()
+
+
+def test_a_loss_that_cannot_be_replayed_is_a_note_and_the_bad_call_is_the_one_that_is_graded(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    model = Gambler()
+    with Recorder(model, folder=tmp_path, loss=difference) as recorder:
+        with cuda_autocast():
+            loss = difference(model(torch.randn(4, 4)), model(1e5 * torch.randn(4, 4)))
+        recorder.watch(loss, torch.zeros(1))
+    report = nandoctor.replay(recorder.written[0]).report
+    assert report.reproduction.grade == "exact"
+    assert report.reproduction.output == "output.1"
+    assert any("The loss function raised AttributeError" in note for note in report.notes)
+
+
+def test_a_forward_for_another_models_optimizer_is_no_call_of_the_next_step(tmp_path):
+    """A discriminator is called for the generator's step as well, where nobody watches it."""
+    judge, maker = Gambler(), Gambler()
+    optimizer = torch.optim.SGD(maker.parameters(), 1e-3)
+    with Recorder(judge, folder=tmp_path) as recorder:
+        for loudness in (1.0, 1e5):
+            with cuda_autocast():
+                judge(torch.randn(4, 4))
+                output = judge(loudness * torch.randn(4, 4))
+            recorder.watch(output.float().mean())
+            judge(maker(torch.randn(4, 4))).mean().backward()
+            optimizer.step()
+    (dump,) = recorder.written
+    assert len(torch.load(dump, weights_only=True)["calls"]) == 2
