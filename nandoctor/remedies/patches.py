@@ -29,6 +29,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.trace import SourceLine
+from nandoctor.remedies.staging import NAMESPACES, find_statement, find_words, parse, root, stage
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
 _FEW = 2
@@ -36,7 +37,6 @@ _FEW = 2
 OwnLines = Callable[[str], Sequence[SourceLine]]
 """The source lines of a module's own ops, as far as they are known."""
 
-_NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
 
 
@@ -118,36 +118,21 @@ def _title_op(edit: KeepOp) -> str:
 
 
 def _patch_op(edit: KeepOp) -> Iterator[str]:
-    text = _text(edit.site)
-    tree = _parse(text)
+    source = edit.site.source
+    text = find_statement(source) if source else ""
+    steps = stage(text, taken=find_words(source) if source else ())
     yield _heading(edit.site)
-    if tree is None:
+    if not steps:
         yield _OFF
-        yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
-        return
-    lifted = _Lifted()
-    tree = lifted.visit(tree)
-    for name, call in lifted.calls.items():
-        yield f"{name} = {call}  # as it was, outside"
-    yield _OFF
-    names = _tensor_names(tree)
-    if names:
-        yield f"    {', '.join(names)} = {', '.join(f'{name}.float()' for name in names)}"
-    yield f"    {ast.unparse(tree) if lifted.calls else text}"
-
-
-class _Lifted(ast.NodeTransformer):
-    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, str] = {}
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not (isinstance(node.func, ast.Attribute) and _root(node.func) == "self"):
-            return self.generic_visit(node)
-        name = f"h{len(self.calls) or ''}"
-        self.calls[name] = ast.unparse(node)
-        return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
+        yield f"    {text or '...'}  # with every tensor that goes in as x.float(), submodules called outside of it"
+    for step in steps:
+        if step.computes:
+            yield _OFF
+            if step.tensors:
+                yield f"    {', '.join(step.tensors)} = {', '.join(f'{name}.float()' for name in step.tensors)}"
+            yield f"    {step.text}"
+        else:
+            yield f"{step.text}  # as it was, outside"
 
 
 def _title_attribute(edit: SetAttribute) -> str:
@@ -172,7 +157,7 @@ def _patch_argument(edit: SetArgument) -> Iterator[str]:
             return None
         if edit.value is not None:
             return f"{edit.value:g}"
-        return f"torch.finfo({_scores_of(_parse(text), text, node)}.dtype).min"
+        return f"torch.finfo({_scores_of(parse(text), text, node)}.dtype).min"
 
     new = "torch.finfo(x.dtype).min" if edit.value is None else f"{edit.value:g}"
     yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {edit.was:g} now")
@@ -326,39 +311,11 @@ def _quoted(site: OpSite) -> Iterator[str]:
         yield f"#   {_text(site)}"
 
 
-def _parse(text: str) -> ast.AST | None:
-    """The syntax tree of one line; None for a part of a longer statement. A `return` needs a function around it."""
-    try:
-        return ast.parse(text) if text else None
-    except SyntaxError:
-        return None
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _tensor_names(tree: ast.AST) -> list[str]:
-    """The variables that the line reads, without modules and the functions it calls; some may be no tensors."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    names = [
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name)
-        and isinstance(node.ctx, ast.Load)
-        and id(node) not in called
-        and node.id not in _NAMESPACES
-    ]
-    return list(dict.fromkeys(names))
-
-
 def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], otherwise: str) -> Iterator[str]:
     """The line before and after; where it cannot be rewritten, the line and what to do in words."""
     yield _heading(site)
     text = _text(site)
-    tree = _parse(text)
+    tree = parse(text)
     for node in ast.walk(tree) if tree is not None else ():
         new = change(node, text) if isinstance(node, ast.expr) else None
         if new is not None and isinstance(node, ast.expr):
@@ -394,7 +351,7 @@ def _scores_of(tree: ast.AST | None, text: str, constant: ast.AST) -> str:
     for node in ast.walk(tree) if tree is not None else ():
         takes = isinstance(node, ast.Call) and any(ast.dump(a) == ast.dump(constant) for a in node.args)
         if takes and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value if _root(node.func) not in _NAMESPACES else None
+            owner = node.func.value if root(node.func) not in NAMESPACES else None
             return (ast.get_source_segment(text, owner) if owner is not None else None) or "x"
     return "x"
 
@@ -417,11 +374,7 @@ def _operand(node: ast.AST, op: str, argument: str) -> ast.expr | None:
     if not argument:
         return node
     given = list(node.args)
-    if isinstance(node.func, ast.Attribute) and _root(node.func) not in _NAMESPACES - {"self"}:
+    if isinstance(node.func, ast.Attribute) and root(node.func) not in NAMESPACES - {"self"}:
         given.insert(0, node.func.value)
     place = 1 if argument in ("other", "exponent", "tensor2") else 0
     return given[place] if place < len(given) else None
-
-
-def _last_name(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
