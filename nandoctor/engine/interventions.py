@@ -46,7 +46,7 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
     torch._C.DispatchKey.AutocastCUDA
 )
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
 _CLOSE = 1e-6
 
 
@@ -126,7 +126,7 @@ def _widen(value: Any) -> Any:
 
 
 def _is_low(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in LOW
 
 
 @contextmanager
@@ -212,7 +212,7 @@ class _Regions:
 def _widened_state(module: nn.Module, *, recurse: bool) -> Iterator[None]:
     """The module's low-precision weights and buffers in fp32: with autocast off they would not fit fp32 inputs."""
     tensors = [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
-    low = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _LOW]
+    low = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in LOW]
     for tensor, data in low:
         tensor.data = data.float()
     try:

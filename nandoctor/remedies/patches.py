@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nandoctor.evidence.edits import (
@@ -32,10 +33,22 @@ from nandoctor.evidence.trace import SourceLine
 from nandoctor.remedies.staging import NAMESPACES, find_statement, find_words, parse, root, stage
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
+LOSS = "<loss>"
 _FEW = 2
 
-OwnLines = Callable[[str], Sequence[SourceLine]]
-"""The source lines of a module's own ops, as far as they are known."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a patch has to know of the model, asked for by a module's path.
+
+    `own_lines` are the source lines of a module's own ops, as far as they are known; `is_called_by_torch` tells whether
+    the forward that calls it is torch's, where nothing can be pasted; `is_low` whether its weights are half precision.
+    """
+
+    own_lines: Callable[[str], Sequence[SourceLine]] = lambda _: ()
+    is_called_by_torch: Callable[[str], bool] = lambda path: path.rpartition(".")[2].isdigit()
+    is_low: Callable[[str], bool] = lambda _: False
+
 
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
 
@@ -49,16 +62,17 @@ def write_title(edit: Edit) -> str:
     return str(_WRITERS[edit.kind][0](edit))
 
 
-def write_patch(edit: Edit, own_lines: OwnLines = lambda _: ()) -> str:
-    """The lines to write, with file and line where they are known; `own_lines` knows those of a module's own ops."""
-    if isinstance(edit, KeepModule) and not edit.children:
-        return "\n".join(_patch_own_ops(edit, own_lines(edit.module)))
+def write_patch(edit: Edit, around: Surroundings | None = None) -> str:
+    """The lines to write, with file and line where they are known."""
+    around = around or Surroundings()
+    if isinstance(edit, KeepModule):
+        return "\n".join(_patch_module(edit, around))
     if isinstance(edit, Together):
         wholes = [single for single in edit.edits if isinstance(single, KeepModule) and single.children]
-        if len(wholes) > _FEW:
-            rest = [write_patch(single, own_lines) for single in edit.edits if single not in wholes]
-            return "\n\n".join(["\n".join(_patch_modules(wholes)), *rest])
-        return "\n\n".join(write_patch(single, own_lines) for single in edit.edits)
+        if len(wholes) > _FEW and not any(single.module == LOSS for single in wholes):
+            rest = [write_patch(single, around) for single in edit.edits if single not in wholes]
+            return "\n\n".join(["\n".join(_patch_from_outside(wholes, around)), *rest])
+        return "\n\n".join(write_patch(single, around) for single in edit.edits)
     return "\n".join(_WRITERS[edit.kind][1](edit))
 
 
@@ -68,19 +82,28 @@ def _module_name(edit: Any) -> str:
 
 
 def _title_module(edit: KeepModule) -> str:
-    return "Compute the loss in fp32" if edit.module == "<loss>" else f"Keep {_module_name(edit)} in fp32"
+    return "Compute the loss in fp32" if edit.module == LOSS else f"Keep {_module_name(edit)} in fp32"
 
 
-def _patch_module(edit: KeepModule) -> Iterator[str]:
-    if edit.module == "<loss>":
+def _patch_module(edit: KeepModule, around: Surroundings) -> Iterator[str]:
+    if not edit.children:
+        yield from _patch_own_ops(edit, around.own_lines(edit.module))
+        return
+    if edit.module == LOSS:
         yield "# where the loss is computed:"
         yield _OFF
         yield "    loss = loss_fn(output.float(), target)"
         return
+    if around.is_called_by_torch(edit.module):
+        yield from _patch_from_outside([edit], around)
+        return
     parent, _, name = edit.module.rpartition(".")
-    yield f"# in the forward of {parent or 'the model'}, where it calls {name or 'itself'}:"
+    if around.is_low(edit.module):
+        yield "# once, where the model is made: its weights are half precision"
+        yield f"{f'model.{edit.module}' if name else 'model'}.float()"
+    yield f"# in the forward of {parent or 'the model'}, where it calls {name}:" if name else "# where it is called:"
     yield _OFF
-    yield f"    y = {_call_of(name)}(x.float())"
+    yield f"    y = {f'self.{name}' if name else 'model'}(x.float())"
 
 
 def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[str]:
@@ -91,25 +114,18 @@ def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[st
     yield "    ...  # every tensor that goes in, and what submodules return, as x.float()"
 
 
-def _patch_modules(edits: Sequence[KeepModule]) -> Iterator[str]:
-    yield "def keep_in_fp32(module):"
-    yield "    forward = module.forward"
-    yield "    def run(x):"
-    yield f"        {_OFF}"
-    yield "            return forward(x.float())"
-    yield "    module.forward = run"
+def _patch_from_outside(edits: Sequence[KeepModule], around: Surroundings) -> Iterator[str]:
+    yield "# once, where the model is made:"
     yield f"for name in {_listed(edit.module for edit in edits)}:"
-    yield "    keep_in_fp32(model.get_submodule(name))"
+    yield "    module = model.get_submodule(name)"
+    yield '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)'
+    yield "    module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))"
+    if any(around.is_low(edit.module) for edit in edits):
+        yield "    module.float()  # its weights are half precision"
 
 
 def _listed(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
-
-
-def _call_of(name: str) -> str:
-    if not name:
-        return "model"
-    return f"self[{name}]" if name.isdigit() else f"self.{name}"
 
 
 def _title_op(edit: KeepOp) -> str:
@@ -272,7 +288,7 @@ def _patch_optimizer(edit: SetOptimizerEps) -> Iterator[str]:
 
 
 _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]] = {
-    "keep-module": (_title_module, _patch_module),
+    "keep-module": (_title_module, lambda edit: _patch_module(edit, Surroundings())),
     "keep-op": (_title_op, _patch_op),
     "set-attribute": (_title_attribute, _patch_attribute),
     "set-argument": (_title_argument, _patch_argument),
@@ -297,7 +313,7 @@ def _file_name(path: str) -> str:
 
 
 def _heading(site: OpSite) -> str:
-    owner = "the loss" if site.module == "<loss>" else f"{site.type}.forward"
+    owner = "the loss" if site.module == LOSS else f"{site.type}.forward"
     where = f"{_file_name(site.source.file)}:{site.source.line}, in {owner}" if site.source else f"in {owner}"
     return f"# {where}"
 

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from nandoctor.engine.interventions import LOW
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
@@ -35,7 +36,7 @@ from nandoctor.evidence.report import Counterfactual, Island, IslandSearch, Pres
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.remedies.counterfactuals import Circumstances, TrialsAt, compare_circumstances
 from nandoctor.remedies.islands import find_minimal_sets
-from nandoctor.remedies.patches import write_patch, write_title
+from nandoctor.remedies.patches import Surroundings, write_patch, write_title
 from nandoctor.remedies.trials import BudgetSpent, Trials
 from nandoctor.rules.base import Doses, site_of
 from nandoctor.rules.diagnosis import Conclusion, Lead
@@ -180,12 +181,23 @@ def _try(doses: Doses, patient: Patient, trials: Trials) -> list[Prescription]:
 
 
 def _prescription(edit: Edit, outcome: TrialOutcome, patient: Patient, *, verified: bool) -> Prescription:
-    def own_lines(module: str) -> list[SourceLine]:
-        sources = [op.source for op in patient.trace.ops if op.module == module]
+    patch = write_patch(edit, _surroundings(patient))
+    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+
+
+def _surroundings(patient: Patient) -> Surroundings:
+    def own_lines(path: str) -> list[SourceLine]:
+        sources = [op.source for op in patient.trace.ops if op.module == path]
         return sorted({source for source in sources if source is not None}, key=lambda source: source.line)
 
-    patch = write_patch(edit, own_lines)
-    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+    def is_called_by_torch(path: str) -> bool:
+        parent = patient.model.get_submodule(path.rpartition(".")[0])
+        return bool(path) and type(parent).__module__.startswith("torch.")
+
+    def is_low(path: str) -> bool:
+        return any(tensor.dtype in LOW for tensor in patient.model.get_submodule(path).parameters())
+
+    return Surroundings(own_lines=own_lines, is_called_by_torch=is_called_by_torch, is_low=is_low)
 
 
 def _distinct(tried: Iterable[Prescription]) -> list[Prescription]:

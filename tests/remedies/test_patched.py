@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch import nn
 
 import nandoctor
 
@@ -64,11 +65,42 @@ def test_a_line_in_fp32(tmp_path, line):
     assert _worst(load(healed), x) < 0.01
 
 
-def _worst(model, x):
+def _worst(model, x, *, exact=None):
     """The largest error beside fp32, as a share; None where anything is non-finite."""
     with torch.no_grad():
-        exact = model(x)
+        exact = model(x) if exact is None else exact
         with nandoctor.cuda_autocast():
             made = model(x)
     made, exact = (value["y"] if isinstance(value, dict) else value for value in (made, exact))
     return float((made - exact).abs().max() / exact.abs().max()) if bool(made.isfinite().all()) else None
+
+
+def _stack():
+    torch.manual_seed(0)
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
+    layers.layers[1].linear1.weight.data *= 2000
+    layers.layers[1].linear2.weight.data *= 200
+    return layers
+
+
+def _pipe():
+    torch.manual_seed(0)
+    pipe = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    pipe[1].weight.data *= 1.5e5
+    return pipe
+
+
+def _half():
+    return _pipe().half()
+
+
+@pytest.mark.parametrize("make", [_stack, _pipe, _half], ids=["encoder", "sequential", "half"])
+def test_a_module_that_torch_itself_calls(tmp_path, make):
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=next(make().parameters()).dtype)
+    torch.save({"state_dict": make().state_dict(), "x": x}, tmp_path / "dump.pth")
+    cure = nandoctor.replay(tmp_path / "dump.pth", model=make).report.prescriptions[0]
+    assert cure.verified
+    assert cure.edit.kind == "keep-module"
+    model = make()
+    exec(cure.patch, {"torch": torch, "model": model})
+    assert _worst(model, x, exact=make().float()(x.float()).detach()) < 0.01
