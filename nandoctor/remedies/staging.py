@@ -38,7 +38,11 @@ def stage(text: str, *, taken: Collection[str] = ()) -> tuple[Step, ...]:
     Empty where that cannot be told: a part of a longer statement, or submodules called in a loop or a condition.
     """
     tree = parse(text)
-    if tree is None or any(_calls_submodules(node) for node in ast.walk(tree) if isinstance(node, _OWN_SCOPES)):
+    if (
+        tree is None
+        or len(tree.body) != 1
+        or any(_calls_submodules(node) for node in ast.walk(tree) if isinstance(node, _OWN_SCOPES))
+    ):
         return ()
     staging = _Staging({*taken, *(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))})
     last = staging.take(tree.body[0])
@@ -72,12 +76,11 @@ def find_statement(source: SourceLine) -> str:
 
 
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree of one statement; None for a part of a longer one."""
+    """The syntax tree of a line; None for a part of a longer statement."""
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except SyntaxError:
         return None
-    return tree if len(tree.body) == 1 else None
 
 
 def root(node: ast.AST) -> str:

@@ -35,6 +35,7 @@ def at(text, op="div", line=45):
             None,
             "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
         ),
+        ("n = x.norm(); y = x / (n + 1e-8)", "add", 1e-8, 1e-4, "n = x.norm(); y = x / (n + 0.0001)"),
         ("s = torch.where(mask, s, -1e9)", "where", -1e9, None, "s = torch.where(mask, s, torch.finfo(x.dtype).min)"),
     ],
 )
