@@ -50,7 +50,13 @@ class Surroundings:
     is_low: Callable[[str], bool] = lambda _: False
 
 
-_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Add: ("add",),
+    ast.Div: ("div", "true_divide"),
+    ast.Mult: ("mul",),
+    ast.Pow: ("pow",),
+    ast.Sub: ("sub",),
+}
 
 
 def write_title(edit: Edit) -> str:
@@ -176,7 +182,18 @@ def _patch_argument(edit: SetArgument) -> Iterator[str]:
         return f"torch.finfo({_scores_of(parse(text), text, node)}.dtype).min"
 
     new = "torch.finfo(x.dtype).min" if edit.value is None else f"{edit.value:g}"
-    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {edit.was:g} now")
+    name = _name_of_number(edit)
+    in_words = f"{name} = {new} where it is set" if name else f"{new} here"
+    yield from _changed_line(edit.site, replace_constant, f"{in_words}; it is {edit.was:g} now")
+
+
+def _name_of_number(edit: SetArgument) -> str | None:
+    """The name by which the line knows the number: `eps` of `x / (std + eps)`; None where it may be several."""
+    tree = parse(_text(edit.site))
+    targets = [_operand(node, edit.site.op, edit.argument) for node in ast.walk(tree)] if tree else []
+    found = [target for target in targets if target is not None]
+    is_name = len(found) == 1 and isinstance(found[0], (ast.Name, ast.Attribute))
+    return ast.unparse(found[0]) if is_name else None
 
 
 def _title_clamp(edit: ClampArgument) -> str:
@@ -226,6 +243,12 @@ def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
 
 
 def _patch_unmask(edit: UnmaskRows) -> Iterator[str]:
+    if edit.site.type == "MultiheadAttention":
+        yield f"{_heading(edit.site).partition(', in ')[0]}, where the {edit.site.type} is called"
+        yield from _quoted(edit.site)
+        yield "empty = mask.all(-1, keepdim=True)  # rows in which every key is masked (mask: True where it is hidden)"
+        yield "# mask & ~empty in place of the mask; what comes out for these rows means nothing: leave it out of the loss"
+        return
     yield _heading(edit.site)
     yield from _quoted(edit.site)
     if edit.site.op == "scaled_dot_product_attention":

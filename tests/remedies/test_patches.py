@@ -44,9 +44,27 @@ def test_a_constant_in_its_line(text, op, was, value, after):
     assert patch.splitlines() == ["# unet.py:45, in Norm.forward", f"- {text}", f"+ {after}"]
 
 
-def test_a_constant_that_is_not_in_the_line_is_told_in_words():
-    patch = write_patch(SetArgument(site=at("y = x / (std + eps)", "add"), argument="other", was=1e-8, value=1e-4))
-    assert patch.splitlines()[1:] == ["#   y = x / (std + eps)", "# 0.0001 here, where it is 1e-08 now"]
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("y = x / (std + eps)", "eps = 0.0001 where it is set"),
+        ("y = x / (std + self.eps).sqrt()", "self.eps = 0.0001 where it is set"),
+        ("y = (x + shift) / (std + eps)", "0.0001 here"),
+        ("y = stable_divide(x, std)", "0.0001 here"),
+    ],
+)
+def test_a_constant_that_is_not_in_the_line_is_told_in_words(text, what):
+    patch = write_patch(SetArgument(site=at(text, "add"), argument="other", was=1e-8, value=1e-4))
+    assert patch.splitlines()[1:] == [f"#   {text}", f"# {what}; it is 1e-08 now"]
+
+
+def test_rows_within_torch_s_own_attention_are_opened_by_the_mask_that_it_gets():
+    site = OpSite(
+        module="attention", type="MultiheadAttention", op="softmax", source=at("y = self.attention(x)").source
+    )
+    patch = write_patch(UnmaskRows(site=site))
+    assert patch.startswith("# unet.py:45, where the MultiheadAttention is called\n#   y = self.attention(x)\n")
+    assert "scores" not in patch  # nobody's code holds them
 
 
 @pytest.mark.parametrize(
