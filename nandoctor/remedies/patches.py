@@ -247,7 +247,7 @@ def _patch_unmask(edit: UnmaskRows) -> Iterator[str]:
         yield f"{_heading(edit.site).partition(', in ')[0]}, where the {edit.site.type} is called"
         yield from _quoted(edit.site)
         yield "empty = mask.all(-1, keepdim=True)  # rows in which every key is masked (mask: True where it is hidden)"
-        yield "# mask & ~empty in place of the mask; what comes out for these rows means nothing: leave it out of the loss"
+        yield "# mask & ~empty in place of the mask; what these rows give means nothing: leave it out of the loss"
         return
     yield _heading(edit.site)
     yield from _quoted(edit.site)

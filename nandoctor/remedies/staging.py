@@ -64,15 +64,12 @@ def find_statement(source: SourceLine) -> str:
         tree = ast.parse("".join(lines))
     except SyntaxError:
         return source.text
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= source.line <= (node.end_lineno or node.lineno)
-    ]
-    innermost = max(around, key=lambda node: (node.lineno, node.col_offset), default=None)
-    if innermost is None or hasattr(innermost, "body") or innermost.lineno == innermost.end_lineno:
+    simple = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    around = [node for node in simple if node.lineno <= source.line <= (node.end_lineno or node.lineno)]
+    if len(around) != 1:  # the head of a block, or several statements
         return source.text
-    return ast.unparse(innermost)
+    is_one_line = around[0].lineno == around[0].end_lineno
+    return (ast.get_source_segment("".join(lines), around[0]) if is_one_line else None) or ast.unparse(around[0])
 
 
 def parse(text: str) -> ast.Module | None:

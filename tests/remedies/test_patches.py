@@ -100,7 +100,7 @@ def test_calls_of_submodules_stay_outside():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "x = torch.cat([", "f(a,", "    ]) + 1e-8)"])
+@pytest.mark.parametrize("text", ["", "def run(x): return x * x", "x = torch.cat([", "f(a,", "    ]) + 1e-8)"])
 def test_part_of_a_statement_is_quoted_as_it_is(text):
     site = at(text, "add")
     for edit in (
