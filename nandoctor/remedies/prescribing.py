@@ -41,6 +41,7 @@ from nandoctor.remedies.trials import BudgetSpent, Trials
 from nandoctor.rules.base import Doses, site_of
 from nandoctor.rules.diagnosis import Conclusion, Lead
 
+_CHANGES = "changes of the operation"
 MAX_LEADS = 4
 """Independent origins that are cured together; where there are more, only sets of modules are looked for."""
 
@@ -86,11 +87,11 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     from_islands: list[Prescription] = []
     circumstances: list[Counterfactual] = []
     search = None
-    untried = ["changes of the operation", "sets of modules in fp32", "other circumstances"]
+    untried = [_CHANGES, "sets of modules in fp32", "other circumstances"]
     with suppress(BudgetSpent):
         for doses in _propose(patient, trials):
             tried += _try(doses, patient, trials)
-        untried.remove("changes of the operation")
+        untried.remove(_CHANGES)
         if is_sound_in_fp32(patient.verdict, patient.reference):
             search, found = _search_islands(patient, trials)
             for kept in found:
@@ -130,10 +131,10 @@ def _notes(patient: Patient, ranked: Sequence[Prescription], untried: Sequence[s
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if patient.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision cures this: what was tried changes the operation itself."
-    if not any(item.verified for item in ranked):
-        yield (
-            f"None of the {len(ranked)} changes that were tried cures it." if ranked else "No change was found to try."
-        )
+    if ranked and not any(item.verified for item in ranked):
+        yield f"None of the {len(ranked)} changes that were tried cures it."
+    if not ranked and _CHANGES not in untried:
+        yield "No change was found to try."
 
 
 def _blames_optimizer(patient: Patient) -> bool:

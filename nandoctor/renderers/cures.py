@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nandoctor.evidence.report import Counterfactual, EpsUse, IslandSearch, Prescription, Report, TrialOutcome
 from nandoctor.renderers.story import Fact
 from nandoctor.renderers.words import join_first, number, printable, shorten
+from nandoctor.rules.alignment import WRONG
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
@@ -99,12 +100,18 @@ def describe_islands(search: IslandSearch) -> str:
 
 
 def describe_trials(trials: Sequence[Counterfactual]) -> str:
-    """Under which circumstances the step is finite, and under which it still fails."""
-    sound = [_describe_setting(trial) for trial in trials if trial.outcome.finite]
+    """Under which circumstances the step is finite, under which finite and far from fp32, and under which it fails."""
+    sound = [_describe_setting(trial) for trial in trials if trial.outcome.finite and not _is_wrong(trial.outcome)]
+    wrong = [_describe_setting(trial) for trial in trials if _is_wrong(trial.outcome)]
     failing = [_describe_setting(trial) for trial in trials if not trial.outcome.finite]
     parts = [f"finite with {join_first(sound, _MAX_LISTED)}"] if sound else []
+    parts += [f"finite and far from fp32 with {join_first(wrong, _MAX_LISTED)}"] if wrong else []
     parts += [f"still fails with {join_first(failing, _MAX_LISTED)}"] if failing else []
     return "; ".join(parts)
+
+
+def _is_wrong(outcome: TrialOutcome) -> bool:
+    return outcome.finite and (outcome.max_rel_err or 0.0) > WRONG
 
 
 def _describe_setting(trial: Counterfactual) -> str:

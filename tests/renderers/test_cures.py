@@ -43,6 +43,13 @@ def test_trials_tell_what_is_finite_and_what_is_not():
     assert dict(facts(factory.cured()))["trials"] == "finite with bf16 and samples without 2; still fails with eval"
 
 
+def test_a_trial_that_is_finite_and_far_from_fp32_is_not_told_among_the_sound():
+    made = factory.cured()
+    far = replace(made.counterfactuals[0], setting="fp16", outcome=TrialOutcome(finite=True, max_rel_err=1.2))
+    told = dict(facts(replace(made, counterfactuals=(far, *made.counterfactuals))))["trials"]
+    assert told.endswith("; finite and far from fp32 with fp16; still fails with eval")
+
+
 def test_what_did_not_cure_comes_last_and_says_so():
     cures = list_cures(factory.cured())
     assert [cure.verified for cure in cures] == [True, True, True, False]
