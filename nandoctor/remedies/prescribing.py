@@ -92,7 +92,7 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
         for doses in _propose(patient, trials):
             tried += _try(doses, patient, trials)
         untried.remove(_CHANGES)
-        if is_sound_in_fp32(patient.verdict, patient.reference):
+        if patient.verdict in ("precision", "silent"):
             search, found = _search_islands(patient, trials)
             for kept in found:
                 from_islands += _try((_refine(kept, patient, trials),), patient, trials)
@@ -108,11 +108,6 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
         counterfactuals=tuple(circumstances),
         notes=tuple(_notes(patient, ranked, untried)),
     )
-
-
-def is_sound_in_fp32(verdict: Verdict, reference: Trace) -> bool:
-    """Whether the step failed in lower precision alone; so does a weight that is finite and too large for it."""
-    return verdict in ("precision", "silent") or (verdict == "state" and reference.finite)
 
 
 def _rank(tried: list[Prescription], from_islands: list[Prescription], patient: Patient) -> list[Prescription]:
@@ -217,9 +212,6 @@ def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
     if patient.verdict == "state":
         names = tuple(name for name, buffer in patient.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
-        if is_sound_in_fp32(patient.verdict, patient.reference):
-            yield (_join([KeepModule(module=path) for path in _blamed_for_state(patient)]),)
-            yield (UseFormat(format=BF16),) if patient.low is FP16 else ()
     if patient.verdict == "input":
         yield from _without_guilty(patient)
     if patient.verdict in ("numerics", "loss-scale"):
@@ -234,12 +226,6 @@ def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
             yield (KeepModule(module="<loss>"),)
         if patient.low is FP16:
             yield (UseFormat(format=BF16),)
-
-
-def _blamed_for_state(patient: Patient) -> list[str]:
-    """The modules whose weights are too large."""
-    origins = [diagnosis.origin for diagnosis in patient.conclusion.diagnoses]
-    return list(dict.fromkeys(origin.module for origin in origins if origin.phase == "state"))
 
 
 def _distinct_leads(patient: Patient) -> list[Lead]:
@@ -346,7 +332,7 @@ def _without_guilty(patient: Patient) -> Iterator[Doses]:
 def _search_islands(patient: Patient, trials: Trials) -> tuple[IslandSearch, list[tuple[KeepModule, ...]]]:
     """The smallest sets of modules in fp32; a budget may end the search early."""
     members = _find_members(patient)
-    blamed = {*(lead.site.module for lead in patient.conclusion.leads), *_blamed_for_state(patient)}
+    blamed = {lead.site.module for lead in patient.conclusion.leads}
     guess = [member for member in members if member.module in blamed]
     before, found, complete = trials.num_judged, [], True
 

@@ -17,7 +17,7 @@ from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Verdict
 from nandoctor.evidence.trace import Trace
-from nandoctor.remedies.prescribing import Patient, Remedies, is_sound_in_fp32, prescribe
+from nandoctor.remedies.prescribing import Patient, Remedies, prescribe
 from nandoctor.remedies.trials import Budget, Precision, Purse, Trials
 from nandoctor.rules.diagnosis import Conclusion
 
@@ -50,7 +50,7 @@ def treat(
                 return replay.run(stage, setup, policy, training=training, seed=seed, watch=watch, edits=edits)
             return None
 
-        numerics = verdict != "loss-scale" and not is_sound_in_fp32(verdict, reference)
+        numerics = verdict not in ("precision", "silent", "loss-scale")
         return Trials(run_step, purse, numerics=numerics, strict_gradients=loss_scale != 1)
 
     patient = Patient(
