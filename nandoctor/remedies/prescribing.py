@@ -377,9 +377,12 @@ def _refine(kept: tuple[KeepModule, ...], patient: Patient, trials: Trials) -> E
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in patient.trace.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=replace(site_of(op), op="", nth=0)) for op in ops))
+    blamed = [replace(lead.site, op="", nth=0) for lead in patient.conclusion.leads]
+    guess = [line for line in lines if line.site in blamed]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
-        fewest = next(find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen)), None) if lines else None
+        sets = find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen), guess=guess)
+        fewest = next(sets, None) if lines else None
     return _join([*whole, *fewest]) if fewest else _join(kept)
 
 

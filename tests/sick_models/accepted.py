@@ -15,7 +15,7 @@ ACCEPTED = {
     "residual/vision-transformer": "keep-op return x + self.mlp(self.norm(x))",
     "residual/upscaler-in-place": "keep-module trunk.0 (own ops) + keep-module trunk.1 (own ops) + keep-module trunk.1.first",
     "residual/vocoder-skips": "keep-module layers.0.skip + keep-module layers.1.skip + keep-module layers.2.skip + keep-module layers.3.skip + keep-module layers.4.skip",
-    "gate/geglu": "keep-module late.narrow + keep-op gate, value = self.wide(x).chunk(2, dim=-1)",
+    "gate/geglu": "keep-module late.narrow + keep-op return self.narrow(F.gelu(gate) * value)",
     "gate/embedding-scale": "keep-op return self.lift(self.table(tokens)) * self.lift.out_features**0.5",
     "gate/dropout-scale": "keep-module drop",
     "gate/style-modulation": "keep-op return self.norm(self.conv(x) * (1 + gain) + shift)",
