@@ -15,7 +15,7 @@ from nandoctor.rules.alignment import WRONG
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 8
+_MAX_PATCH_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
     long = replace(made.prescriptions[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, prescriptions=(long,))
     lines = [text for label, text in facts(made) if label in ("patch", "")]
-    assert (len(lines), lines[-1]) == (9, "... 22 more lines in the report (-o report.html)")
+    assert (len(lines), lines[-1]) == (13, "... 18 more lines in the report (-o report.html)")
     assert len(list_cures(made)[0].patch) == 30
 
 
