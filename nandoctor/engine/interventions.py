@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
     torch._C.DispatchKey.AutocastCUDA
 )
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
 _CLOSE = 1e-6
 
 
@@ -126,7 +126,7 @@ def _widen(value: Any) -> Any:
 
 
 def _is_low(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in LOW
 
 
 @contextmanager
@@ -166,6 +166,19 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
         yield
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A module call that is open: the region made for it, and autocast's state as the model has it without that.
+
+    `depth` is how many regions were open when its forward began: where there are more, the model opened one itself.
+    """
+
+    module: nn.Module
+    region: AbstractContextManager[Any] | None
+    state: tuple[bool, torch.dtype]
+    depth: int
+
+
 class _Regions:
     """The autocast regions around the module calls that are open; `modes` tells by id which modules are in fp32.
 
@@ -175,44 +188,53 @@ class _Regions:
     def __init__(self, modes: Mapping[int, bool], device: torch.device) -> None:
         self._modes = modes
         self._device = device
-        self._open: list[tuple[nn.Module, AbstractContextManager[Any] | None, tuple[bool, torch.dtype]]] = []
+        self._open: list[_Open] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         name = self._device.type
         state = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
         region: AbstractContextManager[Any] | None = None
+        if self._is_among_own_ops() and self._open[-1].depth == _autocast_depth():
+            state = self._open[-1].state
+            region = torch.autocast(name, dtype=state[1], enabled=state[0])
         if id(module) in self._modes:
             region = torch.autocast(name, enabled=False)
-        elif self._open and self._modes.get(id(self._open[-1][0])) is False:
-            was_on, dtype = self._open[-1][2]
-            region = torch.autocast(name, dtype=dtype, enabled=was_on)
         if region is not None:
             region.__enter__()
-        self._open.append((module, region, state))
+        self._open.append(_Open(module=module, region=region, state=state, depth=_autocast_depth()))
         return _widen((args, kwargs)) if id(module) in self._modes else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._open or self._open[-1][0] is not module:
+        if not self._open or self._open[-1].module is not module:
             return None
         self._close_last()
-        goes_into_own_ops = self._open and self._modes.get(id(self._open[-1][0])) is False
-        return _widen(output) if goes_into_own_ops else None
+        return _widen(output) if self._is_among_own_ops() else None
+
+    def _is_among_own_ops(self) -> bool:
+        """Whether the innermost open call is of a module whose own ops are in fp32."""
+        return bool(self._open) and self._modes.get(id(self._open[-1].module)) is False
 
     def close(self) -> None:
         while self._open:
             self._close_last()
 
     def _close_last(self) -> None:
-        _, region, _ = self._open.pop()
+        region = self._open.pop().region
         if region is not None:
             region.__exit__(None, None, None)
+
+
+def _autocast_depth() -> int:
+    """How many autocast regions are open in this thread."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 @contextmanager
 def _widened_state(module: nn.Module, *, recurse: bool) -> Iterator[None]:
     """The module's low-precision weights and buffers in fp32: with autocast off they would not fit fp32 inputs."""
     tensors = [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
-    low = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _LOW]
+    low = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in LOW]
     for tensor, data in low:
         tensor.data = data.float()
     try:

@@ -18,6 +18,8 @@ def find_minimal_sets(
 ) -> Iterator[tuple[T, ...]]:
     """Minimal sets of `members` that cure, disjoint, at most `MAX_SETS`; none where all members together do not.
 
+    Each has its members in the order of `members`.
+
     A set is found with about log2(n) probes for each of its k members: the shortest run of members that cures ends in
     one that is needed; with that one kept, the next is looked for before it. This is delta debugging's search for a
     1-minimal set (Zeller and Hildebrandt, 2002) where more in fp32 never hurts (QuickXplain: Junker, 2004). Each member
@@ -33,7 +35,7 @@ def find_minimal_sets(
             found = _without_needless(_search(left, cures), cures)
         else:
             return
-        yield found
+        yield tuple(member for member in members if member in found)
         left = [member for member in left if member not in found]
 
 

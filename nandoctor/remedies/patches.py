@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nandoctor.evidence.edits import (
@@ -30,17 +31,35 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.trace import SourceLine
+from nandoctor.remedies.staging import NAMESPACES, find_statement, find_words, parse, root, stage
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
+LOSS = "<loss>"
 _FEW = 2
 _SMALL, _LARGE = 1e-3, 1e6
 
-OwnLines = Callable[[str], Sequence[SourceLine]]
-"""The source lines of a module's own ops, as far as they are known."""
 
-_NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a patch has to know of the model, asked for by a module's path.
+
+    `own_lines` are the source lines of a module's own ops, as far as they are known; `is_called_by_torch` tells whether
+    the forward that calls it is torch's, where nothing can be pasted; `is_low` whether its weights are half precision.
+    """
+
+    own_lines: Callable[[str], Sequence[SourceLine]] = lambda _: ()
+    is_called_by_torch: Callable[[str], bool] = lambda path: path.rpartition(".")[2].isdigit()
+    is_low: Callable[[str], bool] = lambda _: False
+
+
 _BINARY = frozenset({"add", "sub", "mul", "div"})
-_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {ast.Div: ("div", "true_divide"), ast.Pow: ("pow",)}
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Add: ("add",),
+    ast.Div: ("div", "true_divide"),
+    ast.Mult: ("mul",),
+    ast.Pow: ("pow",),
+    ast.Sub: ("sub",),
+}
 
 
 def write_title(edit: Edit) -> str:
@@ -52,16 +71,17 @@ def write_title(edit: Edit) -> str:
     return str(_WRITERS[edit.kind][0](edit))
 
 
-def write_patch(edit: Edit, own_lines: OwnLines = lambda _: ()) -> str:
-    """The lines to write, with file and line where they are known; `own_lines` knows those of a module's own ops."""
-    if isinstance(edit, KeepModule) and not edit.children:
-        return "\n".join(_patch_own_ops(edit, own_lines(edit.module)))
+def write_patch(edit: Edit, around: Surroundings | None = None) -> str:
+    """The lines to write, with file and line where they are known."""
+    around = around or Surroundings()
+    if isinstance(edit, KeepModule):
+        return "\n".join(_patch_module(edit, around))
     if isinstance(edit, Together):
         wholes = [single for single in edit.edits if isinstance(single, KeepModule) and single.children]
-        if len(wholes) > _FEW:
-            rest = [write_patch(single, own_lines) for single in edit.edits if single not in wholes]
-            return "\n\n".join(["\n".join(_patch_modules(wholes)), *rest])
-        return "\n\n".join(write_patch(single, own_lines) for single in edit.edits)
+        if len(wholes) > _FEW and not any(single.module == LOSS for single in wholes):
+            rest = [write_patch(single, around) for single in edit.edits if single not in wholes]
+            return "\n\n".join(["\n".join(_patch_from_outside(wholes, around)), *rest])
+        return "\n\n".join(write_patch(single, around) for single in edit.edits)
     return "\n".join(_WRITERS[edit.kind][1](edit))
 
 
@@ -71,19 +91,28 @@ def _module_name(edit: Any) -> str:
 
 
 def _title_module(edit: KeepModule) -> str:
-    return "Compute the loss in fp32" if edit.module == "<loss>" else f"Keep {_module_name(edit)} in fp32"
+    return "Compute the loss in fp32" if edit.module == LOSS else f"Keep {_module_name(edit)} in fp32"
 
 
-def _patch_module(edit: KeepModule) -> Iterator[str]:
-    if edit.module == "<loss>":
+def _patch_module(edit: KeepModule, around: Surroundings) -> Iterator[str]:
+    if not edit.children:
+        yield from _patch_own_ops(edit, around.own_lines(edit.module))
+        return
+    if edit.module == LOSS:
         yield "# where the loss is computed:"
         yield _OFF
         yield "    loss = loss_fn(output.float(), target)"
         return
+    if around.is_called_by_torch(edit.module):
+        yield from _patch_from_outside([edit], around)
+        return
     parent, _, name = edit.module.rpartition(".")
-    yield f"# in the forward of {parent or 'the model'}, where it calls {name or 'itself'}:"
+    if around.is_low(edit.module):
+        yield "# once, where the model is made: its weights are half precision"
+        yield f"{f'model.{edit.module}' if name else 'model'}.float()"
+    yield f"# in the forward of {parent or 'the model'}, where it calls {name}:" if name else "# where it is called:"
     yield _OFF
-    yield f"    y = {_call_of(name)}(x.float())"
+    yield f"    y = {f'self.{name}' if name else 'model'}(x.float())"
 
 
 def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[str]:
@@ -94,27 +123,18 @@ def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[st
     yield "    ...  # every tensor that goes in, and what submodules return, as x.float()"
 
 
-def _patch_modules(edits: Sequence[KeepModule]) -> Iterator[str]:
-    yield "def keep_in_fp32(module):"
-    yield "    forward = module.forward"
-    yield "    def run(x):"
-    yield f"        {_OFF}"
-    yield "            return forward(x.float())"
-    yield "    module.forward = run"
+def _patch_from_outside(edits: Sequence[KeepModule], around: Surroundings) -> Iterator[str]:
+    yield "# once, where the model is made:"
     yield f"for name in {_listed(edit.module for edit in edits)}:"
-    yield "    keep_in_fp32(model.get_submodule(name))"
+    yield "    module = model.get_submodule(name)"
+    yield '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)'
+    yield "    module.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))"
+    if any(around.is_low(edit.module) for edit in edits):
+        yield "    module.float()  # its weights are half precision"
 
 
 def _listed(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
-
-
-def _call_of(name: str) -> str:
-    if not name:
-        return "model"
-    if name.isdigit():
-        return f"self[{name}]"
-    return f"self.{name}" if name.isidentifier() else f"getattr(self, {name!r})"
 
 
 def _title_op(edit: KeepOp) -> str:
@@ -123,46 +143,21 @@ def _title_op(edit: KeepOp) -> str:
 
 
 def _patch_op(edit: KeepOp) -> Iterator[str]:
-    text = _text(edit.site)
-    tree = _parse(text)
+    source = edit.site.source
+    text = find_statement(source) if source else ""
+    steps = stage(text, taken=find_words(source) if source else ())
     yield _heading(edit.site)
-    if tree is None or _value_of(tree) is None:  # a loop or a condition on one line is not taken apart
+    if not steps:
         yield _OFF
-        yield f"    {text or '...'}  # with every tensor that goes in as x.float()"
-        return
-    lifted = _Lifted(_value_of(tree))
-    tree = lifted.visit(tree)
-    for name, call in lifted.calls.items():
-        yield f"{name} = {call}  # as it was, outside"
-    yield _OFF
-    names = _tensor_names(tree)
-    if names:
-        yield f"    {', '.join(names)} = {', '.join(f'{name}.float()' for name in names)}"
-    yield f"    {ast.unparse(tree) if lifted.calls else text}"
-
-
-class _Lifted(ast.NodeTransformer):
-    """Puts names in place of the calls of `self`'s submodules and methods, and keeps the calls.
-
-    A call that is the whole line, or that arithmetic goes into, stays: what is to be in fp32 would go out with it.
-    """
-
-    def __init__(self, whole: ast.AST | None) -> None:
-        self._whole = whole
-        self.calls: dict[str, str] = {}
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        own = isinstance(node.func, ast.Attribute) and _root(node.func) == "self"
-        if not own or node is self._whole or any(isinstance(part, ast.BinOp) for part in ast.walk(node)):
-            return self.generic_visit(node)
-        name = f"h{len(self.calls) or ''}"
-        self.calls[name] = ast.unparse(node)
-        return ast.copy_location(ast.Name(id=name, ctx=ast.Load()), node)
-
-
-def _value_of(tree: ast.AST) -> ast.AST | None:
-    """What the line's one statement returns or assigns."""
-    return getattr(tree.body[0], "value", None) if isinstance(tree, ast.Module) and tree.body else None
+        yield f"    {text or '...'}  # with every tensor that goes in as x.float(), submodules called outside of it"
+    for step in steps:
+        if step.computes:
+            yield _OFF
+            if step.tensors:
+                yield f"    {', '.join(step.tensors)} = {', '.join(f'{name}.float()' for name in step.tensors)}"
+            yield f"    {step.text}"
+        else:
+            yield f"{step.text}  # as it was, outside"
 
 
 def _title_attribute(edit: SetAttribute) -> str:
@@ -204,10 +199,21 @@ def _patch_argument(edit: SetArgument) -> Iterator[str]:
             return None
         if edit.value is not None:
             return _written(edit.value)
-        return f"torch.finfo({_scores_of(_parse(text), text, node)}.dtype).min"
+        return f"torch.finfo({_scores_of(parse(text), text, node)}.dtype).min"
 
     new = "torch.finfo(x.dtype).min" if edit.value is None else _written(edit.value)
-    yield from _changed_line(edit.site, replace_constant, f"{new} here, where it is {_written(edit.was)} now")
+    name = _name_of_number(edit)
+    in_words = f"{name} = {new} where it is set" if name else f"{new} here"
+    yield from _changed_line(edit.site, replace_constant, f"{in_words}; it is {_written(edit.was)} now")
+
+
+def _name_of_number(edit: SetArgument) -> str | None:
+    """The name by which the line knows the number: `eps` of `x / (std + eps)`; None where it may be several."""
+    tree = parse(_text(edit.site))
+    targets = [_operand(node, edit.site.op, edit.argument) for node in ast.walk(tree)] if tree else []
+    found = [target for target in targets if target is not None]
+    is_name = len(found) == 1 and isinstance(found[0], (ast.Name, ast.Attribute))
+    return ast.unparse(found[0]) if is_name else None
 
 
 def _title_clamp(edit: ClampArgument) -> str:
@@ -270,6 +276,12 @@ def _patch_scale(edit: ScaleFirst) -> Iterator[str]:
 
 
 def _patch_unmask(edit: UnmaskRows) -> Iterator[str]:
+    if edit.site.type == "MultiheadAttention":
+        yield f"{_heading(edit.site).partition(', in ')[0]}, where the {edit.site.type} is called"
+        yield from _quoted(edit.site)
+        yield "empty = mask.all(-1, keepdim=True)  # rows in which every key is masked (mask: True where it is hidden)"
+        yield "# mask & ~empty in place of the mask; what these rows give means nothing: leave it out of the loss"
+        return
     yield _heading(edit.site)
     yield from _quoted(edit.site)
     if edit.site.op == "scaled_dot_product_attention":
@@ -333,7 +345,7 @@ def _patch_optimizer(edit: SetOptimizerEps) -> Iterator[str]:
 
 
 _WRITERS: dict[str, tuple[Callable[[Any], str], Callable[[Any], Iterator[str]]]] = {
-    "keep-module": (_title_module, _patch_module),
+    "keep-module": (_title_module, lambda edit: _patch_module(edit, Surroundings())),
     "keep-op": (_title_op, _patch_op),
     "set-attribute": (_title_attribute, _patch_attribute),
     "set-argument": (_title_argument, _patch_argument),
@@ -358,7 +370,7 @@ def _file_name(path: str) -> str:
 
 
 def _heading(site: OpSite) -> str:
-    owner = "the loss" if site.module == "<loss>" else f"{site.type}.forward"
+    owner = "the loss" if site.module == LOSS else f"{site.type}.forward"
     where = f"{_file_name(site.source.file)}:{site.source.line}, in {owner}" if site.source else f"in {owner}"
     return f"# {where}"
 
@@ -372,47 +384,11 @@ def _quoted(site: OpSite) -> Iterator[str]:
         yield f"#   {_text(site)}"
 
 
-def _parse(text: str) -> ast.AST | None:
-    """The syntax tree of one line; None for a part of a longer statement. A `return` needs a function around it."""
-    try:
-        return ast.parse(text) if text else None
-    except SyntaxError:
-        return None
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _tensor_names(tree: ast.AST) -> list[str]:
-    """The variables that the line reads, without modules and the functions it calls; some may be no tensors."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    bound = _bound_names(tree)
-    names = [
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name)
-        and isinstance(node.ctx, ast.Load)
-        and id(node) not in called
-        and node.id not in _NAMESPACES | bound
-    ]
-    return list(dict.fromkeys(names))
-
-
-def _bound_names(tree: ast.AST) -> set[str]:
-    """The variables that comprehensions and lambdas of the line make for themselves."""
-    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
-    looped = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return looped | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-
-
 def _changed_line(site: OpSite, change: Callable[[ast.AST, str], str | None], otherwise: str) -> Iterator[str]:
     """The line before and after; where it cannot be rewritten, the line and what to do in words."""
     yield _heading(site)
     text = _text(site)
-    tree = _parse(text)
+    tree = parse(text)
     for node in ast.walk(tree) if tree is not None else ():
         new = change(node, text) if isinstance(node, ast.expr) else None
         if new is not None and isinstance(node, ast.expr):
@@ -448,7 +424,7 @@ def _scores_of(tree: ast.AST | None, text: str, constant: ast.AST) -> str:
     for node in ast.walk(tree) if tree is not None else ():
         takes = isinstance(node, ast.Call) and any(ast.dump(a) == ast.dump(constant) for a in node.args)
         if takes and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value if _root(node.func) not in _NAMESPACES else None
+            owner = node.func.value if root(node.func) not in NAMESPACES else None
             return (ast.get_source_segment(text, owner) if owner is not None else None) or "x"
     return "x"
 
@@ -471,11 +447,7 @@ def _operand(node: ast.AST, op: str, argument: str) -> ast.expr | None:
     if not argument:
         return node
     given = list(node.args)
-    if isinstance(node.func, ast.Attribute) and _root(node.func) not in _NAMESPACES - {"self"}:
+    if isinstance(node.func, ast.Attribute) and root(node.func) not in NAMESPACES - {"self"}:
         given.insert(0, node.func.value)
     place = 1 if argument in ("other", "exponent", "tensor2") else 0
     return given[place] if place < len(given) else None
-
-
-def _last_name(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""

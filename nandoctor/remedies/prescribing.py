@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from nandoctor.engine.interventions import LOW
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
@@ -35,11 +36,12 @@ from nandoctor.evidence.report import Counterfactual, Island, IslandSearch, Pres
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.remedies.counterfactuals import Circumstances, TrialsAt, compare_circumstances
 from nandoctor.remedies.islands import find_minimal_sets
-from nandoctor.remedies.patches import write_patch, write_title
+from nandoctor.remedies.patches import Surroundings, write_patch, write_title
 from nandoctor.remedies.trials import BudgetSpent, Trials
 from nandoctor.rules.base import Doses, site_of
 from nandoctor.rules.diagnosis import Conclusion, Lead
 
+_CHANGES = "changes of the operation"
 MAX_LEADS = 4
 """Independent origins that are cured together; where there are more, only sets of modules are looked for."""
 
@@ -85,11 +87,11 @@ def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     from_islands: list[Prescription] = []
     circumstances: list[Counterfactual] = []
     search = None
-    untried = ["changes of the operation", "sets of modules in fp32", "other circumstances"]
+    untried = [_CHANGES, "sets of modules in fp32", "other circumstances"]
     with suppress(BudgetSpent):
         for doses in _propose(patient, trials):
             tried += _try(doses, patient, trials)
-        untried.remove("changes of the operation")
+        untried.remove(_CHANGES)
         if patient.verdict in ("precision", "silent"):
             search, found = _search_islands(patient, trials)
             for kept in found:
@@ -124,10 +126,10 @@ def _notes(patient: Patient, ranked: Sequence[Prescription], untried: Sequence[s
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if patient.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision cures this: what was tried changes the operation itself."
-    if not any(item.verified for item in ranked):
-        yield (
-            f"None of the {len(ranked)} changes that were tried cures it." if ranked else "No change was found to try."
-        )
+    if ranked and not any(item.verified for item in ranked):
+        yield f"None of the {len(ranked)} changes that were tried cures it."
+    if not ranked and _CHANGES not in untried:
+        yield "No change was found to try."
 
 
 def _blames_optimizer(patient: Patient) -> bool:
@@ -180,12 +182,23 @@ def _try(doses: Doses, patient: Patient, trials: Trials) -> list[Prescription]:
 
 
 def _prescription(edit: Edit, outcome: TrialOutcome, patient: Patient, *, verified: bool) -> Prescription:
-    def own_lines(module: str) -> list[SourceLine]:
-        sources = [op.source for op in patient.trace.ops if op.module == module]
+    patch = write_patch(edit, _surroundings(patient))
+    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+
+
+def _surroundings(patient: Patient) -> Surroundings:
+    def own_lines(path: str) -> list[SourceLine]:
+        sources = [op.source for op in patient.trace.ops if op.module == path]
         return sorted({source for source in sources if source is not None}, key=lambda source: source.line)
 
-    patch = write_patch(edit, own_lines)
-    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+    def is_called_by_torch(path: str) -> bool:
+        parent = patient.model.get_submodule(path.rpartition(".")[0])
+        return bool(path) and type(parent).__module__.startswith("torch.")
+
+    def is_low(path: str) -> bool:
+        return any(tensor.dtype in LOW for tensor in patient.model.get_submodule(path).parameters())
+
+    return Surroundings(own_lines=own_lines, is_called_by_torch=is_called_by_torch, is_low=is_low)
 
 
 def _distinct(tried: Iterable[Prescription]) -> list[Prescription]:
@@ -364,9 +377,12 @@ def _refine(kept: tuple[KeepModule, ...], patient: Patient, trials: Trials) -> E
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in patient.trace.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=replace(site_of(op), op="", nth=0)) for op in ops))
+    blamed = [replace(lead.site, op="", nth=0) for lead in patient.conclusion.leads]
+    guess = [line for line in lines if line.site in blamed]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
-        fewest = next(find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen)), None) if lines else None
+        sets = find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen), guess=guess)
+        fewest = next(sets, None) if lines else None
     return _join([*whole, *fewest]) if fewest else _join(kept)
 
 

@@ -15,7 +15,7 @@ from nandoctor.renderers.words import join_first, number, printable, shorten, wr
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 8
+_MAX_PATCH_LINES = 12
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a cure may be says by how much."""
 _OWN_OPS = "(own ops)"

@@ -108,6 +108,27 @@ def test_keeping_own_ops_leaves_children_under_autocast():
     assert dtypes(execute(setup, KeepModule(module="branch", children=False)))["branch"] is FP32
 
 
+def test_own_ops_of_a_module_within_own_ops_leave_children_under_autocast():
+    kept = KeepModule(module="", children=False), KeepModule(module="branch", children=False)
+    ops = execute(make_setup(), *kept, watch=CLOSELY).trace.ops
+    assert next(op.outputs[0].dtype for op in ops if op.module == "branch.inner") is FP16
+
+
+def test_a_region_of_the_model_s_own_holds_among_own_ops_in_fp32():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cuda", enabled=False):
+                h = self.first(x)
+            return self.second(h)
+
+    ops = execute(make_setup(Careful()), KeepModule(module="", children=False), watch=CLOSELY).trace.ops
+    assert {op.module: op.outputs[0].dtype for op in ops if op.op == "linear"} == {"first": FP32, "second": FP16}
+
+
 def test_own_ops_take_what_children_return_as_fp32():
     class Large(nn.Module):
         def __init__(self):

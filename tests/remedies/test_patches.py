@@ -36,6 +36,7 @@ def at(text, op="div", line=45):
             None,
             "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
         ),
+        ("n = x.norm(); y = x / (n + 1e-8)", "add", 1e-8, 1e-4, "n = x.norm(); y = x / (n + 0.0001)"),
         ("s = torch.where(mask, s, -1e9)", "where", -1e9, None, "s = torch.where(mask, s, torch.finfo(x.dtype).min)"),
     ],
 )
@@ -44,9 +45,27 @@ def test_a_constant_in_its_line(text, op, was, value, after):
     assert patch.splitlines() == ["# unet.py:45, in Norm.forward", f"- {text}", f"+ {after}"]
 
 
-def test_a_constant_that_is_not_in_the_line_is_told_in_words():
-    patch = write_patch(SetArgument(site=at("y = x / (std + eps)", "add"), argument="other", was=1e-8, value=1e-4))
-    assert patch.splitlines()[1:] == ["#   y = x / (std + eps)", "# 1e-4 here, where it is 1e-8 now"]
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("y = x / (std + eps)", "eps = 1e-4 where it is set"),
+        ("y = x / (std + self.eps).sqrt()", "self.eps = 1e-4 where it is set"),
+        ("y = (x + shift) / (std + eps)", "1e-4 here"),
+        ("y = stable_divide(x, std)", "1e-4 here"),
+    ],
+)
+def test_a_constant_that_is_not_in_the_line_is_told_in_words(text, what):
+    patch = write_patch(SetArgument(site=at(text, "add"), argument="other", was=1e-8, value=1e-4))
+    assert patch.splitlines()[1:] == [f"#   {text}", f"# {what}; it is 1e-8 now"]
+
+
+def test_rows_within_torch_s_own_attention_are_opened_by_the_mask_that_it_gets():
+    site = OpSite(
+        module="attention", type="MultiheadAttention", op="softmax", source=at("y = self.attention(x)").source
+    )
+    patch = write_patch(UnmaskRows(site=site))
+    assert patch.startswith("# unet.py:45, where the MultiheadAttention is called\n#   y = self.attention(x)\n")
+    assert "scores" not in patch  # nobody's code holds them
 
 
 @pytest.mark.parametrize(
@@ -82,7 +101,7 @@ def test_calls_of_submodules_stay_outside():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "x = torch.cat([", "f(a,", "    ]) + 1e-8)"])
+@pytest.mark.parametrize("text", ["", "def run(x): return x * x", "x = torch.cat([", "f(a,", "    ]) + 1e-8)"])
 def test_part_of_a_statement_is_quoted_as_it_is(text):
     site = at(text, "add")
     for edit in (
@@ -100,7 +119,7 @@ def test_modules():
     one, other = KeepModule(module="blocks.3.mlp"), KeepModule(module="head")
     assert "self.mlp(x.float())" in write_patch(one)
     assert "blocks.3" in write_patch(one)
-    assert "self[0](x.float())" in write_patch(KeepModule(module="stem.0"))
+    assert 'for name in ["stem.0"]:' in write_patch(KeepModule(module="stem.0"))  # a Sequential calls it, nobody's code
     assert write_title(Together(edits=(one, other))) == "Keep 2 modules in fp32: blocks.3.mlp, head"
     many = Together(edits=tuple(KeepModule(module=name) for name in "abc"))
     assert 'for name in ["a", "b", "c"]:' in write_patch(many)

@@ -171,3 +171,27 @@ def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
 def test_a_setting_that_means_nothing(options, tmp_path):
     with pytest.raises(nandoctor.NanDoctorError):
         nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.ones(1, 1)), model=Domain, **options)
+
+
+class Faint(nn.Module):
+    """Probabilities that are zero in fp16, and right by that, [n, 4] -> [n, 4]."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Linear(4, 4)
+        nn.init.zeros_(self.logits.weight)
+        nn.init.constant_(self.logits.bias, -30.0)
+
+    def forward(self, x):
+        return torch.sigmoid(self.logits(x))
+
+
+def dice(p, batch):
+    return 1 - (p * p).mean() / ((p * p).mean() + 1e-8)
+
+
+def test_an_output_that_the_format_cannot_tell_from_fp32_is_in_agreement(tmp_path):
+    report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
+    assert report.cause.code == "eps-underflow"
+    assert report.prescriptions[0].verified
+    assert report.prescriptions[0].edit.kind == "set-argument"

@@ -73,6 +73,13 @@ def test_constants_are_a_table():
     assert [row[1] for row in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
+def test_a_trial_that_is_finite_and_far_from_fp32_says_how_far():
+    made = factory.cured()
+    far = replace(made.counterfactuals[0], setting="fp16", outcome=TrialOutcome(finite=True, max_rel_err=1.2))
+    told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
+    assert "precision  finite: fp16 (120 % off fp32), bf16" in told
+
+
 def test_what_did_not_cure_comes_last_and_says_so():
     cures = list_cures(factory.cured())
     assert [cure.verified for cure in cures] == [True, True, True, False]
@@ -84,8 +91,8 @@ def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
     made = factory.cured()
     long = replace(made.prescriptions[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, prescriptions=(long,))
-    lines = [text for label, text in facts(made) if label in ("patch", "")][:9]
-    assert (len(lines), lines[-1]) == (9, "... 22 more lines in the report (-o report.html)")
+    lines = [text for label, text in facts(made) if label in ("patch", "")][:13]
+    assert (len(lines), lines[-1]) == (13, "... 18 more lines in the report (-o report.html)")
     assert len(list_cures(made)[0].patch) == 30
 
 
