@@ -19,6 +19,8 @@ from nandoctor.evidence.trace import SourceLine
 NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
 # What is called in here is called several times, or not at all: it cannot be called before.
 _OWN_SCOPES = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# They hand values on or make them zero: in fp32 they are the same.
+_SELECTING = frozenset({"F.relu", "torch.relu"})
 _COMPUTING = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
 
 
@@ -159,7 +161,8 @@ def _computes(node: ast.AST) -> bool:
     """Whether there is an op in it that is not a submodule's; numbers and indices are none."""
     if isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)):
         return False
-    if isinstance(node, _COMPUTING) or (isinstance(node, ast.Call) and not _is_submodule_call(node)):
+    is_op = isinstance(node, ast.Call) and not _is_submodule_call(node) and ast.unparse(node.func) not in _SELECTING
+    if isinstance(node, _COMPUTING) or is_op:
         return True
     inner = (node.value,) if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
     return any(_computes(child) for child in inner)
