@@ -6,6 +6,7 @@ In: an `Edit` whose places carry the source lines that the trace saw. Out: text.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,8 @@ def _patch_module(edit: KeepModule, around: Surroundings) -> Iterator[str]:
         yield f"{f'model.{edit.module}' if name else 'model'}.float()"
     yield f"# in the forward of {parent or 'the model'}, where it calls {name}:" if name else "# where it is called:"
     yield _OFF
-    yield f"    y = {f'self.{name}' if name else 'model'}(x.float())"
+    own = f"self.{name}" if name.isidentifier() else f"getattr(self, {name!r})"
+    yield f"    y = {own if name else 'model'}(x.float())"
 
 
 def _patch_own_ops(edit: KeepModule, lines: Sequence[SourceLine]) -> Iterator[str]:
@@ -187,7 +189,7 @@ def _where_if_known(site: OpSite) -> str:
 
 def _written(value: float) -> str:
     """A number as people write it in code: 1e-8 and not 1e-08, 1e-4 and not 0.0001."""
-    if 0 < abs(value) < _SMALL or abs(value) >= _LARGE:
+    if 0 < abs(value) < _SMALL or _LARGE <= abs(value) < math.inf:
         digits, _, exponent = f"{value:.5e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:g}"

@@ -19,6 +19,8 @@ from nandoctor.evidence.trace import SourceLine
 NAMESPACES = frozenset({"torch", "F", "functional", "nn", "math", "np", "numpy", "self", "super"})
 # What is called in here is called several times, or not at all: it cannot be called before.
 _OWN_SCOPES = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# They hand values on or make them zero: in fp32 they are the same.
+_SELECTING = frozenset({"F.relu", "torch.relu"})
 _COMPUTING = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
 
 
@@ -35,12 +37,14 @@ def stage(text: str, *, taken: Collection[str] = ()) -> tuple[Step, ...]:
     """The statement in steps: calls of `self`'s submodules and methods for themselves, what goes into them before.
 
     `taken` are names that mean something already where the statement stands, beside those that it reads itself.
-    Empty where that cannot be told: a part of a longer statement, or submodules called in a loop or a condition.
+    Empty where that cannot be told: a part of a longer statement, a loop or a condition on one line, or submodules
+    called in one.
     """
     tree = parse(text)
     if (
         tree is None
         or len(tree.body) != 1
+        or hasattr(tree.body[0], "body")
         or any(_calls_submodules(node) for node in ast.walk(tree) if isinstance(node, _OWN_SCOPES))
     ):
         return ()
@@ -159,7 +163,8 @@ def _computes(node: ast.AST) -> bool:
     """Whether there is an op in it that is not a submodule's; numbers and indices are none."""
     if isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)):
         return False
-    if isinstance(node, _COMPUTING) or (isinstance(node, ast.Call) and not _is_submodule_call(node)):
+    is_op = isinstance(node, ast.Call) and not _is_submodule_call(node) and ast.unparse(node.func) not in _SELECTING
+    if isinstance(node, _COMPUTING) or is_op:
         return True
     inner = (node.value,) if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
     return any(_computes(child) for child in inner)
@@ -167,7 +172,14 @@ def _computes(node: ast.AST) -> bool:
 
 def _tensors(tree: ast.AST) -> tuple[str, ...]:
     """The variables that are read, without namespaces, called functions, indices and options; all may be tensors."""
-    return tuple(dict.fromkeys(name for name in _read(tree) if name not in NAMESPACES))
+    return tuple(dict.fromkeys(name for name in _read(tree) if name not in NAMESPACES | _bound_names(tree)))
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    """The variables that comprehensions and lambdas make for themselves."""
+    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
+    looped = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return looped | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
 def _read(node: ast.AST) -> Iterator[str]:

@@ -36,7 +36,7 @@ def at(text, op="div", line=45):
             None,
             "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
         ),
-        ("n = x.norm(); y = x / (n + 1e-8)", "add", 1e-8, 1e-4, "n = x.norm(); y = x / (n + 0.0001)"),
+        ("n = x.norm(); y = x / (n + 1e-8)", "add", 1e-8, 1e-4, "n = x.norm(); y = x / (n + 1e-4)"),
         ("s = torch.where(mask, s, -1e9)", "where", -1e9, None, "s = torch.where(mask, s, torch.finfo(x.dtype).min)"),
     ],
 )
@@ -157,11 +157,16 @@ def test_what_has_to_be_in_fp32_is_not_lifted_out_with_the_module_that_it_goes_i
     assert write_patch(KeepOp(site=site)).splitlines()[1:] == [
         "h = self.conv(x)  # as it was, outside",
         'with torch.autocast("cuda", enabled=False):',
-        "    shift, h, gain = shift.float(), h.float(), gain.float()",
-        "    return self.norm(h * (1 + gain) + shift)",
+        "    h, gain, shift = h.float(), gain.float(), shift.float()",
+        "    h1 = h * (1 + gain) + shift",
+        "return self.norm(h1)  # as it was, outside",
     ]
     site = at("return self.head(torch.exp(x))", "")
-    assert write_patch(KeepOp(site=site)).splitlines()[-1] == "    return self.head(torch.exp(x))"
+    assert write_patch(KeepOp(site=site)).splitlines()[2:] == [
+        "    x = x.float()",
+        "    h = torch.exp(x)",
+        "return self.head(h)  # as it was, outside",
+    ]
 
 
 def test_titles_count_and_name_what_they_change():
@@ -174,7 +179,8 @@ def test_a_loop_on_one_line_is_not_taken_apart():
     patch = write_patch(KeepOp(site=at("for m in self.children(): x = m(x) * 3e4", "")))
     assert patch.splitlines()[1:] == [
         'with torch.autocast("cuda", enabled=False):',
-        "    for m in self.children(): x = m(x) * 3e4  # with every tensor that goes in as x.float()",
+        "    for m in self.children(): x = m(x) * 3e4  "
+        "# with every tensor that goes in as x.float(), submodules called outside of it",
     ]
 
 
