@@ -84,6 +84,7 @@ COLUMNS = [
 
 
 def test_the_table_is_a_data_frame(case):
+    pytest.importorskip("pandas")
     table = case.table()
     assert list(table.columns) == COLUMNS
     assert list(table["module"]) == ["scale", "norm", ""]
