@@ -105,7 +105,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
         aspect="equal" if 1 / _FLAT < width / height < _FLAT else "auto",
     )
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
     axes.set_xlabel(f"dimension {grid.dims[-1]}")
     if len(grid.dims) > 1:
         axes.set_ylabel(f"dimension {grid.dims[0]}")
