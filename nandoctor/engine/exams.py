@@ -6,21 +6,17 @@ In: the op, the arguments it had and the output it gave. Out: an `Exam`: the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nandoctor.engine.invocation import Invocation
+from nandoctor.engine.invocation import Invocation, without_autocast
 from nandoctor.engine.stats import census_of, format_of, numbers_in
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import Exam, Operand
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm", "addbmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 
@@ -63,19 +59,13 @@ def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
 def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:
     """The op's output at `place` in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
     try:
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), without_autocast():
             output = call.widened().run()
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     values = numbers_in(leaves[place]) if place < len(leaves) else None
     return None if values is None or values.shape != like.shape else values.double()
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        yield
 
 
 def _find_worst(bad: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:

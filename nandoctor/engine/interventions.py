@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.engine.autocast import EXACT, REFERENCE, Policy
 from nandoctor.engine.interception import Proceed, find_source, intercepting
-from nandoctor.engine.invocation import Invocation
+from nandoctor.engine.invocation import Invocation, without_autocast
 from nandoctor.engine.stats import format_of
 from nandoctor.engine.tracer import Owner
 from nandoctor.evidence.edits import (
@@ -39,12 +39,8 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
     UseFormat,
 )
+from nandoctor.evidence.trace import LOSS
 
-LOSS = "<loss>"
-
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
 LOW = (torch.float16, torch.bfloat16)
 _CLOSE = 1e-6
@@ -157,7 +153,10 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
     regions = _Regions(modes, device)
     with ExitStack() as stack:
         for path, children in kept.items():
-            stack.enter_context(_widened_state(model.get_submodule(path), recurse=children))
+            module = model.get_submodule(path)
+            own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
+            # With autocast off, low-precision weights would not fit fp32 inputs.
+            stack.enter_context(state_in([tensor for tensor in own if tensor.dtype in LOW], torch.float32))
         for module in model.modules():
             pre = nn.Module.register_forward_pre_hook(module, regions.enter, with_kwargs=True, prepend=True)
             stack.callback(pre.remove)
@@ -231,16 +230,15 @@ def _autocast_depth() -> int:
 
 
 @contextmanager
-def _widened_state(module: nn.Module, *, recurse: bool) -> Iterator[None]:
-    """The module's low-precision weights and buffers in fp32: with autocast off they would not fit fp32 inputs."""
-    tensors = [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
-    low = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in LOW]
-    for tensor, data in low:
-        tensor.data = data.float()
+def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """A context in which these weights and buffers are held in another dtype; their own values come back after it."""
+    saved = [(tensor, tensor.data) for tensor in tensors]
+    for tensor, data in saved:
+        tensor.data = data.to(dtype)
     try:
         yield
     finally:
-        for tensor, data in low:
+        for tensor, data in saved:
             tensor.data = data
 
 
@@ -307,7 +305,7 @@ class _Changed:
 
 
 def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+    with without_autocast():
         return proceed(call.mapped(_widen))
 
 

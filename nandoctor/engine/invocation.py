@@ -6,11 +6,16 @@ In: an op and its arguments. Out: what it takes, by the names of its schema, and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,11 @@ class Invocation:
         """The same call with `change` made to every value among the arguments."""
         args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """A context in which no op of this thread is cast by autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
 def op_name(op: torch._ops.OpOverload) -> str:

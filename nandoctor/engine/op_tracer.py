@@ -24,7 +24,7 @@ from nandoctor.engine.invocation import Invocation
 from nandoctor.engine.stats import Reading, collect_all, is_finite, measure, unwrap
 from nandoctor.engine.tracer import Owner
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.evidence.trace import LOSS, Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
 
 # They give memory as it lies there. What fills it need not be an op: torch.tensor() writes to it directly.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
@@ -33,7 +33,7 @@ OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
 
 MAX_EXAMS = 64
-LOSS_OWNER: Owner = ("<loss>", "", 0)
+LOSS_OWNER: Owner = (LOSS, "", 0)
 
 Kind = Literal["weight", "buffer", "unread", "batch"]
 """What a tensor from outside is; an unread buffer is one that ops take and only write: what it holds is all one."""

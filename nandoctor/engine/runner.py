@@ -229,7 +229,9 @@ def _record(
         with ExitStack() as stack:
             stack.enter_context(_restored(setup.model))
             if policy is EXACT:
-                stack.enter_context(_widened(setup.model))
+                state = [*setup.model.parameters(), *setup.model.buffers()]
+                floating = [tensor for tensor in state if tensor.is_floating_point()]
+                stack.enter_context(interventions.state_in(floating, torch.float64))
             draws = stack.enter_context(_seeded(seed, setup))
             observers = _Observers(setup, batch, watch, low, on_call, on_op)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
@@ -265,20 +267,6 @@ def _record(
 
 def _in_own_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     return tensor.double() if policy is EXACT and tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _widened(model: nn.Module) -> Iterator[None]:
-    """The model's weights and buffers in float64."""
-    tensors = [*model.parameters(), *model.buffers()]
-    narrow = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
-    for tensor, data in narrow:
-        tensor.data = data.double()
-    try:
-        yield
-    finally:
-        for tensor, data in narrow:
-            tensor.data = data
 
 
 def _execute(

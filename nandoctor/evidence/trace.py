@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from nandoctor.evidence.formats import FloatFormat
 
+LOSS = "<loss>"
+"""What stands for the loss function where a module's path is asked for."""
 Phase = Literal["forward", "loss", "backward"]
 
 

@@ -31,11 +31,10 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.formats import BF16
-from nandoctor.evidence.trace import SourceLine
+from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.remedies.staging import NAMESPACES, find_statement, find_words, parse, root, stage
 
 _OFF = 'with torch.autocast("cuda", enabled=False):'
-LOSS = "<loss>"
 _FEW = 2
 _SMALL, _LARGE = 1e-3, 1e6
 

@@ -33,7 +33,7 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Counterfactual, Island, IslandSearch, Prescription, TrialOutcome, Verdict
-from nandoctor.evidence.trace import SourceLine, Trace
+from nandoctor.evidence.trace import LOSS, SourceLine, Trace
 from nandoctor.remedies.counterfactuals import Circumstances, TrialsAt, compare_circumstances
 from nandoctor.remedies.islands import find_minimal_sets
 from nandoctor.remedies.patches import Surroundings, write_patch, write_title
@@ -222,8 +222,8 @@ def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
             yield from _in_fp32(leads[0], patient, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, patient, trials)
-        if patient.has_loss and any(lead.site.module == "<loss>" for lead in leads):
-            yield (KeepModule(module="<loss>"),)
+        if patient.has_loss and any(lead.site.module == LOSS for lead in leads):
+            yield (KeepModule(module=LOSS),)
         if patient.low is FP16:
             yield (UseFormat(format=BF16),)
 
@@ -256,7 +256,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 def _in_fp32(lead: Lead, patient: Patient, trials: Trials) -> Iterator[Doses]:
     """The op's line in fp32; where that is no cure the block's own ops, or the block."""
     site = lead.site
-    if site.module == "<loss>":
+    if site.module == LOSS:
         return
     if not _is_library(site, patient.model):
         line = KeepOp(site=replace(site, op=""))
@@ -271,7 +271,7 @@ def _in_fp32(lead: Lead, patient: Patient, trials: Trials) -> Iterator[Doses]:
 
 def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
-    if site.module == "<loss>":
+    if site.module == LOSS:
         return site.source is None
     return site.source is None or type(model.get_submodule(site.module)).__module__.startswith("torch.")
 
@@ -368,7 +368,7 @@ def _find_members(patient: Patient) -> list[KeepModule]:
         for path in order
         if not at_work or path in at_work
     ]
-    return members + ([KeepModule(module="<loss>")] if patient.has_loss else [])
+    return members + ([KeepModule(module=LOSS)] if patient.has_loss else [])
 
 
 def _refine(kept: tuple[KeepModule, ...], patient: Patient, trials: Trials) -> Edit:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from nandoctor.evidence.census import ArraySummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
-from nandoctor.evidence.trace import TensorStats
+from nandoctor.evidence.trace import LOSS, TensorStats
 from nandoctor.renderers.words import join_first, kinds_text, number, printable, shape_text, shorten, times
 
 MEANINGS = {
@@ -117,7 +117,7 @@ def describe_origin(origin: Origin) -> str:
     """The op and the module that called it, and in which pass."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
-    owner = "the loss" if origin.module == "<loss>" else _name(origin.module or f"the model ({origin.type})")
+    owner = "the loss" if origin.module == LOSS else _name(origin.module or f"the model ({origin.type})")
     call = f", call {origin.call}" if origin.call else ""
     backward = "the backward of " if origin.phase == "backward" else ""
     return f"{backward}{origin.op} in {owner}{call}: {kinds_text(origin.kinds)} in {origin.num_bad} of {origin.numel}"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import FirstNonfinite, Runs, RunSummary
-from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.trace import LOSS, TensorStats, Trace
 from nandoctor.rules.alignment import align, first_unholdable
 from nandoctor.rules.sighting import Sighting
 
@@ -24,7 +24,7 @@ def describe_first(sighting: Sighting, trace: Trace, reference: Trace) -> FirstN
     return FirstNonfinite(
         run="autocast",
         phase=_PHASES.get(sighting.where, "forward"),
-        module=owner.module if owner else "<loss>" if sighting.where == "loss" else "",
+        module=owner.module if owner else LOSS if sighting.where == "loss" else "",
         type=owner.type if owner else "",
         call=owner.call if owner else 0,
         where=sighting.where,
