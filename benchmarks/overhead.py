@@ -24,10 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from workloads import Workload, make_encoder, make_unet
 
 import nandoctor
-from nandoctor.engine.autocast import REFERENCE, apply_policy, make_policy
-from nandoctor.engine.runner import Setup, run
-from nandoctor.engine.tracer import Tracer
+from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
 from nandoctor.evidence.formats import FP16
+from nandoctor.replaying.runner import Setup, run
+from nandoctor.tracing.module_tracer import Tracer
 
 CUDA = make_policy("cuda", FP16)
 NATIVE = make_policy("native", FP16)

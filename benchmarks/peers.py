@@ -32,9 +32,9 @@ from sick_models.judging import diagnose
 from sick_models.probing import float_tensors
 from torch import Tensor, nn
 
-from nandoctor.engine import kernels
-from nandoctor.engine.autocast import cuda_autocast
-from nandoctor.rules.base import PRODUCTS
+from nandoctor.autocast import kernels
+from nandoctor.autocast.policy import cuda_autocast
+from nandoctor.causes.base import PRODUCTS
 
 CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")
 ROW = "{:<36} {:>9} {:>9} {:>12} {:>13} {:>14} {:>8} {:>11} {:>6}"

@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nandoctor.autocast.policy import cuda_autocast as cuda_autocast
     from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
     from nandoctor.case import describe as describe
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
     from nandoctor.case import repro as repro
-    from nandoctor.engine.autocast import cuda_autocast as cuda_autocast
     from nandoctor.errors import NanDoctorError as NanDoctorError
     from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
 
@@ -27,7 +27,7 @@ _HOMES = {
     "NanDoctorError": "nandoctor.errors",
     "NonFiniteTrainingError": "nandoctor.errors",
     "Recorder": "nandoctor.capture.recorder",
-    "cuda_autocast": "nandoctor.engine.autocast",
+    "cuda_autocast": "nandoctor.autocast.policy",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",

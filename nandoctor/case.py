@@ -10,22 +10,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nandoctor.diagnosis.eps_audit import fold
+from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
-from nandoctor.engine.constants import list_constants
-from nandoctor.engine.models import build_model
-from nandoctor.engine.reproduction import Progress
-from nandoctor.engine.settings import Settings, override, read_settings
-from nandoctor.engine.setup import ModelSource
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.comparison import Comparison
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Origin, Prescription, Report
-from nandoctor.postmortem import audit_dump, examine_dump, replay_dump
-from nandoctor.remedies.repro import make_script
-from nandoctor.renderers.base import save_report
-from nandoctor.rules.eps_audit import fold
-from nandoctor.rules.summary import tabulate
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.pipeline import audit_dump, examine_dump, replay_dump
+from nandoctor.renderers.save import save_report
+from nandoctor.replaying.model_loading import build_model
+from nandoctor.replaying.module_constants import list_constants
+from nandoctor.replaying.reproduction import Progress
+from nandoctor.replaying.settings import Settings, override, read_settings
+from nandoctor.replaying.setup import ModelSource
+from nandoctor.repro_scripts.build import make_script
 
 if TYPE_CHECKING:
     import torch
@@ -123,8 +123,8 @@ def _anchor(spec: Any) -> Any:
 
 def describe(tensor: torch.Tensor) -> str:
     """A tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)"; it may live on any device."""
-    from nandoctor.engine.stats import collect, measure
     from nandoctor.renderers.tensors import describe_tensor
+    from nandoctor.tracing.tensor_stats import collect, measure
 
     reading = measure(tensor, census_for=FORMATS["float16"])
     if reading is None:
@@ -182,13 +182,13 @@ class Case:
         Raises:
             NanDoctorError: there is no such kind, or only a replay with `survey=True` has the numbers for it.
         """
-        from nandoctor.renderers.plots import draw
+        from nandoctor.renderers.plots.kinds import draw
 
         return draw(self.report, kind)
 
     def compare(self, other: Case) -> Comparison:
         """What changed from this case to the other one: verdict, origin, headroom, ranges."""
-        from nandoctor.rules.comparison import compare
+        from nandoctor.diagnosis.compare_reports import compare
 
         return compare(self.report, other.report)
 
@@ -200,6 +200,6 @@ class Case:
         return f"Case({self.report.verdict}: {self.report.headline})"
 
     def _repr_html_(self) -> str:
-        from nandoctor.renderers.html import report_html
+        from nandoctor.renderers.notebook_card import report_html
 
         return report_html(self.report)

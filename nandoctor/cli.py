@@ -20,9 +20,9 @@ from nandoctor.errors import NanDoctorError
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
-    from nandoctor.engine.reproduction import Progress
-    from nandoctor.evidence.fates import Fate
     from nandoctor.evidence.report import EpsUse, Report
+    from nandoctor.evidence.rounding import Fate
+    from nandoctor.replaying.reproduction import Progress
 
 EXIT_NOT_REPRODUCED = 3
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
@@ -160,8 +160,8 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     """  # noqa: D301  (click wants the escape itself)
     options["survey"] |= kind in _SURVEYED
     report = _read_or_replay(source, options)
-    from nandoctor.renderers.figures import save_figure
-    from nandoctor.renderers.plots import draw
+    from nandoctor.renderers.plots.figures import save_figure
+    from nandoctor.renderers.plots.kinds import draw
 
     file = file or Path(f"{source.stem}.{kind}.png")
     save_figure(draw(report, kind), file)
@@ -178,8 +178,8 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 
     Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
-    from nandoctor.renderers.difference import comparison_json, print_comparison
-    from nandoctor.rules.comparison import compare
+    from nandoctor.diagnosis.compare_reports import compare
+    from nandoctor.renderers.diff import comparison_json, print_comparison
 
     comparison = compare(_read_or_replay(before, options), _read_or_replay(after, options))
     if as_json:
@@ -195,7 +195,7 @@ def inspect(dump: Path, trust: bool) -> None:
     """Tell what is in DUMP, without running any code of it."""
     from nandoctor.dumps.reader import read_dump
     from nandoctor.dumps.summary import summarize
-    from nandoctor.renderers.inspection import print_inspection
+    from nandoctor.renderers.inspect_dump import print_inspection
 
     print_inspection(summarize(read_dump(dump, trust=trust)), _console())
 
@@ -204,8 +204,8 @@ def inspect(dump: Path, trust: bool) -> None:
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
     """Tell what a cause is, why it happens and how it is cured; without CODE, list all causes."""
-    from nandoctor.renderers.explanation import print_catalogue, print_page
-    from nandoctor.rules.catalogue import find_page, list_pages
+    from nandoctor.causes.registry import find_page, list_pages
+    from nandoctor.renderers.explain import print_catalogue, print_page
 
     if code is None:
         print_catalogue(list_pages(), _console())
@@ -260,7 +260,7 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     """  # noqa: D301
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
-    from nandoctor.renderers.epsilons import dumps_eps, print_fates, print_outlook, print_uses
+    from nandoctor.renderers.eps import dumps_eps, print_fates, print_outlook, print_uses
 
     fates = _fates(values)
     uses = _list_eps(dump, options) if dump is not None or options["model"] is not None else ()
@@ -275,7 +275,7 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
 
 
 def _fates(values: tuple[float, ...]) -> list[Fate]:
-    from nandoctor.evidence.fates import SHOWN_FORMATS, find_fate
+    from nandoctor.evidence.rounding import SHOWN_FORMATS, find_fate
 
     for value in values:
         if value == 0 or not math.isfinite(value):
@@ -376,7 +376,7 @@ def _print(report: Report, *, quiet: bool) -> None:
 
 
 def _save(report: Report, path: Path) -> None:
-    from nandoctor.renderers.base import save_report
+    from nandoctor.renderers.save import save_report
 
     save_report(report, path)
     click.echo(f"Wrote {path}", err=True)

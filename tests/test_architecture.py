@@ -64,7 +64,15 @@ def test_torch_and_the_drawing_libraries_are_imported_only_when_they_are_needed(
 
 
 @pytest.mark.parametrize(
-    "room", ["evidence.report", "evidence.plain", "rules", "rules.verdict", "renderers.jsonfile", "errors"]
+    "room",
+    [
+        "evidence.report",
+        "evidence.serialization",
+        "causes.registry",
+        "diagnosis.verdict",
+        "renderers.jsonfile",
+        "errors",
+    ],
 )
 def test_what_reads_a_report_needs_no_torch(room):
     assert "torch" not in imported_by(f"import nandoctor.{room}")

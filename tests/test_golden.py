@@ -19,9 +19,9 @@ import pytest
 from rich.console import Console
 
 import nandoctor
-from nandoctor.evidence.plain import to_plain
+from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.evidence.schema import describe_schema
+from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.terminal import print_report
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from nandoctor.renderers.explanation import catalogue_markdown
-from nandoctor.rules.catalogue import list_pages
+from nandoctor.causes.registry import list_pages
+from nandoctor.renderers.explain import catalogue_markdown
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

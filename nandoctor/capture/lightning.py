@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from nandoctor.capture.recorder import Recorder
-from nandoctor.engine.importing import stop_import
+from nandoctor.replaying.script_import import stop_import
 
 
 def _find_base() -> Any:

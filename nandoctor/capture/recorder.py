@@ -19,16 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nandoctor.capture.archive import Archive
-from nandoctor.capture.attachments import attach, scout_autocast
-from nandoctor.capture.contents import Origins, describe, describe_optimizers, describe_scaler
-from nandoctor.capture.flags import Flag, agree, raise_flag
+from nandoctor.capture.async_flags import Flag, agree, raise_flag
+from nandoctor.capture.dump_contents import Origins, describe, describe_optimizers, describe_scaler
 from nandoctor.capture.history import History, StepResult, StopRule
-from nandoctor.capture.judge import Judge
-from nandoctor.capture.moment import Moment, Observer, pack_call
-from nandoctor.capture.sources import describe_source, unwrap
+from nandoctor.capture.hooks import attach, scout_autocast
+from nandoctor.capture.source_info import describe_source, unwrap
+from nandoctor.capture.step import Moment, Observer, pack_call
+from nandoctor.capture.step_policy import Judge
 from nandoctor.dumps.trees import pack
-from nandoctor.engine.importing import stop_import
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
+from nandoctor.replaying.script_import import stop_import
 
 LOG = logging.getLogger("nandoctor")
 MAX_NBYTES = 8 << 30

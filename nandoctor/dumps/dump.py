@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from nandoctor.dumps.moments import SecondMoment
-from nandoctor.dumps.recorded import Recorded
-from nandoctor.evidence.census import Layout
+from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.evidence.dump_summary import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from nandoctor.dumps.arrays import STAND_INS
-from nandoctor.dumps.container import Container, open_container
-from nandoctor.dumps.contents import choose_state, sort_contents, sort_recorded, strip_wrappers
+from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded import is_recorded
-from nandoctor.dumps.survey import unknown_globals
+from nandoctor.dumps.file_type import Container, open_container
+from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.dumps.pickle_scan import unknown_globals
+from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.text import listing, printable
 from nandoctor.errors import DumpError
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from nandoctor.dumps.arrays import stored_values
+from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded import Recorded
-from nandoctor.dumps.roles import role_of
+from nandoctor.dumps.numpy_pickle import stored_values
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.text import listing, printable
-from nandoctor.evidence.census import ArraySummary, DumpSummary, Role
+from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
 
 _BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})

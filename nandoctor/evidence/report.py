@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.census import DumpSummary
+from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
-from nandoctor.evidence.fates import Effect
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.rounding import Effect
 from nandoctor.evidence.trace import Grid, SourceLine, TensorStats
 
 SCHEMA = "nandoctor.report/1"

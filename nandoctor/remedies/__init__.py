@@ -1,4 +1,4 @@
-"""What helps: changes that were tried on the failing step, and the smallest case that still fails.
+"""Writes a fix as a patch of the user's source.
 
-In: a step that can be run again, its diagnosis and its report. Out: what cures it, and scripts that show it.
+In: an edit that was tried, and the traced op. Out: text.
 """

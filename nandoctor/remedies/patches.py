@@ -29,8 +29,8 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
     UseFormat,
 )
-from nandoctor.evidence.fates import LARGEST_EPS
 from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.remedies.staging import NAMESPACES, find_statement, find_words, parse, root, stage
 

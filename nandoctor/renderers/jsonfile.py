@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import ReportError
-from nandoctor.evidence.plain import from_plain, to_plain
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.renderers.textfile import write_text
+from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.renderers.atomic_write import write_text
 
 
 def dumps(report: Report) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.cures import Cure, describe_islands, list_constants, list_cures, list_trials
-from nandoctor.renderers.story import MEANINGS, Fact, tell
+from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.facts import MEANINGS, Fact, tell
+from nandoctor.renderers.fix_facts import Cure, describe_islands, list_constants, list_cures, list_trials
 from nandoctor.renderers.table import LayerTable, make_table
-from nandoctor.renderers.textfile import write_text
-from nandoctor.renderers.words import printable
+from nandoctor.text import printable
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from nandoctor.evidence.comparison import Comparison
 from nandoctor.evidence.report import Cause, FirstNonfinite, Origin, Prescription
+from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.trace import SourceLine, TensorStats
-from nandoctor.renderers.cures import describe_outcome
-from nandoctor.renderers.html import rows_html
-from nandoctor.renderers.story import describe_origin
+from nandoctor.renderers.facts import describe_origin
+from nandoctor.renderers.fix_facts import describe_outcome
+from nandoctor.renderers.notebook_card import rows_html
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.renderers.words import kinds_text, number, printable
+from nandoctor.text import kinds_text, number, printable
 
 _LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
 _MAX_ITEMS = 8

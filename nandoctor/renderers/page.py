@@ -18,15 +18,15 @@ from markupsafe import Markup
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.cures import describe_islands, list_constants, list_cures, list_trials
+from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.facts import MEANINGS, tell
+from nandoctor.renderers.fix_facts import describe_islands, list_constants, list_cures, list_trials
 from nandoctor.renderers.markdown import report_markdown
-from nandoctor.renderers.plots import draw
-from nandoctor.renderers.story import MEANINGS, tell
-from nandoctor.renderers.svg import figure_svg
+from nandoctor.renderers.plots.kinds import draw
+from nandoctor.renderers.plots.svg import figure_svg
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.renderers.textfile import write_text
 from nandoctor.renderers.tree import make_tree
-from nandoctor.renderers.words import byte_size, number, printable, shape_text
+from nandoctor.text import byte_size, number, printable, shape_text
 
 TONES = {"healthy": "good", "not-reproduced": "unclear", "loss-scale": "unclear"}
 _PLOTS = {

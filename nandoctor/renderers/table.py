@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
-from nandoctor.renderers.words import number, printable
+from nandoctor.text import number, printable
 
 LAYERS_BEFORE = 5
 LAYERS_AFTER = 2

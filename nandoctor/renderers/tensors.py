@@ -6,7 +6,7 @@ In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 
 from __future__ import annotations
 
 from nandoctor.evidence.trace import Census, TensorStats
-from nandoctor.renderers.words import join_first, kinds_text, number, printable, shape_text
+from nandoctor.text import join_first, kinds_text, number, printable, shape_text
 
 _MAX_LISTED = 3
 

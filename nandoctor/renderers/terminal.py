@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.cures import tell_cures
-from nandoctor.renderers.screen import Encodable, labelled, literal
-from nandoctor.renderers.story import MEANINGS, tell
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.facts import MEANINGS, tell
+from nandoctor.renderers.fix_facts import tell_cures
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
-from nandoctor.renderers.words import printable, shorten
+from nandoctor.text import printable, shorten
 
 _BADGES = {"healthy": "black on green", "not-reproduced": "black on yellow", "loss-scale": "black on yellow"}
 _BAD_BADGE = "white on red"

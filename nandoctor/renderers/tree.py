@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.layers import LayerPair, align_calls, select_layers
 from nandoctor.renderers.table import TableRow, make_row
-from nandoctor.renderers.words import printable
+from nandoctor.text import printable
 
 MAX_ROWS = 3000
 UNFOLDED = 60

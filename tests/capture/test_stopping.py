@@ -8,7 +8,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
-from nandoctor.capture.flags import Flag
+from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.history import History, StepResult, StopRule
 from nandoctor.dumps.reader import read_dump
 

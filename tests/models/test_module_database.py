@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.engine.settings import Settings
-from nandoctor.engine.tracer import walk_tensors
 from nandoctor.errors import ModelError
-from nandoctor.postmortem import replay_dump
+from nandoctor.pipeline import replay_dump
+from nandoctor.replaying.settings import Settings
+from nandoctor.tracing.module_tracer import walk_tensors
 
 pytest.importorskip("expecttest", reason="torch's own test tools import it")
 

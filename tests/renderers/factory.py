@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from nandoctor.evidence.census import ArraySummary, DumpSummary
+from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import (

@@ -8,12 +8,12 @@ import pytest
     ("module", "unwanted"),
     [
         ("nandoctor.renderers.terminal", "torch matplotlib jinja2"),
-        ("nandoctor.renderers.inspection", "torch matplotlib jinja2"),
-        ("nandoctor.renderers.explanation", "torch matplotlib jinja2"),
+        ("nandoctor.renderers.inspect_dump", "torch matplotlib jinja2"),
+        ("nandoctor.renderers.explain", "torch matplotlib jinja2"),
         ("nandoctor.renderers.jsonfile", "torch matplotlib jinja2 rich"),
-        ("nandoctor.renderers.html", "torch matplotlib rich"),
-        ("nandoctor.renderers.figures", "torch jinja2 rich matplotlib.pyplot"),
-        ("nandoctor.renderers.base", "torch matplotlib jinja2 rich"),
+        ("nandoctor.renderers.notebook_card", "torch matplotlib rich"),
+        ("nandoctor.renderers.plots.figures", "torch jinja2 rich matplotlib.pyplot"),
+        ("nandoctor.renderers.save", "torch matplotlib jinja2 rich"),
     ],
 )
 def test_a_renderer_imports_what_it_draws_with_and_no_more(module, unwanted):

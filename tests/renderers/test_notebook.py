@@ -5,12 +5,12 @@ from __future__ import annotations
 import factory
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from test_html import Balanced
+from test_notebook_card import Balanced
 
+from nandoctor.diagnosis.compare_reports import compare
 from nandoctor.renderers import notebook
 from nandoctor.renderers.notebook import record_html, show_records
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.rules.comparison import compare
 
 CURED = factory.cured()
 

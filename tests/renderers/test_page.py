@@ -8,12 +8,12 @@ from xml.etree import ElementTree as ET
 
 import factory
 import pytest
-from test_html import Balanced as Fragment
+from test_notebook_card import Balanced as Fragment
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.renderers import svg
 from nandoctor.renderers.page import report_page, write_page
-from nandoctor.renderers.plots import draw
+from nandoctor.renderers.plots import svg
+from nandoctor.renderers.plots.kinds import draw
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
 LIMIT = 2_000_000

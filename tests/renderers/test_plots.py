@@ -11,9 +11,9 @@ import pytest
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Picture
 from nandoctor.evidence.trace import Grid
-from nandoctor.renderers.figures import save_figure
-from nandoctor.renderers.places import describe_spread
-from nandoctor.renderers.plots import PLOTS, draw
+from nandoctor.renderers.plots.figures import save_figure
+from nandoctor.renderers.plots.kinds import PLOTS, draw
+from nandoctor.renderers.plots.origin_map import describe_spread
 
 
 def title(figure):

@@ -1,0 +1,120 @@
+"""What is cured on the corpus of sick models, how many runs it takes, and what the search for fp32 islands costs.
+
+In: `python benchmarks/remedies.py`. Out: a table of every case, a summary, and the search on a network of 62 modules.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from sick_models import all_cases
+from sick_models.judging import diagnose
+
+from nandoctor.autocast.policy import REFERENCE, make_policy
+from nandoctor.evidence.edits import Edit, KeepModule
+from nandoctor.evidence.formats import FP16
+from nandoctor.fixes.minimal_sets import find_minimal_sets
+from nandoctor.fixes.verify import Budget, Precision, Purse, Trials
+from nandoctor.replaying.runner import Outcome, Setup, run
+
+ROW = "{:<32} {:<11} {:<70} {:>7} {:>7}"
+
+
+def main() -> None:
+    """Print both tables."""
+    warnings.simplefilter("ignore")
+    print(ROW.format("case", "verdict", "first cure", "cures", "time/s"))
+    tally = Counter[str]()
+    for case in all_cases():
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            report = diagnose(case, Path(folder), prescribe=True)
+        cures = [item for item in report.prescriptions if item.verified]
+        tally.update([report.verdict] + ([f"{report.verdict} cured"] if cures else []))
+        title = cures[0].title if cures else "-"
+        elapsed_s = time.perf_counter() - started
+        print(ROW.format(case.name, report.verdict, title[:70], len(cures), f"{elapsed_s:.2f}"), flush=True)
+    print()
+    for verdict in sorted({name.removesuffix(" cured") for name in tally}):
+        print(f"{verdict:<12} {tally[f'{verdict} cured']} of {tally[verdict]} with a verified cure")
+    print()
+    search_islands()
+
+
+class Lane(nn.Module):
+    """Thirty layers, one of which passes 65504."""
+
+    def __init__(self, loud: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(29))
+        self.calm = nn.LayerNorm(64)
+        for index, layer in enumerate(self.layers):
+            nn.init.eye_(layer.weight)
+            layer.weight.data += torch.linspace(0, 1e4 if index == loud else 1e-3, 64)[:, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor [n, 64], brought back to size after each layer."""
+        for layer in self.layers:
+            x = layer(x)
+            x = x / x.float().abs().amax(-1, keepdim=True)
+        return self.calm(x)
+
+
+class TwoLanes(nn.Module):
+    """Two lanes side by side, each with an overflow of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Lane(13), Lane(22)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor [n, 64] through both."""
+        return [self.left(x), self.right(x)]
+
+
+def search_islands() -> None:
+    """Probes and time, with and without the diagnosis as a first guess."""
+    torch.manual_seed(0)
+    model = TwoLanes()
+    batch = {"x": torch.rand(16, 64) + 0.5}
+    setup = Setup(
+        model=model,
+        batch=batch,
+        used=frozenset(batch),
+        forward=lambda arrays: model(arrays["x"]),
+        device=torch.device("cpu"),
+        description="",
+    )
+
+    def run_step(edits: tuple[Edit, ...], precision: Precision) -> Outcome:
+        policy = REFERENCE if precision == "fp32" else make_policy("cuda", FP16)
+        return run(setup, policy, training=True, seed=0, low=FP16, edits=edits)
+
+    members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]
+    members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
+    blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
+    for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
+        trials = Trials(run_step, Purse(Budget()), numerics=False)
+        started = time.perf_counter()
+        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.cures(*kept), guess=guess)
+        elapsed_s = time.perf_counter() - started
+        bound = 4 * len(first) * math.log2(len(members))
+        print(
+            f"{len(members)} modules, {name}: {', '.join(member.module for member in first)} "
+            f"and {len(others)} further sets; {trials.num_judged} probes (bound {bound:.0f}), {elapsed_s:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

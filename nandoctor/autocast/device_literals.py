@@ -1,0 +1,196 @@
+"""What a model's own code says for CUDA, made to mean the same on another device.
+
+In: the device of the replay. Out: `cuda_code`, a context in which autocast regions, custom autograd functions and
+device literals written for "cuda" act on that device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from nandoctor.autocast.shared import Shared
+
+Region = autocast_mode.autocast
+
+
+@contextmanager
+def cuda_code(device: torch.device) -> Iterator[None]:
+    """A context for building and for running a model that was written for CUDA.
+
+    A region that the code opens for "cuda", or for `device.type` where the code asked a tensor, sets the autocast state
+    of both. One that is built inside, as context or as decorator, keeps what it was told and works whenever this
+    context is open again; torch's own would warn that there is no CUDA and stay off for good. Tensors and modules that
+    are sent to or made on "cuda" go to `device`. Regions follow the thread that entered this context.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_patches)
+        stack.enter_context(_replay_on(device))
+        if device.type != "cuda":
+            stack.enter_context(_DeviceLiterals(device))
+        yield
+
+
+class _Replay(threading.local):
+    """The device that this thread replays on, and the autocast states that its open regions will restore."""
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.saved_states: list[tuple[Region, list[tuple[str, bool, torch.dtype]]]] = []
+
+
+_replay = _Replay()
+
+
+@contextmanager
+def _replay_on(device: torch.device) -> Iterator[None]:
+    outer, _replay.device = _replay.device, device
+    try:
+        yield
+    finally:
+        _replay.device = outer
+
+
+def _device_types() -> tuple[str, ...]:
+    """The device types whose autocast is one and the same for this thread; none outside a replay."""
+    if _replay.device is None:
+        return ()
+    return ("cuda",) if _replay.device.type == "cuda" else ("cuda", _replay.device.type)
+
+
+def _in_reference() -> bool:
+    """Whether the thread's autocast computes in float32, which the model's code must not lower again."""
+    return _replay.device is not None and torch.get_autocast_dtype("cuda") is torch.float32
+
+
+def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def keep_intention(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type not in _device_types():
+            init(self, device_type, dtype, enabled, cache_enabled)
+            return
+        # Told to be off, torch looks neither for CUDA nor at the dtypes of the CPU's autocast.
+        init(self, device_type, dtype or torch.get_autocast_dtype("cuda"), False, cache_enabled)
+        self._enabled = enabled
+
+    return keep_intention
+
+
+def _enter_for_cuda(enter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(enter)
+    def enter_on_both(self: Any) -> Any:
+        types = _device_types()
+        if self.device not in types:
+            return enter(self)
+        states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in types]
+        dtype = torch.float32 if _in_reference() else self.fast_dtype
+        entered = enter(self)
+        _replay.saved_states.append((self, states))
+        _set_autocast([(name, self._enabled, dtype) for name in types])
+        return entered
+
+    return enter_on_both
+
+
+def _exit_for_cuda(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(leave)
+    def leave_both(self: Any, *raised: Any) -> Any:
+        result = leave(self, *raised)
+        if _replay.saved_states and _replay.saved_states[-1][0] is self:
+            _set_autocast(_replay.saved_states.pop()[1])
+        return result
+
+    return leave_both
+
+
+def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
+    for device_type, enabled, dtype in states:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """`custom_fwd(cast_inputs=...)` casts only tensors of the device type it was written for."""
+
+    @wraps(cast)
+    def cast_on_replay_device(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        if _replay.device is not None and device_type in _device_types():
+            device_type = _replay.device.type
+        return cast(value, device_type, torch.float32 if _in_reference() else dtype)
+
+    return cast_on_replay_device
+
+
+def _device_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
+    """`with torch.device("cuda")` sits below every other function mode, out of the reach of ours."""
+
+    @wraps(init)
+    def use_replay_device(self: Any, device: Any) -> None:
+        init(self, _replay.device if _replay.device is not None and _names_cuda(device) else device)
+
+    return use_replay_device
+
+
+@contextmanager
+def _patched_torch() -> Iterator[None]:
+    with ExitStack() as undo:
+        # On the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them see it. The wrappers
+        # name what they wrap, because TorchScript compiles the class from that source.
+        for owner, name, replace in (
+            (Region, "__init__", _init_for_cuda),
+            (Region, "__enter__", _enter_for_cuda),
+            (Region, "__exit__", _exit_for_cuda),
+            (autocast_mode, "_cast", _cast_for_cuda),
+            (_device.DeviceContext, "__init__", _device_for_cuda),
+        ):
+            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, original)
+            setattr(owner, name, replace(original))
+        yield
+
+
+_patches = Shared(_patched_torch)
+
+
+def _names_cuda(device: Any) -> bool:
+    """Whether a device argument means CUDA: "cuda:0", `torch.device("cuda")`, or a bare index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _DeviceLiterals(TorchFunctionMode):
+    """Sends to the replay's device what the code sends to CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._device)
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], self._device, *args[2:])
+        if not kwargs:
+            return func(*args)
+        if _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self._device}
+        return func(*args, **kwargs)

@@ -1,0 +1,291 @@
+"""CUDA's autocast kernels, registered for the autocast dispatch key of any device.
+
+In: the op lists and the thread's autocast dtype. Out: `install_kernels`, a context in which every listed op casts and
+computes as under CUDA's autocast.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.library import Library, fallthrough_kernel
+
+from nandoctor.autocast import op_lists
+from nandoctor.autocast.shared import Shared
+
+
+@contextmanager
+def install_kernels(device_type: str) -> Iterator[None]:
+    """A context in which the autocast of a device type ("cpu") follows CUDA's op lists.
+
+    The kernels read the thread's autocast dtype. Under float16 and bfloat16 a product is computed as tensor cores do:
+    operands rounded to that type, products summed in float32, the result rounded once. Under float32 nothing is
+    rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
+    device type follows CUDA's lists too while the context is open.
+    """
+    with _shared_kernels(device_type), _weight_casts.scope():
+        yield
+
+
+def is_emulating(device_type: str) -> bool:
+    """Whether the autocast of that device type follows CUDA's op lists just now."""
+    return _shared_kernels(device_type).held
+
+
+@cache
+def _shared_kernels(device_type: str) -> Shared:
+    return Shared(partial(_registered_kernels, device_type))
+
+
+@contextmanager
+def _registered_kernels(device_type: str) -> Iterator[None]:
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            # The dispatcher's remark that the device's own list is overridden, which is the purpose.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            _register(library, device_type)
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _register(library: Library, device_type: str) -> None:
+    key = f"Autocast{device_type.upper()}"
+    for name, run in _runs().items():
+        if (op := _find_op(name)) is not None:
+            library.impl(name, _make_kernel(op, run, device_type, key), key)  # type: ignore[no-untyped-call]
+    for qualified_name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        namespace, name = qualified_name.split("::")
+        if namespace == "aten" and name not in _runs():
+            library.impl(name, fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+
+
+def _find_op(name: str) -> OpOverload | None:
+    """The op of that name and overload, None in a torch that lacks it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call of a listed op: its arguments as the dispatcher hands them on, what has its default left out."""
+
+    op: OpOverload
+    device_type: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the autocast region around the call computes in."""
+        return torch.get_autocast_dtype(self.device_type)
+
+    def is_eligible(self, value: Any) -> bool:
+        """Whether autocast casts this argument at all: `is_eligible` in torch's autocast_mode.h."""
+        return (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and value.device.type == self.device_type
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The arguments that autocast casts, lists of tensors flattened."""
+        values = (*self.args, *self.kwargs.values())
+        flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
+        return [item for item in flat if self.is_eligible(item)]
+
+    def cast(self, cast: Callable[[Tensor], Tensor]) -> _Call:
+        """The same call with every tensor in `tensors` replaced by its cast."""
+
+        def cast_eligible(value: Any) -> Any:
+            return cast(value) if self.is_eligible(value) else value
+
+        args = tuple(_map_items(cast_eligible, value) for value in self.args)
+        kwargs = {name: _map_items(cast_eligible, value) for name, value in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
+
+    def run(self) -> Any:
+        """What the op returns."""
+        return self.op(*self.args, **self.kwargs)
+
+
+Run = Callable[[_Call], Any]
+
+
+def _make_kernel(op: OpOverload, run: Run, device_type: str, key: str) -> Callable[..., Any]:
+    autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return run(_Call(op=op, device_type=device_type, args=args, kwargs=kwargs))
+
+    def kernel_without_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
+            return kernel(*args, **kwargs)
+
+    return kernel if run is _run_several_products else kernel_without_autocast
+
+
+def _run_product(call: _Call) -> Any:
+    return _emulate(call, call.dtype, partial(_lower, dtype=call.dtype))
+
+
+def _run_several_products(call: _Call) -> Any:
+    """Torch's own decomposition with autocast left on, so that each product inside is emulated by itself."""
+    dtype = call.dtype
+    lowered = call.cast(partial(_lower, dtype=dtype))
+    return _round(call.op.decompose(*lowered.args, **lowered.kwargs), dtype)
+
+
+def _run_cudnn_rnn(call: _Call) -> Any:
+    dtype = torch.float32 if call.dtype is torch.float32 else torch.float16
+    # cuDNN's wrapper copies the weights anew for each call: their gradients are summed in fp32.
+    return _emulate(call, dtype, lambda tensor: tensor.to(dtype))
+
+
+def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor]) -> Any:
+    """One low-precision product: operands rounded, arithmetic in fp32, the result rounded once.
+
+    The roundings are ordinary casts, so autograd rounds each gradient where CUDA does: the result's gradient comes in
+    `dtype`, is multiplied in fp32, and leaves in `dtype` before it reaches an fp32 weight.
+    """
+
+    def lift(tensor: Tensor) -> Tensor:
+        lifted = lower(tensor).float()
+        # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
+        # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
+        # Under torch.vmap and its kin only the outside may ask for gradients.
+        asks = tensor.requires_grad and not lifted.requires_grad and not torch._C._are_functorch_transforms_active()
+        return lifted.requires_grad_() if asks else lifted
+
+    return _round(call.cast(lift).run(), dtype)
+
+
+def _run_in_fp32(call: _Call) -> Any:
+    return call.cast(Tensor.float).run()
+
+
+def _run_with_fp32_result(call: _Call) -> Any:
+    # softmax takes its dtype by position, sum by keyword.
+    position = [argument.name for argument in call.op._schema.arguments].index("dtype")
+    is_given = len(call.args) > position or call.kwargs.get("dtype") is not None
+    if is_given or not call.is_eligible(call.args[0]):
+        return call.run()
+    return call.op(*call.args, **{**call.kwargs, "dtype": torch.float32})
+
+
+def _run_norm(call: _Call) -> Any:
+    with_dtype = _find_op(op_lists.FP32_APPEND_DTYPE[str(call.op).removeprefix("aten.")])
+    assert with_dtype is not None
+    # What the dispatcher left out has no default in the other overload.
+    defaults = [argument.default_value for argument in call.op._schema.arguments[len(call.args) :]]
+    tensor = call.args[0]
+    return with_dtype(*call.args, *defaults, dtype=torch.float32 if call.is_eligible(tensor) else tensor.dtype)
+
+
+def _run_in_widest(call: _Call) -> Any:
+    """`promote_type` in autocast_mode.h: fp32 if any tensor is, else the region's dtype."""
+    dtypes = {call.dtype, *(tensor.dtype for tensor in call.tensors())}
+    if torch.float32 in dtypes:
+        return _run_in_fp32(call)
+    if len(dtypes) > 1:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return call.run()
+
+
+def _run_half(call: _Call) -> Any:
+    dtype = call.args[0].dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return call.run()
+    result = _emulate(call, dtype, lambda tensor: tensor)
+    if not result.is_complex():
+        return result
+    # Rounded to complex32, but kept as complex64: the former has next to no kernels on a CPU.
+    return torch.view_as_complex(torch.view_as_real(result).to(dtype).float())
+
+
+def _refuse(call: _Call) -> Any:
+    if call.dtype is torch.float32:
+        return call.run()
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: CUDA's autocast refuses "
+        "them. Use binary_cross_entropy_with_logits, or compute the loss with autocast off."
+    )
+
+
+@cache
+def _runs() -> dict[str, Run]:
+    """How each op runs; a later line overrides an earlier one."""
+    table: tuple[tuple[Iterable[str], Run], ...] = (
+        (op_lists.LOWER_PRECISION, _run_product),
+        (op_lists.SEVERAL_PRODUCTS, _run_several_products),
+        (op_lists.CUDNN_RNN, _run_cudnn_rnn),
+        (op_lists.FP32, _run_in_fp32),
+        (op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
+        (op_lists.FP32_APPEND_DTYPE, _run_norm),
+        (op_lists.PROMOTE, _run_in_widest),
+        (op_lists.BANNED, _refuse),
+        (op_lists.NORMS, _run_half),
+        (op_lists.HALF_ON_CUDA_ALONE, _run_half),
+    )
+    return {name: run for names, run in table for name in names}
+
+
+def _round(result: Any, dtype: torch.dtype) -> Any:
+    # Only what was computed from lifted operands is float32; doubles and integers went through unchanged.
+    return _map_items(lambda item: item.to(dtype) if _is_fp32(item) else item, result)
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.float32
+
+
+def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
+    """`change` made to the value, or to each item of a list; the lists of a schema do not nest."""
+    return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
+
+
+class _WeightCasts(threading.local):
+    """The low-precision copies of weights that this thread made in the innermost `install_kernels`."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        outer, self.entries = self.entries, {}
+        try:
+            yield
+        finally:
+            self.entries = outer
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight's copy in `dtype`, one for all its uses.
+
+        As on CUDA (cached_cast in autocast_mode.cpp) the uses share one autograd node, so that the gradients of a
+        weight that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
+        """
+        key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
+        if key not in self.entries or self.entries[key][1] != weight._version:
+            self.entries[key] = (weight, weight._version, weight.to(dtype))
+        return self.entries[key][2]
+
+
+_weight_casts = _WeightCasts()
+
+
+def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    is_weight = _is_fp32(tensor) and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+        return _weight_casts.cast(tensor, dtype)
+    return tensor.to(dtype)

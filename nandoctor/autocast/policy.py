@@ -1,0 +1,176 @@
+"""Precision policies: what a run computes in.
+
+In: a policy and a device. Out: `apply_policy`, a context in which a model runs under CUDA's autocast on any device,
+under the fp32 reference of the same code path, or under torch's own autocast of that device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+
+from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.kernels import install_kernels
+from nandoctor.autocast.shared import Shared
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
+
+PolicyName = Literal["fp32", "fp64", "cuda", "native"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the matrix products of a run compute in, and by whose lists.
+
+    "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
+    autocast stays on, so that a model which asks takes the same path, but rounds nothing. "fp64" has autocast off, and
+    is for a model and a batch in float64. Where `ambient` is False the lists hold only within the regions that the
+    model opens itself.
+    """
+
+    name: PolicyName
+    format: FloatFormat
+    ambient: bool = True
+
+
+REFERENCE = Policy(name="fp32", format=FP32)
+EXACT = Policy(name="fp64", format=FP64)
+
+
+def make_policy(
+    name: PolicyName,
+    format: FloatFormat,  # noqa: A002 - the field's own name
+    *,
+    ambient: bool = True,
+) -> Policy:
+    """The policy of that name and format.
+
+    Raises NanDoctorError for a format that autocast does not take: "cuda" and "native" take fp16 and bf16, "fp32"
+    takes fp32 alone.
+    """
+    allowed = (FP32,) if name == "fp32" else (FP16, BF16)
+    if format not in allowed:
+        names = " or ".join(f.name for f in allowed)
+        raise NanDoctorError(
+            f"The {name} policy does not compute in {format.name}.", remedy=f"Choose {names} as its dtype."
+        )
+    return Policy(name=name, format=format, ambient=ambient)
+
+
+def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
+    """The torch dtype of a storage format; tfloat32, which only exists inside products, has none."""
+    dtype = getattr(torch, format.name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@contextmanager
+def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
+    """A context in which what this thread runs on `device` follows the policy.
+
+    It may be entered again inside itself and from several threads at once; all of torch is restored on the way out. A
+    graph built inside can be differentiated after, except that `torch.utils.checkpoint` recomputes under the policy
+    only while the context is open.
+    """
+    dtype = torch_dtype(policy.format)
+    with ExitStack() as stack:
+        if device.type != "cuda" or policy.name in ("fp32", "fp64"):
+            stack.enter_context(cuda_code(device))
+        if policy.name == "fp64":
+            stack.enter_context(_default_dtype(dtype))
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            yield
+            return
+        if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
+            stack.enter_context(_exact_products(device.type))
+            stack.enter_context(install_kernels(device.type))
+        if policy.ambient:
+            stack.enter_context(_autocast_region(device.type, dtype))
+        yield
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype = torch.float16, device: str = "cpu") -> Iterator[None]:
+    """CUDA's autocast on any device, as `torch.autocast("cuda", dtype)` is on a GPU.
+
+    Raises NanDoctorError for a dtype other than float16 and bfloat16.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in FORMATS:
+        raise NanDoctorError(f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype.")
+    with apply_policy(make_policy("cuda", FORMATS[name]), torch.device(device)):
+        yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What tensors are made in that the code makes without a dtype, so that they fit the others."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    with torch.autocast(device_type, dtype=dtype):
+        if device_type != "cuda":
+            torch.set_autocast_dtype("cuda", dtype)
+        # Inside a reference the region alone would have stayed in float32, as a model's own does.
+        torch.set_autocast_dtype(device_type, dtype)
+        yield
+
+
+# What below `torch.backends` lets products of fp32 tensors be computed in less, and the value that forbids it. Setting
+# cuDNN's allow_tf32 changes its fp32_precision, so it comes first; left alone, code that reads it would be told off.
+_PRODUCT_PRECISION = {
+    "cuda": (
+        ("cudnn", "allow_tf32", False),
+        ("cudnn.conv", "fp32_precision", "ieee"),
+        ("cudnn.rnn", "fp32_precision", "ieee"),
+        ("cuda.matmul", "fp32_precision", "ieee"),
+    ),
+    "cpu": (
+        ("mkldnn.matmul", "fp32_precision", "ieee"),
+        ("mkldnn.conv", "fp32_precision", "ieee"),
+        ("mkldnn.rnn", "fp32_precision", "ieee"),
+    ),
+}
+
+
+@cache
+def _exact_products(device_type: str) -> Shared:
+    return Shared(partial(_fp32_products, device_type))
+
+
+@contextmanager
+def _fp32_products(device_type: str) -> Iterator[None]:
+    """Products of fp32 tensors in fp32, and none of TorchScript's own autocast pass, whose lists differ."""
+    before = list(_current_precision(device_type))
+    jit_autocast = torch._C._jit_set_autocast_mode(False)
+    for backend, name, _, exact in before:
+        setattr(backend, name, exact)
+    try:
+        yield
+    finally:
+        for backend, name, value, _ in before:
+            setattr(backend, name, value)
+        torch._C._jit_set_autocast_mode(jit_autocast)
+
+
+def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Each setting of the table that this torch can read: where it is, its name, what it is and what it should be."""
+    for place, name, exact in _PRODUCT_PRECISION.get(device_type, ()):
+        # A torch before 2.9 lacks fp32_precision, a later one may refuse to read allow_tf32 where both are in use:
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+        with suppress(AttributeError, RuntimeError):
+            backend = attrgetter(place)(torch.backends)
+            yield backend, name, getattr(backend, name), exact

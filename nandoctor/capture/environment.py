@@ -1,0 +1,100 @@
+"""What stands around a step: random generators, autocast, torch's switches, versions, ranks.
+
+In: nothing but the process. Out: plain data, as the dump holds it.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nandoctor import __version__
+from nandoctor.autocast.kernels import is_emulating
+from nandoctor.dumps.backends import BACKENDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomStates:
+    """The states of all generators, as their own functions give them."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    def to_plain(self) -> dict[str, Any]:
+        """Tensors and numbers only, which any torch can load."""
+        _, keys, position, has_gauss, cached = self.numpy
+        version, words, gauss_next = self.python
+        plain: dict[str, Any] = {
+            "torch": self.cpu,
+            "numpy": {
+                "keys": torch.from_numpy(keys.astype("int64")),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached_gaussian": float(cached),
+            },
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next},
+        }
+        return plain if self.cuda is None else {**plain, "cuda": self.cuda}
+
+
+def keep_random_states(device: torch.device) -> RandomStates:
+    """The generators as they are; of CUDA's the one of this device, which its host keeps: nothing waits."""
+    return RandomStates(
+        cpu=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        numpy=np.random.get_state(),
+        python=random.getstate(),
+    )
+
+
+def read_autocast(device_type: str) -> dict[str, Any]:
+    """The autocast that this thread is under."""
+    return {
+        "enabled": torch.is_autocast_enabled(device_type),
+        "device": device_type,
+        "dtype": str(torch.get_autocast_dtype(device_type)).removeprefix("torch."),
+        "cache": torch.is_autocast_cache_enabled(),
+        "emulated": device_type != "cuda" and is_emulating(device_type),
+    }
+
+
+def read_backends() -> dict[str, Any]:
+    """Torch's switches that decide which kernel runs."""
+    values = {}
+    for name, (read, _) in BACKENDS.items():
+        try:
+            value = attrgetter(read)(torch)
+            values[name] = value() if callable(value) else value
+        except (AttributeError, RuntimeError):  # another torch's switch, or one that may not be read beside a newer
+            continue
+    return values
+
+
+def read_versions(modules: Sequence[str]) -> dict[str, str]:
+    """The versions of what ran; of the packages named, those that are installed."""
+    versions = {"nandoctor": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions |= {"numpy": np.__version__, "cuda": str(torch.version.cuda), "platform": platform.platform()}
+    for name in sorted({module.partition(".")[0] for module in modules}):
+        try:
+            versions[name] = version(name)
+        except (PackageNotFoundError, ValueError):
+            continue
+    return versions
+
+
+def read_rank() -> tuple[int, int]:
+    """(rank, world size), (0, 1) where nothing is distributed."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -1,0 +1,92 @@
+"""Hooks that tell the recorder of every forward, also of a compiled model.
+
+In: a model, and what to call before and after. Out: hooks, removed when the stack closes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.capture.environment import read_autocast
+
+Before = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
+Found = Callable[[dict[str, Any]], None]
+After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+
+
+class Hook:
+    """A hook that stays with its model: in a copy, or in a file that the whole model is saved to, it does nothing.
+
+    An average of the weights is a deep copy of the model, and its forward is no step of the training.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """What torch calls."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
+def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
+    """Call `before` and `after` around each call of the model."""
+    if model._compiled_call_impl is not None:
+        _wrap_compiled(model, before, after, handles)
+        return
+    if before is not None:
+        handles.callback(model.register_forward_pre_hook(Hook(_not_compiled(before)), with_kwargs=True).remove)
+    handles.callback(model.register_forward_hook(Hook(_not_compiled(after)), with_kwargs=True).remove)
+
+
+def _wrap_compiled(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
+    """A model compiled in place has its hooks in the graph; this stands around the graph."""
+    compiled: Any = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(model, args, kwargs)
+        output = compiled(*args, **kwargs)
+        after(model, args, kwargs, output)
+        return output
+
+    model._compiled_call_impl = call
+    handles.callback(setattr, model, "_compiled_call_impl", compiled)
+
+
+def _not_compiled(hook: Any) -> Any:
+    """Left out of any graph; torch's compiler is not imported for the sake of a model that does not use it."""
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+
+def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str) -> ExitStack:
+    """Tell `found` the first autocast that a module runs under, until the stack closes.
+
+    Accelerate wraps a model's forward in autocast, where hooks on the model itself do not see it.
+    """
+    handles = ExitStack()
+
+    def look(*_: Any) -> None:
+        state = read_autocast(device_type)
+        if state["enabled"]:
+            found(state)
+            handles.close()
+
+    for module in modules:
+        if module._compiled_call_impl is None:
+            handles.callback(module.register_forward_pre_hook(Hook(look)).remove)
+    return handles

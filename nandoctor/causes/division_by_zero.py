@@ -1,0 +1,80 @@
+"""division-by-zero: a denominator is exactly zero.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
+Evidence it needs
+    Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
+Why it happens
+    A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
+Fix
+    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format holds.
+Known problems
+    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import DIVISIONS, NORMALISATIONS, Doses, Finding, clamp_doses
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import Operand
+
+CODE = "division-by-zero"
+TITLE = "A division by zero"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A division with exact zeros below the line."""
+    if finding.op.op in NORMALISATIONS:
+        return _explain_norm(finding)
+    if finding.overflowed:
+        return None
+    denominator = _denominator(finding)
+    if denominator is not None and denominator.census.num_zero:
+        return _explain(finding, denominator.name, denominator.census.num_zero)
+    if finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
+        return _explain(finding, "other", 1)
+    return None
+
+
+def _explain(finding: Finding, name: str, zeros: int) -> Cause:
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {name}.",
+        evidence=(Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {name} are exactly zero"),),
+    )
+
+
+def _explain_norm(finding: Finding) -> Cause | None:
+    """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
+    if finding.turned or finding.overflowed:
+        return None
+    num_bad = finding.exam.num_bad
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
+        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{num_bad} elements have no finite value"),),
+    )
+
+
+def _denominator(finding: Finding) -> Operand | None:
+    op, operands = finding.op.op, finding.exam.operands
+    if op in ("rsqrt", "reciprocal") or (op == "pow" and any(value < 0 for _, value in finding.op.scalars)):
+        return operands[0] if operands else None
+    if op == "_weight_norm":  # g * v / norm(v)
+        return finding.operand("v")
+    if op in DIVISIONS:
+        return finding.operand("other") or finding.operand("tensor2")
+    return None
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp what is below the line; where it may be negative, that does not agree with fp32 and is refused."""
+    denominator = _denominator(finding)
+    if denominator is not None:
+        yield clamp_doses(finding.op, denominator.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

@@ -1,0 +1,48 @@
+"""elementwise-overflow: an addition, a multiplication or another element-by-element op does not fit.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    Both operands fit, their sum, product or quotient does not: a residual stream, a gate, a squared activation, a
+    dropout that scales by 1 / (1 - p), a division by something tiny.
+Evidence it needs
+    The op computed again in float64 from the same inputs: finite there, and past the format's limit.
+Why it happens
+    Autocast leaves add, mul and div in the precision that they get, so in fp16 the limit is 65504.
+Fix
+    Compute this line in fp32 (`x.float() * y.float()`, `x.pow(2)` for `x * x`: autocast runs pow in fp32),
+    normalise the stream, or scale the branch.
+Known problems
+    It is the last of the overflow rules: a product, a reduction or an exponential is told by its own.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import PRODUCTS, REDUCTIONS, Finding, number, overflow_evidence
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "elementwise-overflow"
+TITLE = "An element-by-element operation is too large for its format"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """Any other op whose exact value is finite and does not fit."""
+    if finding.op.op in PRODUCTS | REDUCTIONS or not finding.overflowed:
+        return None
+    operands = tuple(
+        Evidence(
+            name=f"worst_{operand.name}", value=operand.at_worst, text=f"{operand.name} is {number(operand.at_worst)}"
+        )
+        for operand in finding.exam.operands
+        if operand.at_worst is not None
+    )
+    made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
+    constants = ", ".join(f"{name} {number(value)}" for name, value in finding.op.scalars)
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
+        f"{number(finding.exam.exact_at_worst)} at the worst element; {finding.format} holds at most "
+        f"{number(finding.format.max)}.",
+        evidence=(*overflow_evidence(finding), *operands),
+    )

@@ -1,0 +1,48 @@
+"""empty-reduction: a mean or a spread over nothing.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
+Evidence it needs
+    A reduction or a loss with finite inputs and NaN out, in float64 as well.
+Why it happens
+    A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
+    GradScaler then never skips the step.
+Fix
+    Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`; `std(correction=0)`.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import REDUCTIONS, Doses, Finding, site_of
+from nandoctor.evidence.edits import ClampArgument
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "empty-reduction"
+TITLE = "A reduction over no elements"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A reduction or loss that is NaN although everything in it is finite."""
+    op = finding.op.op
+    averages = op in REDUCTIONS or "loss" in op or "cross_entropy" in op
+    if not averages or finding.turned or finding.overflowed or finding.exam.kinds != ("nan",):
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
+        evidence=(
+            Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} averages are 0/0"),
+        ),
+    )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Count an average over nothing as zero."""
+    yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)

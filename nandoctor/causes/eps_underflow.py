@@ -1,0 +1,168 @@
+"""eps-underflow: the small constant that was to prevent a division by zero is lost.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    1e-8 is zero in fp16 (the smallest subnormal is 6e-8), and what is added to a larger number is absorbed. The
+    denominator, or the argument of a logarithm or a root, is then exactly zero.
+Evidence it needs
+    An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
+    made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
+    and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
+    or a bound just below one, of which the format makes one.
+Why it happens
+    The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
+Fix
+    An eps that fp16 holds (1e-5, or 6.1e-5 for a normal number), or this line in fp32: `x.float()`.
+Known problems
+    The same eps under an op that CUDA autocast runs in fp32 is harmless, and is judged by what the trace saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from nandoctor.causes.base import (
+    CASTS,
+    DIVISIONS,
+    LOGARITHMS,
+    MOVES,
+    Doses,
+    Finding,
+    GradientFinding,
+    ancestors,
+    constant_argument,
+    gradient_evidence,
+    number,
+    site_of,
+    words,
+)
+from nandoctor.evidence.edits import KeepOp, SetArgument
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.trace import OpCall, OpTensor
+
+CODE = "eps-underflow"
+TITLE = "A small constant was lost in the lower precision"
+
+_ADDING = words("add sub rsub clamp clamp_min maximum max full")
+_BOUNDING = words("clamp clamp_max clamp_min minimum maximum hardtanh")
+_SUBTRACTIONS = words("sub rsub")
+_HANDING_ON = MOVES | CASTS | {"neg"}
+_SINGULAR = DIVISIONS | LOGARITHMS | words("sqrt pow atanh arctanh erfinv special_erfinv acos arccos asin arcsin")
+_DEPTH = 6
+_LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
+"""What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A singular op whose fp32 twin is finite, with a lost constant behind it."""
+    if finding.op.op not in _SINGULAR or not finding.twin_is_finite:
+        return None
+    place, eps = next(_lost_constants(finding.op, finding.ops), (None, 0.0))
+    return None if place is None else _explain(finding.op.op, place, eps, _zeros(finding))
+
+
+def diagnose_gradient(finding: GradientFinding) -> Cause | None:
+    """The derivative of a singular op, infinite only because the constant that guards it was lost."""
+    forward = finding.forward
+    if forward is None or forward.op not in _SINGULAR or not finding.twins_are_finite:
+        return None
+    place, eps = next(_lost_constants(forward, finding.ops), (None, 0.0))
+    return (
+        None if place is None else _explain(f"the derivative of {forward.op}", place, eps, gradient_evidence(finding))
+    )
+
+
+def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...]) -> Cause:
+    dtype = place.outputs[0].dtype
+    rounded = dtype.round(eps)
+    how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{number(eps)} {how} in {dtype}, so {what} meets an exact zero; in fp32 it does not.",
+        evidence=(
+            Evidence(name="eps", value=eps, text=f"the constant is {number(eps)}, used by {place.op} in {dtype}"),
+            Evidence(name="eps_rounded", value=rounded, text=f"{dtype} makes {number(rounded)} of it"),
+            *evidence,
+        ),
+    )
+
+
+def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tuple[OpCall, float]]:
+    """The ops behind the singular one that used a small constant in a format that lost it, nearest first."""
+    for eps in _small_constants(singular):
+        if singular.outputs[0].dtype.round(eps) == 0:
+            yield singular, eps
+    guarded = singular.inputs[1:] if singular.op in ("div", "addcdiv", "floor_divide") else singular.inputs
+    for tensor in guarded:
+        subtracted = set(_subtracted(singular, tensor, ops))
+        near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON)}
+        for op in ancestors(ops, tensor, _DEPTH):
+            for eps in _small_constants(op) if op.op in _ADDING else ():
+                if _vanishes(op, eps) or (op.order in subtracted and _is_absorbed(op, eps)):
+                    yield op, eps
+            yield from ((op, eps) for eps in _gaps_below_one(op) if op.order in subtracted | near)
+
+
+def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
+    """The ops whose values are subtracted from others to make `tensor`, or by the singular op itself: log1p(-p)."""
+    ends = [tensor] if singular.op in ("log1p", "special_log1p", "logit", "special_logit") else []
+    for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON):
+        ends += op.inputs if op.op in _SUBTRACTIONS else ()
+    for end in ends:
+        yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_HANDING_ON))
+
+
+def _small_constants(op: OpCall) -> list[float]:
+    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= LARGEST_EPS]
+
+
+def _gaps_below_one(op: OpCall) -> list[float]:
+    """By how much the op was to keep below one in magnitude, where its format makes exactly one of that."""
+    made = op.outputs[0]
+    if op.op not in _BOUNDING or (made.absmax or 0.0) < 1:
+        return []
+    gaps = (1 - abs(value) for _, value in op.scalars)
+    return [gap for gap in gaps if 0 < gap <= LARGEST_EPS and made.dtype.round(1 - gap) == 1]
+
+
+def _vanishes(op: OpCall, eps: float) -> bool:
+    """Whether the constant is zero in the format of the op, and the op gave zeros or values on both sides of zero."""
+    made = op.outputs[0]
+    return made.dtype.round(eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
+
+
+def _is_absorbed(op: OpCall, eps: float) -> bool:
+    """Whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
+    made = op.outputs[0]
+    return eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
+
+
+def _zeros(finding: Finding) -> tuple[Evidence, ...]:
+    return tuple(
+        Evidence(
+            name=f"zeros_{operand.name}",
+            value=operand.census.num_zero,
+            text=f"{operand.census.num_zero} elements of {operand.name} are exactly zero",
+        )
+        for operand in finding.exam.operands
+        if operand.census.num_zero
+    )
+
+
+def suggest(finding: Finding | GradientFinding) -> Iterator[Doses]:
+    """A constant that the format holds, and the line that uses it in fp32."""
+    singular = finding.op if isinstance(finding, Finding) else finding.forward
+    assert singular is not None
+    for place, eps in _lost_constants(singular, finding.ops):
+        argument = constant_argument(place, eps)
+        was = dict(place.scalars).get(argument or "")
+        if argument is None or was is None:
+            continue
+        kept = [math.copysign(value, was) for value in _LARGER if value > eps and place.outputs[0].dtype.round(value)]
+        yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
+        yield (KeepOp(site=replace(site_of(place), op="")),)

@@ -1,0 +1,92 @@
+"""exp-overflow: an exponential grows past the format, at once or in the next multiplication.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
+    the overflow comes in the cast or in the product that follows.
+Evidence it needs
+    An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
+    exponential, moved and cast at most.
+Why it happens
+    exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
+Fix
+    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
+    F.softplus or torch.logaddexp.
+Known problems
+    An exponential with exact value inf in float64 too (x > 709) is told from its argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import EXPONENTIALS, PRODUCTS, Doses, Finding, clamp_doses, number, overflow_evidence
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import OpCall, Operand
+
+CODE = "exp-overflow"
+TITLE = "An exponential is too large for its format"
+
+_FLOAT64_LIMIT = 709.0
+_HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
+"""Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """An exponential that does not fit, or the op that meets its value."""
+    if finding.op.op in EXPONENTIALS and _grows(finding):
+        return _explain(finding, finding.op)
+    if finding.op.op in PRODUCTS or not finding.overflowed:
+        return None
+    largest = max(finding.exam.operands, key=_magnitude, default=None)
+    for tensor in finding.op.inputs:
+        if largest is None or tensor.name != largest.name:
+            continue
+        for source in finding.sources(tensor):
+            if source.op in EXPONENTIALS - {"pow", "softplus"}:
+                return _explain(finding, source)
+    return None
+
+
+def _magnitude(operand: Operand) -> float:
+    """How large the operand is where the output is worst, or at all where that place is not known."""
+    return abs(operand.at_worst) if operand.at_worst is not None else operand.absmax or 0.0
+
+
+def _grows(finding: Finding) -> bool:
+    if finding.op.op == "pow":
+        exponent = finding.operand("exponent")
+        return finding.overflowed and exponent is not None
+    argument = finding.exam.operands[0].max if finding.exam.operands else None
+    return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
+
+
+def _explain(finding: Finding, exponential: OpCall) -> Cause:
+    argument = exponential.inputs[0].stats if exponential.inputs else None
+    largest = argument.max if argument else None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{exponential.op} of values up to {number(largest)} makes {finding.op.op} reach "
+        f"{number(finding.exam.exact_absmax)}, and {finding.format} holds at most {number(finding.format.max)}.",
+        evidence=(
+            *overflow_evidence(finding),
+            Evidence(
+                name="argument_max", value=largest, text=f"the argument of {exponential.op} reaches {number(largest)}"
+            ),
+        ),
+    )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Clamp the exponent below what fp32 holds, or what fp16 holds."""
+    exponential = next(_exponentials(finding), None)
+    if exponential is not None and exponential.inputs and exponential.op != "pow":
+        yield clamp_doses(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
+
+
+def _exponentials(finding: Finding) -> Iterator[OpCall]:
+    """The op itself, or those that made what it takes."""
+    ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
+    return (op for op in ops if op.op in EXPONENTIALS)

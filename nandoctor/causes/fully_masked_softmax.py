@@ -1,0 +1,45 @@
+"""fully-masked-softmax: every position that a softmax could choose from is masked.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    A row of scores that is -inf throughout: softmax divides zero by zero and the row is NaN. A row with a single finite
+    score is healthy.
+Evidence it needs
+    A softmax or an attention with rows that are -inf throughout, and NaN in its output.
+Why it happens
+    A sample is all padding, or a causal mask and a padding mask together leave nothing.
+Fix
+    Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax only hides it.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import SOFTMAXES, Doses, Finding, site_of
+from nandoctor.evidence.edits import UnmaskRows
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "fully-masked-softmax"
+TITLE = "Every position of a softmax is masked"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A softmax over rows of -inf."""
+    rows = finding.exam.num_full_rows
+    if finding.op.op not in SOFTMAXES or not rows:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{rows} rows of the scores are -inf throughout, so {finding.op.op} has nothing to choose from.",
+        evidence=(Evidence(name="num_full_rows", value=rows, text=f"{rows} rows are masked throughout"),),
+    )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Let such rows attend evenly, and take zeros for their result."""
+    yield (UnmaskRows(site=site_of(finding.op)),)

@@ -1,0 +1,37 @@
+"""gradient-overflow: a gradient does not fit fp16, though the forward does and fp32's does.
+
+In: a `GradientFinding`. Out: a `Cause`, or None.
+
+What it is
+    The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
+    scale is too small for the other gradients.
+Evidence it needs
+    Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that cures it.
+Why it happens
+    A loss that is a sum and no mean, a division by something small, a recurrence that multiplies gradients.
+Fix
+    Run this op in fp32, average the loss, clip inside the recurrence.
+Known problems
+    Where scale 1 cures it, loss-scale-overflow says so.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import GradientFinding, gradient_evidence, number
+from nandoctor.evidence.report import Cause
+
+CODE = "gradient-overflow"
+TITLE = "A gradient is too large for its format"
+
+
+def diagnose(finding: GradientFinding) -> Cause | None:
+    """A gradient that fp32 holds."""
+    if not finding.twins_are_finite:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The gradient through {finding.op.op} is finite coming in, and in fp32 going out as well; "
+        f"{finding.low} holds at most {number(finding.low.max)}.",
+        evidence=gradient_evidence(finding),
+    )

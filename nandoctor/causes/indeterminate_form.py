@@ -1,0 +1,92 @@
+"""indeterminate-form: inf - inf, 0 * inf or inf / inf.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
+    hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.
+Evidence it needs
+    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; or a written one
+    that is not masked away before the next product.
+Why it happens
+    A mask is applied by arithmetic where it should be applied by selection.
+Fix
+    Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
+Known problems
+    An infinity that overflowed is not meant: its birth is reported, and this op only passes it on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nandoctor.causes.base import (
+    FILLS,
+    Doses,
+    Finding,
+    GradientFinding,
+    clamp_doses,
+    feeds_product,
+    gradient_evidence,
+    site_of,
+)
+from nandoctor.evidence.edits import SetArgument
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "indeterminate-form"
+TITLE = "An operation on infinities that has no value"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """NaN made of infinities."""
+    written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
+    if written and not finding.turned and feeds_product(finding.op, finding.ops.values()):
+        return _explain_written(finding, "reaches a product, whose sums it spoils")
+    if written and (finding.exam.kinds == ("+inf",) or finding.op.op in FILLS):
+        return _explain_written(finding, "is never removed")
+    if "nan" not in finding.exam.kinds or not (finding.turned or written):
+        return None
+    infinite = sum(operand.census.num_posinf + operand.census.num_neginf for operand in finding.exam.operands)
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{finding.op.op} makes NaN of infinities: {finding.exam.num_bad} elements have no value.",
+        evidence=(Evidence(name="num_infinite", value=infinite + len(written), text=f"{infinite} infinities went in"),),
+    )
+
+
+def _explain_written(finding: Finding, what: str) -> Cause:
+    num_bad = finding.exam.num_bad
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The {' or '.join(finding.exam.kinds)} that {finding.op.op} writes here {what}.",
+        evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} non-finite values were written"),),
+    )
+
+
+def diagnose_gradient(finding: GradientFinding) -> Cause | None:
+    """A hand-written backward that makes NaN or Inf out of finite gradients."""
+    if finding.forward is not None:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
+        evidence=gradient_evidence(finding),
+    )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
+    for name, value in finding.op.scalars:
+        if math.isinf(value):
+            yield tuple(
+                SetArgument(site=site_of(finding.op), argument=name, was=value, value=math.copysign(finite, value))
+                for finite in (1e4, 1e3)
+            )
+    limit = finding.format.max
+    for operand in finding.exam.operands if finding.op.op == "mul" else ():
+        if operand.census.num_posinf or operand.census.num_neginf:
+            yield clamp_doses(finding.op, operand.name, [(-limit, limit)])

@@ -1,0 +1,54 @@
+"""input-cast-overflow: a value that fp32 held does not survive the cast to fp16.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    The first layer looks guilty, but its input was too large before it did anything: autocast casts the input of every
+    product to fp16, and 1e5 becomes Inf on the way in. The same happens in a hand-written `.half()`.
+Evidence it needs
+    An input of a product, or of a cast, that is finite in its own format and past the limit of the lower one.
+Why it happens
+    The batch was not normalised (raw counts, time stamps, currency), or an op that autocast runs in
+    fp32 made a large value.
+Fix
+    Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside of autocast.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import CASTS, PRODUCTS, Finding, format_of, number
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "input-cast-overflow"
+TITLE = "The input is too large for the cast to the lower precision"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A product or a cast that meets a value its lower format cannot hold."""
+    if finding.op.op not in PRODUCTS | CASTS:
+        return None
+    target = finding.format
+    for operand in finding.exam.operands:
+        wider = format_of(operand).max > target.max
+        if wider and operand.absmax is not None and not target.holds(operand.absmax):
+            tensor = next(t for t in finding.op.inputs if t.name == operand.name)
+            what = (
+                f"the batch's {tensor.path or operand.name}" if finding.is_from_batch(tensor) else f"its {operand.name}"
+            )
+            return Cause(
+                code=CODE,
+                title=TITLE,
+                explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {number(target.max)}; the "
+                f"value {number(operand.absmax)} becomes Inf before anything is computed.",
+                evidence=(
+                    Evidence(
+                        name="input_absmax",
+                        value=operand.absmax,
+                        text=f"{operand.name} reaches {number(operand.absmax)} in {format_of(operand)}, "
+                        f"{operand.absmax / target.max:.3g} times what {target} can hold",
+                    ),
+                ),
+            )
+    return None

@@ -1,0 +1,49 @@
+"""loss-scale-overflow: the loss scale was too large for this step, and nothing else is wrong.
+
+In: a `GradientFinding`. Out: a `Cause`, or None.
+
+What it is
+    GradScaler starts at 65536 and halves the scale whenever a gradient overflows: a few skipped steps at the start of
+    training are by design.
+Evidence it needs
+    Non-finite gradients at the scale of the dump, finite ones at scale 1.
+Why it happens
+    The scale is searched from above.
+Fix
+    None is needed. Start lower (`GradScaler(init_scale=1024)`) to skip fewer steps.
+Known problems
+    Steps that are skipped for ever, at every scale, are another cause: gradient-overflow or a non-finite loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import Doses, GradientFinding, gradient_evidence, number
+from nandoctor.evidence.edits import SetLossScale
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "loss-scale-overflow"
+TITLE = "The loss scale was too large"
+
+
+def diagnose(finding: GradientFinding) -> Cause | None:
+    """An overflow that scale 1 does not have."""
+    if not finding.cured_by_scale:
+        return None
+    scale = Evidence(
+        name="loss_scale", value=finding.loss_scale, text=f"the loss scale was {number(finding.loss_scale)}"
+    )
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} passes what "
+        f"{finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so the scaler's next "
+        "steps will find a scale that fits.",
+        evidence=(scale, *gradient_evidence(finding)),
+    )
+
+
+def suggest(finding: GradientFinding) -> Iterator[Doses]:
+    """The scale that GradScaler will come to by halving."""
+    yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))

@@ -1,0 +1,89 @@
+"""mask-constant-overflow: the constant that was to hide masked positions does not fit.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    -1e9 or torch.finfo(torch.float32).min, meant as "very negative", becomes -inf in fp16; or two masks at finfo.min
+    are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
+Evidence it needs
+    A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
+    only that number and zeros; or such a number times a mask of zeros and ones.
+Why it happens
+    The constant was chosen for fp32, or one mask too many is added.
+Fix
+    Take the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
+    boolean masks to scaled_dot_product_attention; combine masks with logical_or before filling.
+Known problems
+    A -inf written as such is meant, and is never reported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nandoctor.causes.base import CASTS, FILLS, Doses, Finding, clamp_doses, number, site_of, words
+from nandoctor.evidence.edits import SetArgument
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import Operand, OpTensor
+
+CODE = "mask-constant-overflow"
+TITLE = "The constant of a mask is too large for its format"
+
+_OPS = words("masked_fill where add sub mul full full_like new_full fill minimum scaled_dot_product_attention")
+_VERY_NEGATIVE = -1e4
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A fill or an addition that turns a large negative constant into -inf."""
+    if finding.op.op not in _OPS | CASTS or finding.exam.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
+        return None
+    constant = min(_constants(finding), default=None)
+    if constant is None or (finding.format.holds(constant) and not finding.overflowed):
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The mask's constant {number(constant)} makes -inf in {finding.format}, whose limit is "
+        f"{number(-finding.format.max)}; a row that is masked throughout has nothing finite left.",
+        evidence=(
+            Evidence(name="constant", value=constant, text=f"the mask's constant is {number(constant)}"),
+            Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements became -inf"),
+        ),
+    )
+
+
+def _constants(finding: Finding) -> list[float]:
+    written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
+    if finding.op.op == "mul" and not any(_is_indicator(operand) for operand in finding.exam.operands):
+        return []
+    return written + [
+        tensor.stats.min
+        for tensor in finding.op.inputs
+        if tensor.stats is not None and tensor.stats.min is not None and _is_mask(tensor)
+    ]
+
+
+def _is_mask(tensor: OpTensor) -> bool:
+    """A tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
+    stats = tensor.stats
+    assert stats is not None
+    same = stats.p05 == stats.absmax and stats.median == stats.absmax
+    return stats.min is not None and stats.min <= _VERY_NEGATIVE and (stats.max or 0.0) <= 0 and same
+
+
+def _is_indicator(operand: Operand) -> bool:
+    """A mask of zeros and ones, or of something between."""
+    return bool(operand.shape) and operand.min is not None and operand.min >= 0 and (operand.max or 0.0) <= 1
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """The lowest number of the scores' own format, or one that fits beside others."""
+    for name, value in finding.op.scalars:
+        if -math.inf < value <= _VERY_NEGATIVE:
+            site = site_of(finding.op)
+            doses = (None, _VERY_NEGATIVE) if finding.op.op in FILLS else (_VERY_NEGATIVE,)
+            yield tuple(SetArgument(site=site, argument=name, was=value, value=dose) for dose in doses)
+    for tensor in finding.op.inputs:
+        if tensor.stats is not None and _is_mask(tensor):
+            yield clamp_doses(finding.op, tensor.name, [(_VERY_NEGATIVE, None)])

@@ -1,0 +1,76 @@
+"""matmul-overflow: a product of matrices passes what its format can hold.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    A linear layer, a convolution or an attention product whose exact result is finite, and too large for fp16. Tensor
+    cores sum in fp32, so the sum itself is right; it becomes Inf when it is rounded to fp16 at the end.
+Evidence it needs
+    The op computed again in float64 from the same inputs: finite there, and past the format's limit.
+Why it happens
+    Weights or activations grew, the sum has many terms, or attention scores are scaled after the product, not before.
+Fix
+    Scale before the product (`(q * scale) @ k.T`), normalise the input, or keep this module in fp32:
+    `with torch.autocast("cuda", enabled=False): y = layer(x.float())`. bf16 has the range of fp32.
+Known problems
+    A product of hand-written parts (`(a * b).sum()`) is reported as what overflowed: the multiplication or the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import MOVES, PRODUCTS, Doses, Finding, number, overflow_evidence, site_of, words
+from nandoctor.evidence.edits import ScaleFirst
+from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import OpCall
+
+CODE = "matmul-overflow"
+TITLE = "A matrix product is too large for its format"
+
+_TAKES_FACTOR = words("matmul mm bmm mv dot einsum tensordot inner outer")
+"""Products that are linear in their first tensor, with nothing added to them."""
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A product whose exact value is finite and does not fit."""
+    if finding.op.op not in PRODUCTS or not finding.overflowed:
+        return None
+    length = finding.exam.length
+    terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
+    sizes = tuple(
+        Evidence(
+            name=f"absmax_{operand.name}", value=operand.absmax, text=f"{operand.name} reaches {number(operand.absmax)}"
+        )
+        for operand in finding.exam.operands[:2]
+    )
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The {finding.op.op} gives {number(finding.exam.exact_absmax)}; {finding.format} holds at most "
+        f"{number(finding.format.max)}, so the result is rounded to Inf.",
+        evidence=(*overflow_evidence(finding), *terms, *sizes),
+    )
+
+
+def suggest(finding: Finding) -> Iterator[Doses]:
+    """Scale before the product, where a multiplication or division by a number follows it."""
+    if finding.op.op not in _TAKES_FACTOR:
+        return
+    for scale in _takers(finding):
+        numbers = [value for name, value in scale.scalars if name == "other" and value]
+        if scale.op in ("mul", "div") and numbers:
+            factor = numbers[0] if scale.op == "mul" else 1 / numbers[0]
+            if abs(factor) < 1:
+                yield (ScaleFirst(product=site_of(finding.op), scale=site_of(scale), factor=factor),)
+
+
+def _takers(finding: Finding) -> Iterator[OpCall]:
+    """The ops that take the product itself, seen through those that only move values."""
+    wave = {finding.op.order}
+    for op in sorted(finding.ops.values(), key=lambda op: op.order):
+        if any(tensor.producer in wave for tensor in op.inputs):
+            if op.op in MOVES:
+                wave.add(op.order)
+            else:
+                yield op

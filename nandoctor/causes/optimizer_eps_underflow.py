@@ -1,0 +1,53 @@
+"""optimizer-eps-underflow: the optimizer's eps is zero in the format of the weights, and so is what it is added to.
+
+In: an `OptimizerSlot`. Out: a `Cause`, or None.
+
+What it is
+    Adam divides by sqrt(v) + eps, v being the running mean of squared gradients. In pure fp16 the default eps of 1e-8
+    is zero, and so is the square of any gradient below 2e-4: the step is 0/0, or a number divided by zero.
+Evidence it needs
+    The optimizer's state in the file: exact zeros among its second moments, in a format that rounds its eps to zero.
+Why it happens
+    The weights themselves are fp16 (`model.half()`), not fp32 under autocast; a dead unit or an unseen word has no
+    gradient. Forward, loss and gradients are finite, so GradScaler lets the step pass.
+Fix
+    `Adam(..., eps=1e-4)`; better, keep the weights in fp32 and let autocast make the fp16 copies. A fused optimizer
+    computes its step in fp32.
+Known problems
+    A file that holds no optimizer state, or one from before the first step, cannot show it.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import number
+from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "optimizer-eps-underflow"
+TITLE = "The optimizer divides by an eps that is zero"
+
+
+def diagnose(slot: OptimizerSlot) -> Cause | None:
+    """Second moments of zero that the optimizer's eps was to guard."""
+    census, dtype = slot.moment.census, slot.moment.dtype
+    if census is None or not census.num_zero or dtype.round(slot.eps) != 0:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The optimizer's eps of {number(slot.eps)} is zero in {dtype}, and so are {census.num_zero} of "
+        f"the {slot.moment.numel} second moments of {slot.parameter or 'a parameter'}: its step divides by zero there.",
+        evidence=(
+            Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {number(slot.eps)}"),
+            Evidence(
+                name="num_zero",
+                value=census.num_zero,
+                text=f"{census.num_zero} of {slot.moment.numel} second moments are exactly zero",
+            ),
+            Evidence(
+                name="smallest",
+                value=census.smallest,
+                text=f"the smallest of the others is {number(census.smallest)}",
+            ),
+        ),
+    )

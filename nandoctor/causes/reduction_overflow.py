@@ -1,0 +1,62 @@
+"""reduction-overflow: a sum over many elements does not fit.
+
+In: a `Finding`. Out: a `Cause`, or None.
+
+What it is
+    A sum, norm, variance or running total whose exact value is finite, and past the format's limit. Also a product with
+    a matrix of ones, which is a sum written as a matmul.
+Evidence it needs
+    The op computed again in float64: finite there, and past the format's limit; the number of terms.
+Why it happens
+    Each term fits, and there are many. Autocast runs `sum` and `norm` in fp32, but not `var`, `std` or a pooling that
+    is written as a matmul, and not an `einsum` or a linear attention that sums over all positions.
+Fix
+    Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import PRODUCTS, REDUCTIONS, Finding, number, overflow_evidence
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "reduction-overflow"
+TITLE = "A sum over many elements is too large for its format"
+
+
+def diagnose(finding: Finding) -> Cause | None:
+    """A reduction whose exact value is finite and does not fit."""
+    summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
+    if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
+        return None
+    length = finding.exam.length
+    terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
+    over = f" over {length} elements" if length else ""
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The {finding.op.op}{over} gives {_result(finding)}; {finding.format} holds at most "
+        f"{number(finding.format.max)}.",
+        evidence=(*overflow_evidence(finding), *terms),
+    )
+
+
+def _is_beyond_float64(finding: Finding) -> bool:
+    """Whether finite terms make an infinity even in float64, as only long products do."""
+    return finding.op.op in ("prod", "cumprod") and not finding.turned and "nan" not in finding.exam.kinds
+
+
+def _result(finding: Finding) -> str:
+    return number(finding.exam.exact_absmax) if finding.overflowed else "more than even float64 holds"
+
+
+def _sums_with_ones(finding: Finding) -> bool:
+    """Whether one factor of several terms is the same number everywhere, which makes the product a sum.
+
+    Where a weight takes part, the other factor can be constant by chance: a blank image.
+    """
+    if finding.exam.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
+        return False
+    factors = [operand for operand in finding.exam.operands if operand.shape]
+    return any(operand.min is not None and operand.min == operand.max and operand.min != 0 for operand in factors[:2])

@@ -1,0 +1,72 @@
+"""where-gradient-trap: a branch that `where` hides in the forward still has a gradient.
+
+In: a `GradientFinding`. Out: a `Cause`, or None.
+
+What it is
+    `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
+    by an infinite derivative: 0 * inf is NaN.
+Evidence it needs
+    A backward op that makes NaN out of zeros, whose forward result goes into a `where` or a `masked_fill`.
+Why it happens
+    Selection after the fact does not stop the gradient of what was not selected.
+Fix
+    Make the argument safe before the function: `safe = torch.where(x > 0, x, 1.0); torch.where(x > 0, safe.log(), 0)`.
+Known problems
+    None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nandoctor.causes.base import DIVISIONS, MOVES, Doses, GradientFinding, clamp_doses, gradient_evidence
+from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.evidence.report import Cause
+
+CODE = "where-gradient-trap"
+TITLE = "A hidden branch of a selection has no gradient to give"
+
+_SELECTIONS = frozenset({"where", "masked_fill", "masked_scatter"})
+_DEPTH = 4
+
+
+def diagnose(finding: GradientFinding) -> Cause | None:
+    """A singular op behind a selection that hides it."""
+    if finding.forward is None or "nan" not in finding.exam.kinds or not _meets_zeros(finding):
+        return None
+    selection = _hiding_selection(finding)
+    if selection is None:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"{selection} hides part of {finding.forward.op}'s result, and hands it zero gradients there; "
+        f"the derivative of {finding.forward.op} is infinite at these places, and 0 * inf is NaN.",
+        evidence=gradient_evidence(finding),
+    )
+
+
+def _meets_zeros(finding: GradientFinding) -> bool:
+    return any(operand.census.num_zero for operand in finding.exam.operands)
+
+
+def _hiding_selection(finding: GradientFinding) -> str | None:
+    """The selection that takes the op's result, directly or through ops that keep its place."""
+    assert finding.forward is not None
+    wave = {finding.forward.order}
+    for _ in range(_DEPTH):
+        takers = [op for op in finding.ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
+        for op in takers:
+            if op.op in _SELECTIONS:
+                return op.op
+        wave = {op.order for op in takers if op.op in MOVES | {"mul", "add", "sub", "neg", "to"}}
+    return None
+
+
+def suggest(finding: GradientFinding) -> Iterator[Doses]:
+    """Keep the argument off the singular point, in the hidden branch as well."""
+    forward = finding.forward
+    assert forward is not None
+    yield clamp_into_domain(forward)
+    for tensor in forward.inputs[1:] if forward.op in DIVISIONS else ():
+        yield clamp_doses(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

@@ -1,0 +1,145 @@
+"""What changed between two reports: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
+
+In: two `Report`s. Out: a `Comparison`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.evidence.report_diff import Change, Comparison, LayerChange, Outcome
+
+LARGE_CHANGE_BITS = 0.5
+
+_SOUND = ("healthy", "not-reproduced")
+_HEADLINES: dict[Outcome, str] = {
+    "cured": "The failure is gone",
+    "broken": "What was finite is not any more",
+    "moved": "It still fails, in another way",
+    "same-failure": "The same failure in both",
+    "both-sound": "Neither is non-finite",
+}
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """The facts and the layers that differ; calls are matched by module and call number."""
+    ours, theirs = _rows(before), _rows(after)
+    shared = [key for key in ours if key in theirs]
+    layers = [_compare_layers(ours[key], theirs[key]) for key in shared]
+    outcome = _find_outcome(before, after)
+    return Comparison(
+        before=before.dump.path,
+        after=after.dump.path,
+        outcome=outcome,
+        headline=_write_headline(outcome, before, after),
+        changes=tuple(_find_changes(before, after)),
+        layers=tuple(sorted(filter(_is_large, layers), key=_importance)),
+        num_shared=len(shared),
+        only_before=tuple(row.label for key, row in ours.items() if key not in theirs),
+        only_after=tuple(row.label for key, row in theirs.items() if key not in ours),
+        tightest_before=_tightest(before),
+        tightest_after=_tightest(after),
+    )
+
+
+def _rows(report: Report) -> dict[tuple[str, int], LayerRow]:
+    return {(row.module, row.call): row for row in report.runs.autocast.modules} if report.runs else {}
+
+
+def _find_outcome(before: Report, after: Report) -> Outcome:
+    was_sound, is_sound = before.verdict in _SOUND, after.verdict in _SOUND
+    if was_sound or is_sound:
+        return "both-sound" if was_sound and is_sound else "broken" if was_sound else "cured"
+    return "same-failure" if _failure(before) == _failure(after) else "moved"
+
+
+def _failure(report: Report) -> tuple[str | None, ...]:
+    """Two reports with the same of these died of the same thing."""
+    return (report.verdict, _cause(report), _place(report))
+
+
+def _cause(report: Report) -> str | None:
+    return report.cause.code if report.cause else None
+
+
+def _place(report: Report) -> str | None:
+    """The op and module that the damage comes from, or where it came to light."""
+    if report.origin is not None:
+        op = f"{report.origin.op} in " if report.origin.op else ""
+        call = f" (call {report.origin.call})" if report.origin.call else ""
+        return f"{op}{report.origin.module or 'the model'}{call}"
+    return report.first_nonfinite.label if report.first_nonfinite else None
+
+
+def _write_headline(outcome: Outcome, before: Report, after: Report) -> str:
+    then, now = (_tightest(report) for report in (before, after))
+    room = ""
+    if then is not None and now is not None and abs(now - then) >= LARGE_CHANGE_BITS:
+        room = f"; the tightest layer has {now:.1f} bits of room, and had {then:.1f}"
+    cause = _cause(after) if outcome in ("broken", "moved", "same-failure") else _cause(before)
+    about = f": {cause}" if cause else ""
+    return f"{_HEADLINES[outcome]}{about}{room}."
+
+
+def _tightest(report: Report) -> float | None:
+    """The least headroom of any layer, by the fp32 values where they are known: autocast's are gone where it failed."""
+    rows = report.runs.fp32.modules if report.runs else ()
+    return min((row.headroom_bits for row in rows if row.headroom_bits is not None), default=None)
+
+
+def _find_changes(before: Report, after: Report) -> Iterator[Change]:
+    facts = [_list_facts(report) for report in (before, after)]
+    for name in facts[0]:
+        if facts[0][name] != facts[1][name]:
+            yield Change(name=name, before=facts[0][name], after=facts[1][name])
+
+
+def _list_facts(report: Report) -> dict[str, str | None]:
+    first, origin = report.first_nonfinite, report.origin
+    run = report.runs.autocast if report.runs else None
+    return {
+        "verdict": report.verdict,
+        "cause": _cause(report),
+        "origin": _place(report),
+        "line": f"{PurePath(origin.source.file).name}:{origin.source.line}" if origin and origin.source else None,
+        "first non-finite": first.label if first else None,
+        "samples": ", ".join(map(str, first.samples)) or None if first else None,
+        "non-finite gradients": str(len(report.bad_gradients)),
+        "replay": report.reproduction.grade,
+        "format": str(run.dtype) if run else None,
+        "mode": ("train" if run.training else "eval") if run else None,
+        "torch": report.environment.torch,
+    }
+
+
+def _compare_layers(before: LayerRow, after: LayerRow) -> LayerChange:
+    return LayerChange(
+        module=after.module,
+        type=after.type,
+        call=after.call,
+        label=after.label,
+        finite_before=before.finite,
+        finite_after=after.finite,
+        absmax_before=before.absmax,
+        absmax_after=after.absmax,
+        headroom_before=before.headroom_bits,
+        headroom_after=after.headroom_bits,
+        growth=after.absmax / before.absmax if before.absmax and after.absmax else None,
+    )
+
+
+def _bits(change: LayerChange) -> float:
+    """By how many powers of two the largest magnitude changed, either way."""
+    return abs(math.log2(change.growth)) if change.growth is not None else 0.0
+
+
+def _is_large(change: LayerChange) -> bool:
+    return _bits(change) >= LARGE_CHANGE_BITS or change.finite_before != change.finite_after
+
+
+def _importance(change: LayerChange) -> tuple[bool, float]:
+    """Sorts first what became finite or non-finite, then the largest changes."""
+    return change.finite_before == change.finite_after, -_bits(change)

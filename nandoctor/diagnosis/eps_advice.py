@@ -1,0 +1,46 @@
+"""What half precision and mixed precision make of a module's eps, as far as its layer alone can tell.
+
+In: an `EpsUse` that no replay has seen. Out: a few words for each; they are different questions.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import number, words
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.report import EpsUse
+from nandoctor.evidence.rounding import Fate, find_fate
+
+_FP32_ALWAYS = words("layer_norm group_norm rms_norm batch_norm instance_norm")
+_ROOT_IN_FP16 = words("group_norm")  # its CUDA kernel stores 1/sqrt(variance + eps) in the format of the input
+_FP32_BY_AUTOCAST = words("cosine_similarity")
+_KEEPS_FORMAT = words("pairwise_distance")  # adds it before the norm that autocast runs in fp32
+
+OUTLOOK = (
+    "Half precision (model.half()) computes in fp16 throughout: a constant is what fp16 makes of it, but in torch's "
+    "own norms. Mixed precision (autocast) runs norms, softmax, log, pow and sums in fp32; adds, divides and roots "
+    "keep the format that they get: there the line that uses the constant decides, and a replay tells: --dump DUMP."
+)
+
+
+def in_half_precision(use: EpsUse) -> str:
+    """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
+    if use.op in _ROOT_IN_FP16 and use.value**-0.5 >= FP16.overflow_threshold:
+        return "1/root overflows"
+    return "fine: fp32" if use.op in _FP32_ALWAYS else describe_fate(find_fate(use.value, FP16))
+
+
+def in_mixed_precision(use: EpsUse) -> str:
+    """Under fp16 autocast, whose lists decide for torch's own layers; for others the line that uses it does."""
+    if use.op in _FP32_ALWAYS | _FP32_BY_AUTOCAST:
+        return "fine: fp32"
+    return "as .half()" if use.op in _KEEPS_FORMAT else "see --dump"
+
+
+def describe_fate(fate: Fate) -> str:
+    """What is left of the number: "zero", "subnormal, 6.6 % off"."""
+    if fate.effect in ("zero", "overflow"):
+        return {"zero": "zero", "overflow": "overflows"}[fate.effect]
+    if fate.rel_err == 0:
+        return "exact" if fate.effect == "normal" else "subnormal, exact"
+    off = f"{number(float(f'{100 * fate.rel_err:.2g}'))} % off"
+    return f"{'rounded' if fate.effect == 'normal' else 'subnormal'}, {off}"

@@ -1,0 +1,200 @@
+"""Every small constant of a run: what it became in the format that it was really used in, and whether it did anything.
+
+In: the traced ops, the constants that modules carry, the optimizer's slots. Out: `EpsUse`s, and what to make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isclose, isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nandoctor.causes.base import CASTS, DIVISIONS, LOGARITHMS, MOVES, PRODUCTS, ancestors, words
+from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.report import EpsUse
+from nandoctor.evidence.rounding import LARGEST_EPS, find_fate
+from nandoctor.evidence.trace import OpCall, OpTensor
+
+_SUMS = words("add sub rsub")
+_CLAMPS = words("clamp clip clamp_min clamp_max")
+_MAXIMA = words("maximum fmax max")
+_FILLS = words("full full_like new_full masked_fill where")
+_FILLINGS = words("fill_value value self other")
+_SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow", "atan2"}
+_DEPTH = 6
+
+# CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
+# group_norm_kernel.cu, Normalization.cuh, rms_norm_composite, UnarySpecialOpsKernel.cu.
+_FP32_INSIDE = words(
+    """layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm native_batch_norm
+    cudnn_batch_norm instance_norm logit special_logit"""
+)
+_EPS_IN_INPUT = words("pairwise_distance")  # x1 - x2 + eps, and then a norm in fp32
+
+
+def audit(
+    ops: Sequence[OpCall],
+    declared: Sequence[EpsUse] = (),
+    slots: Sequence[OptimizerSlot] = (),
+    optimizer_eps: Sequence[float] = (),
+) -> tuple[EpsUse, ...]:
+    """Every constant once for each line, format and value.
+
+    `ops` are those of one run, `declared` what its modules carry: where an op of that module used the same number, they
+    are one. `optimizer_eps` are those of the optimizer's groups, of which only the ones with `slots` can be judged.
+    """
+    by_order = {op.order: op for op in ops}
+    guards = _guards(ops, by_order)
+    seen = [use for op in ops for use in _uses(op, by_order, guards)]
+    named = [_with_name(use, declared) for use in seen]
+    used = {(use.module, use.name, use.value) for use in named}
+    unseen = [use for use in declared if (use.module, use.name, use.value) not in used]
+    judged = [_in_optimizer(slot) for slot in slots]
+    unjudged = [_of_optimizer(eps) for eps in optimizer_eps if eps not in {use.value for use in judged}]
+    return fold([*named, *unseen, *judged, *unjudged])
+
+
+def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
+    for name, number in op.scalars:
+        value = _eps_in(op, name, number)
+        if value is None or not _is_constant(op, name, ops) or (op.op in _FILLS and op.order not in guards):
+            continue
+        use = _in_format(_place(op, name, value), _format_used(op))
+        if name == "max" and number > 0:
+            use = replace(use, name="1 - max", rounded=1 - _format_used(op).round(number))
+            use = replace(use, effect="normal" if use.rounded else "zero", rel_err=abs((use.rounded or 0) / value - 1))
+        yield replace(use, absorbed_share=_absorbed_share(op, name), bound_share=_bound_share(op, name))
+
+
+def _eps_in(op: OpCall, name: str, value: float) -> float | None:
+    """The argument as an eps, None where this op does something else with it."""
+    if op.op in _CLAMPS and name == "max" and isfinite(value):
+        value = float(f"{1 - value:.6g}") if value > 0 else -value
+    is_eps = (
+        name == "eps"
+        or (op.op in _CLAMPS and name in ("min", "max"))
+        or (op.op in _MAXIMA and name in ("self", "other"))
+        or (op.op in _FILLS and name in _FILLINGS)
+        or (op.op in _SUMS and name == "other")
+    )
+    return value if is_eps and 0 < value <= LARGEST_EPS else None
+
+
+def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
+    """Whether the number was written down, and not computed: a 0-dim tensor can be either."""
+    tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
+    while tensor is not None and tensor.producer is not None:
+        maker = ops[tensor.producer]
+        if maker.op not in MOVES | CASTS | {"empty", "full", "scalar_tensor"}:
+            return False
+        tensor = next(iter(maker.inputs), None)
+    return tensor is None or tensor.origin not in ("weight", "batch")
+
+
+def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:
+    """The ops whose values, with no product on the way, are divided by or have their root or logarithm taken."""
+    through = frozenset(op.op for op in ops) - PRODUCTS
+    guarded: set[int] = set()
+    for op in ops:
+        for tensor in _singular_inputs(op):
+            guarded.update(behind.order for behind in ancestors(by_order, tensor, _DEPTH, through=through))
+    return frozenset(guarded)
+
+
+def _singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
+    if op.op not in _SINGULAR:
+        return ()
+    return op.inputs[1:] if op.op in ("div", "addcdiv", "floor_divide") else op.inputs
+
+
+def _format_used(op: OpCall) -> FloatFormat:
+    taken = [tensor.stats.dtype for tensor in op.inputs if tensor.stats is not None]
+    if op.op in _EPS_IN_INPUT and taken:
+        return max(taken, key=lambda dtype: dtype.fraction_bits)
+    own = op.outputs[0].dtype
+    return max(own, FP32, key=lambda dtype: dtype.fraction_bits) if op.op in _FP32_INSIDE else own
+
+
+def _place(op: OpCall, name: str, value: float) -> EpsUse:
+    return EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
+
+
+def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
+    fate = find_fate(use.value, dtype)
+    return replace(use, dtype=dtype, rounded=fate.rounded, rel_err=fate.rel_err, effect=fate.effect)
+
+
+def _samples(op: OpCall) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+    """The same elements before and after the op, as far as they are finite; None where the shapes differ."""
+    before = next((t.stats for t in op.inputs if t.stats is not None and t.name in ("self", "input")), None)
+    after = op.outputs[0]
+    if before is None or before.shape != after.shape or before.sample is None or after.sample is None:
+        return None
+    finite = np.isfinite(before.sample) & np.isfinite(after.sample)
+    return (before.sample[finite], after.sample[finite]) if finite.any() else None
+
+
+def _absorbed_share(op: OpCall, name: str) -> float | None:
+    pair = _samples(op) if op.op in ("add", "sub") and name == "other" else None
+    return None if pair is None else float(np.mean(pair[0] == pair[1]))
+
+
+def _bound_share(op: OpCall, name: str) -> float | None:
+    number = dict(op.scalars)[name]
+    pair = _samples(op) if op.op in _CLAMPS or (op.op in _MAXIMA and name == "other") else None
+    if pair is None:
+        return None
+    return float(np.mean(pair[0] > number if name == "max" else pair[0] < number))
+
+
+def _with_name(use: EpsUse, declared: Iterable[EpsUse]) -> EpsUse:
+    """The use under the name of the attribute that it came from."""
+    for own in declared:
+        # A module may keep its eps as a fp32 tensor's worth of digits.
+        if own.module == use.module and isclose(own.value, use.value, rel_tol=FP32.eps):
+            return replace(use, place="module", name=own.name, value=own.value)
+    return use
+
+
+def _of_optimizer(eps: float) -> EpsUse:
+    return EpsUse(place="optimizer", module="", type="", name="eps", value=eps)
+
+
+def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
+    use = _in_format(_of_optimizer(slot.eps), slot.moment.dtype)
+    if slot.moment.sample is None or not slot.eps:
+        return use
+    # The root of a second moment is rounded to its own format before the eps is added.
+    roots = np.sqrt(np.abs(slot.moment.sample))
+    return replace(use, absorbed_share=float(np.mean(roots >= slot.moment.dtype.absorbed_from(slot.eps))))
+
+
+def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
+    """Uses on the same line, or in layers alike, of the same number in the same format as one."""
+
+    def key(use: EpsUse) -> tuple[object, ...]:
+        place = (use.source.file, use.source.line) if use.source else use.type
+        return (use.place, place, use.name, use.value, use.op, use.dtype)
+
+    groups: dict[tuple[object, ...], list[EpsUse]] = {}
+    for use in uses:
+        groups.setdefault(key(use), []).append(use)
+    return tuple(_joined(group) for group in groups.values())
+
+
+def _joined(group: Sequence[EpsUse]) -> EpsUse:
+    return replace(
+        group[0],
+        num_uses=len(group),
+        absorbed_share=_mean(use.absorbed_share for use in group),
+        bound_share=_mean(use.bound_share for use in group),
+    )
+
+
+def _mean(shares: Iterable[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,127 @@
+"""The verdict on a replayed dump, and the sentence that says it.
+
+In: both traces, the first sighting and the replay's grade. Out: a `Verdict` and a headline.
+"""
+
+from __future__ import annotations
+
+from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.diagnosis.first_nonfinite import Sighting
+from nandoctor.diagnosis.layer_comparison import differs
+from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
+from nandoctor.evidence.trace import TensorStats, Trace
+
+_KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
+
+
+def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: Reproduction) -> Verdict:
+    """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
+    origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
+    if trace.finite:
+        if origin is not None and is_silently_wrong(trace, reference):
+            return "silent"
+        return "not-reproduced" if reproduction.num_bad_saved else "healthy"
+    if origin is None and conclusion.complete and (trace.loss is None or trace.loss.finite):
+        return "healthy"  # infinities that the code wrote into the output itself
+    if origin is not None and origin.phase in ("state", "input"):
+        return "state" if origin.phase == "state" else "input"
+    return "precision" if reference.finite else "numerics"
+
+
+def judge_backward(trace: Trace, reference: Trace, *, cured_by_scale: bool) -> Verdict:
+    """What kind of failure non-finite gradients are."""
+    if not trace.bad_gradients:
+        return "healthy"
+    if cured_by_scale:
+        return "loss-scale"
+    return "numerics" if reference.bad_gradients else "precision"
+
+
+def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
+    """Whether a finite output is too far from fp32's for honest rounding."""
+    return differs(trace.output, reference.output)
+
+
+def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> str:
+    """The verdict as one sentence for people."""
+    low = trace.format.label
+    if verdict == "healthy":
+        return f"Nothing non-finite: the output is finite under {low} autocast and in fp32."
+    if verdict == "not-reproduced":
+        return "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
+    sighting, first = conclusion.sighting, next(iter(conclusion.diagnoses), None)
+    if first is not None and first.origin.phase in ("state", "input", "backward", "optimizer"):
+        return _headline_of_cause(first, low)
+    if sighting is None:
+        return _headline_without_sighting(verdict, first, low)
+    ending = {
+        "precision": "fp32 stays finite.",
+        "numerics": "fp32 goes non-finite as well.",
+        "silent": f"it is swallowed later, and the finite {low} output is wrong.",
+    }[verdict]
+    what = describe_bad(sighting.value)
+    return f"{_describe_place(sighting)} is the first to go non-finite under {low} autocast: {what}; {ending}"
+
+
+def _headline_without_sighting(verdict: Verdict, first: Diagnosis | None, low: str) -> str:
+    """The headline where no module boundary ever saw a non-finite value."""
+    if first is None:
+        return f"The output is non-finite under {low} autocast, and no traced operation made it so."
+    origin = first.origin
+    ending = "and was swallowed; the finite output is wrong" if verdict == "silent" else "and reached the output"
+    where = origin.module or "the model's own forward"
+    return f"A value overflowed in {where} ({origin.op}) under {low} autocast {ending}."
+
+
+def _headline_of_cause(first: Diagnosis, low: str) -> str:
+    """The headline where the origin is no op of the forward."""
+    origin = first.origin
+    if origin.phase == "backward":
+        where = f"{origin.op} in {origin.module or 'the model itself'}"
+        return f"The forward is finite; the gradient of {where} is the first that is not, under {low} autocast."
+    assert first.cause is not None
+    return first.cause.explanation
+
+
+def describe_bad(stats: TensorStats) -> str:
+    """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
+    census = stats.census
+    assert census is not None
+    kinds = " and ".join(_KIND_NAMES[kind] for kind in census.kinds)
+    text = f"{kinds} in {census.num_bad} of {stats.numel} elements"
+    if 0 < len(census.samples) <= 4 and len(stats.shape) > 1 and len(census.samples) < stats.shape[0]:
+        listed = ", ".join(str(sample) for sample in census.samples)
+        text += f" (sample{'s' if len(census.samples) > 1 else ''} {listed})"
+    return text
+
+
+def _describe_place(sighting: Sighting) -> str:
+    owner = sighting.owner
+    if owner is None:
+        return "The loss" if sighting.where == "loss" else "The batch"
+    call = f", call {owner.call}" if owner.call else ""
+    if sighting.where == "output":
+        return f"{owner.module}{call} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
+    assert sighting.seen_in is not None
+    maker = f"the forward of {owner.module}{call}" if owner.module else "the model's own forward"
+    return f"A value made in {maker} ({owner.type}), on its way into {sighting.seen_in.label},"
+
+
+def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:
+    """What to do next, most useful first."""
+    if verdict == "not-reproduced":
+        return (_ADVICE[verdict], *dump.missing)
+    cause = conclusion.diagnoses[0].cause if conclusion.diagnoses else None
+    explain = (f"What this is and how it is cured: nandoctor explain {cause.code}",) if cause else ()
+    return (*explain, _ADVICE.get(verdict, _PLOT))
+
+
+_PLOT = "Every layer, on one page with plots: nandoctor replay DUMP -o report.html"
+_ADVICE: dict[Verdict, str] = {
+    "not-reproduced": "Try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
+    "healthy": "If training did fail at this step, look at the loss and the backward pass: the forward is sound.",
+    "input": "Look at how this batch is loaded and normalised; skip or mend the samples named above.",
+    "state": "Go back to a checkpoint from before the state went bad, and replay the step that broke it.",
+    "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",
+}

@@ -1,0 +1,303 @@
+"""Sorts what a file held into weights, arrays and plain values.
+
+In: the mapping that was saved, of any nesting. Out: `Contents`, and a state dict freed from its wrappers' prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
+from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
+from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_moments
+from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
+from nandoctor.dumps.text import listing, printable
+from nandoctor.dumps.trees import name_tensors
+from nandoctor.errors import DumpError
+
+# What DataParallel and torch.compile put before every name.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+# Names under which scripts keep weights, the likeliest first.
+_STATE_NAMES = (
+    *("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module"),
+    *("model_weights", "weights", "params", "ema"),
+)
+_AVERAGE_WORDS = ("ema", "average", "averaged", "swa", "teacher", "shadow")
+_PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight"})
+_EXTRA_STATE = "_extra_state"
+_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
+
+_MAX_DEPTH = 16
+_MAX_VALUES = 100_000
+_MAX_NAME = 512
+# An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
+_MAX_CLAIM_PER_BYTE = 16
+_CLAIM_FLOOR = 1 << 30
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+@dataclass(slots=True, kw_only=True)
+class Contents:
+    """What a file of `nbytes` bytes held, by dotted name; `left_out` names what no replay uses."""
+
+    nbytes: int
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: list[SecondMoment] = field(default_factory=list)
+    optimizer_eps: tuple[float, ...] = ()
+    left_out: list[str] = field(default_factory=list)
+    num_values: int = 0
+    claimed_nbytes: int = 0
+
+
+def sort_contents(saved: object, nbytes: int) -> Contents:
+    """Sort the saved object.
+
+    Raises:
+        DumpError: it is no mapping of names, nests without end, or holds names or tensors that cannot be meant.
+    """
+    if not isinstance(saved, (Mapping, nn.Module)):
+        raise DumpError(
+            f"it holds {_describe(saved)}, where a dump is a dict.",
+            remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
+        )
+    contents = Contents(nbytes=nbytes)
+    _sort(contents, "", saved, depth=0)
+    return contents
+
+
+def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Recorded]:
+    """Sort what the recorder wrote: nothing has to be guessed, everything is checked.
+
+    Raises:
+        DumpError: a part of it is not what the format says, or the weights were left out.
+    """
+    contents = Contents(nbytes=nbytes)
+    contents.left_out += [printable(str(text), limit=200) for text in get(saved, "left_out", list, [])]
+    contents.states["state_dict"] = _take_recorded_state(contents, saved)
+    shelf = _Shelf(contents)
+    recorded = read_recorded(saved, shelf.take)
+    name_tensors(saved.get("output"), "output", shelf.take)
+    for name, state in get(saved, "rng", dict, {}).items():
+        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+            contents.rng_states[name] = state
+    for part, prefix in (("event", ""), ("scaler", "scaler")):
+        for name, value in get(saved, part, dict, {}).items():
+            if value is not None:
+                _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
+    if isinstance(saved.get("optimizer"), Mapping):
+        _take_optimizer(contents, "optimizer", saved["optimizer"])
+    return contents, recorded
+
+
+def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    state = get(saved, "state_dict", dict, {})
+    if state:
+        return _take_state(contents, "state_dict", state)
+    if any(text.startswith("state_dict") for text in contents.left_out):
+        raise DumpError(
+            "its weights were left out, for the file would have passed the recorder's max_nbytes.",
+            remedy="Record with a larger max_nbytes; or put the weights of that step in: d = torch.load(FILE); "
+            "d['state_dict'] = ...; torch.save(d, FILE).",
+        )
+    raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+
+
+class _Shelf:
+    """Keeps the arrays of a recorder's file; the same data under two names, an input out of the batch, is one array."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def take(self, name: str, value: Any) -> str:
+        """Keep the array, and tell the name that it goes by."""
+        if not is_array(value):
+            raise DumpError(
+                f"{printable(name)!r} is {_describe(value)}, where tensors and plain data belong.",
+                remedy="Take the file as the recorder wrote it.",
+            )
+        tensor = _take_tensor(self._contents, _check_name(name), value)
+        is_plain = tensor.layout is torch.strided and tensor.numel() > 0
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
+        first = self._names.setdefault(place, name)
+        self._contents.arrays.setdefault(first, tensor)
+        return first
+
+
+def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+    """The name of the state dict to replay: the trained model's rather than an average of it, by the usual names."""
+
+    def rank(name: str) -> tuple[bool, int, int]:
+        parts = name.split(".")
+        usual = _STATE_NAMES.index(parts[-1]) if parts[-1] in _STATE_NAMES else len(_STATE_NAMES)
+        return any(part in _AVERAGE_WORDS for part in parts), usual, -len(states[name])
+
+    return min(states, key=rank)
+
+
+def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], str]:
+    """The state dict without the prefixes of DataParallel and torch.compile, in any nesting, and what was removed."""
+    removed = ""
+    while prefix := next((p for p in _WRAPPER_PREFIXES if _is_prefix(state, p)), ""):
+        state, removed = strip_prefix(state, prefix), removed + prefix
+    return state, removed
+
+
+def strip_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
+    """The state dict with `prefix` removed from the names that carry it, such as the `model.` of a LightningModule."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
+    """Whether every name carries the prefix, or stands beside its twin that does.
+
+    D-FINE writes its NaN.pth with both: https://github.com/Peterande/D-FINE/issues/43
+    """
+    return bool(state) and all(name.startswith(prefix) or prefix + name in state for name in state)
+
+
+def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
+    contents.num_values += 1
+    if depth > _MAX_DEPTH or contents.num_values > _MAX_VALUES:
+        raise DumpError(
+            "it nests without end, or holds more values than any step of training.",
+            remedy="Save the tensors of the failing step in one flat dict.",
+        )
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        # By subscription: a pickle may give an OrderedDict an attribute called "items".
+        _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
+    elif is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        contents.rng_states[name] = value
+    elif is_bookkeeping(name):
+        contents.left_out.append(name)
+    elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):
+        for index, item in enumerate(value):
+            _sort(contents, _join(name, str(index)), item, depth + 1)
+    else:
+        _sort_leaf(contents, name, value)
+
+
+def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> None:
+    if mapping.keys() >= _OPTIMIZER_KEYS:
+        _take_optimizer(contents, name, mapping)
+    elif is_bookkeeping(name):
+        contents.left_out.append(name)
+    elif _is_state(name, mapping):
+        contents.states[name] = _take_state(contents, name, mapping)
+    else:
+        for key, item in mapping.items():
+            part = _check_name(str(key) if isinstance(key, int) else key)
+            _sort(contents, _join(name, part), item, depth + 1)
+
+
+def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
+    """Whether this maps parameter names to tensors: by its own name, else by the names in it."""
+    others = [key for key, item in mapping.items() if not is_array(item) and not str(key).endswith(_EXTRA_STATE)]
+    if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
+        raise DumpError(
+            f"{name!r} holds values that are no tensors: {listing(map(str, others))}.",
+            remedy="Save what model.state_dict() returns, and other values beside it.",
+        )
+    if others:
+        return False
+    if name.rpartition(".")[2] in _STATE_NAMES:
+        return True
+    parameters = [key for key in mapping if isinstance(key, str) and ("." in key or key in _PARAMETER_NAMES)]
+    return 2 * len(parameters) > len(mapping)
+
+
+def _take_state(contents: Contents, name: str, mapping: Mapping[object, object]) -> dict[str, torch.Tensor]:
+    state = {}
+    for key, item in mapping.items():
+        parameter = _check_name(key)
+        if is_array(item):
+            state[parameter] = _take_tensor(contents, parameter, item)
+        else:
+            contents.left_out.append(_join(name, parameter))
+    return state
+
+
+def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
+    """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
+    moments = () if contents.moments else read_moments(optimizer)
+    for moment in moments:
+        _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
+        contents.moments.append(moment)
+    contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
+    if not moments:
+        contents.left_out.append(name)
+
+
+def _sort_leaf(contents: Contents, name: str, value: object) -> None:
+    if name in contents.arrays or name in contents.scalars:
+        raise DumpError(f"two values in it are called {name!r}.", remedy="Give each a name of its own.")
+    if is_array(value):
+        tensor = _take_tensor(contents, name, value)
+        if tensor.dim() or tensor.layout is not torch.strided:
+            contents.arrays[name] = tensor
+        else:
+            contents.scalars[name] = tensor.item()
+    elif isinstance(value, _PLAIN):
+        contents.scalars[name] = value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        contents.scalars[name] = list(value)
+    elif isinstance(value, (torch.dtype, torch.device)):
+        contents.scalars[name] = str(value)
+    else:
+        contents.left_out.append(f"{name} ({_describe(value)})")
+
+
+def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
+    tensor = to_tensor(value)
+    if tensor.is_meta:
+        raise DumpError(
+            f"{name!r} is on the meta device: it has a shape and no values.",
+            remedy="Save the model after its weights were loaded.",
+        )
+    contents.claimed_nbytes += stored_values(tensor).numel() * tensor.element_size()
+    if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
+        raise DumpError(
+            f"its tensors claim {contents.claimed_nbytes:.2g} bytes, up to {name!r}, where the file has "
+            f"{contents.nbytes}.",
+            remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
+        )
+    return tensor
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise DumpError(f"a name in it is {_describe(name)}, not a text.", remedy="Save dicts whose keys are strings.")
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise DumpError(
+            f"a name in it is too long or holds control characters: '{printable(name)}'.",
+            remedy="Do not open the file if you do not know who wrote it.",
+        )
+    return name
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, PickledArray):
+        return f"an array of {printable(str(value.code))}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, torch.Tensor):
+        return "one tensor"
+    kind = printable(type(value).__name__)
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,232 @@
+"""Reads the pickle of a dump as a list of instructions, without obeying them.
+
+In: the container. Out: the names of the unknown classes and functions that it asks for, or a DumpError where it is
+damaged or built to exhaust memory or time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickletools
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import IO, cast
+
+import torch
+
+from nandoctor.dumps.file_type import Container, damaged
+from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.errors import DumpError
+
+# The number, the protocol version, the system info, the dump itself, the list of storages.
+_NUM_LEGACY_PICKLES = 5
+# torch.load(weights_only=True) reads what this protocol writes, torch.save's default.
+_PROTOCOL = 2
+
+# torch's own allow-list less what lets a few bytes claim gigabytes (bytearray(n), nested tensors, conversions of
+# expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+_TORCH_GLOBALS = frozenset(
+    """
+    collections.OrderedDict collections.Counter builtins.set builtins.complex _codecs.encode
+    torch.Size torch.device torch.Tensor torch.nn.parameter.Parameter torch.serialization._get_layout
+    torch.storage.UntypedStorage torch._tensor._rebuild_from_type_v2
+    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
+    torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor
+    torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
+    """.split()
+)
+_STORAGE_ITEM_NBYTES = {
+    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
+    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
+    **dict.fromkeys(("CharStorage", "ByteStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
+    **dict.fromkeys(("QUInt4x2Storage", "QUInt2x4Storage", "UntypedStorage"), 1),
+    "ComplexDoubleStorage": 16,
+}
+# Protocol 2 writes the names that Python 2 knew.
+_PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+_ENCODE = "_codecs.encode"
+_LATIN1 = ("latin1", "latin-1")
+_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_MUTATORS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
+_TUPLES = frozenset({"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+# Work is counted in references put into containers or calls, and in bytes encoded. Honest pickles stay below four per
+# byte; a bomb doubles it at every step.
+_WORK_PER_BYTE = 8
+_WORK_FLOOR = 1 << 22
+_MAX_TEXT = 1000  # longer than any name that is looked at
+
+
+@dataclass(slots=True)
+class _Value:
+    """What stands for a value: the references under it, and as much of its nature as is judged by."""
+
+    size: int
+    length: int = 0  # of a text
+    text: str | None = None
+    number: int | None = None
+    global_name: str | None = None
+    items: tuple[_Value, ...] | None = None
+
+
+def unknown_globals(container: Container) -> list[str]:
+    """The classes and functions that the pickle names and that weights and arrays do not need, sorted.
+
+    This comes before `torch.load(weights_only=True)`, which runs no foreign code but names only the first such global,
+    and which a file of a few hundred bytes can make fill the memory.
+
+    Raises:
+        DumpError: the pickle is damaged, of another protocol, or a bomb.
+    """
+    machines = []
+    try:
+        for stream, nbytes in _pickles(container):
+            machine = _Machine(nbytes * _WORK_PER_BYTE + _WORK_FLOOR)
+            machines.append(machine)
+            for opcode, argument, _ in pickletools.genops(stream):
+                machine.step(opcode, argument)
+            if container.storages is not None:
+                _check_storages(machine.storages, container.storages)
+    except (ValueError, LookupError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise damaged("its table of contents breaks off or makes no sense") from error
+    unknown = sorted({name for machine in machines for name in machine.globals if not _is_known(name)})
+    others = {machine.protocol for machine in machines} - {_PROTOCOL}
+    if others and not unknown:
+        raise DumpError(
+            f"it was saved with pickle protocol {max(others)}, which cannot be read without trusting the file.",
+            remedy="Save it without pickle_protocol, or pass --trust, only if you know who wrote it.",
+        )
+    return unknown
+
+
+def _pickles(container: Container) -> Iterator[tuple[IO[bytes], int]]:
+    if container.pickle is not None:
+        with zipfile.ZipFile(container.path) as archive:
+            data = archive.read(container.pickle)
+        yield BytesIO(data), len(data)
+        return
+    with container.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
+        for _ in range(_NUM_LEGACY_PICKLES):
+            yield cast(IO[bytes], stream), container.nbytes
+
+
+def _is_known(name: str) -> bool:
+    if name in _TORCH_GLOBALS or name in STAND_INS:
+        return True
+    module, _, attribute = name.rpartition(".")
+    if module not in ("torch", "torch.cuda"):
+        return False
+    is_type = isinstance(getattr(torch, attribute, None), (torch.dtype, torch.qscheme))
+    return is_type or attribute in _STORAGE_ITEM_NBYTES
+
+
+def _check_storages(used: list[_Value], sizes: Mapping[str, int]) -> None:
+    """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
+    for storage in used:
+        _, kind, key, _, numel = storage.items or ()
+        item_nbytes = _STORAGE_ITEM_NBYTES.get(str(kind.global_name).rpartition(".")[2], 0)
+        if sizes.get(str(key.text)) != (numel.number or 0) * item_nbytes:
+            raise damaged("the data of a tensor is missing or of another size")
+
+
+class _Machine:
+    """Pickle's stack machine with sizes in place of values; what an opcode does to the stack is pickletools' table."""
+
+    def __init__(self, work: int) -> None:
+        self.globals: set[str] = set()
+        self.protocol = 0
+        self.storages: list[_Value] = []
+        self._work_left = work
+        self._stack: list[_Value] = []
+        self._marks: list[int] = []
+        self._memo: dict[object, _Value] = {}
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
+        """Account for one instruction.
+
+        Raises:
+            DumpError: it asks for more than the file can honestly hold.
+            IndexError, KeyError: it takes from an empty stack or memo.
+        """
+        if opcode.name == "PROTO":
+            self.protocol = int(str(argument))
+        elif opcode.name == "MARK":
+            self._marks.append(len(self._stack))
+        elif opcode.name in _PUTS:
+            self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
+        elif opcode.name in _GETS:
+            self._stack.append(self._memo[argument])
+        else:
+            self._compute(opcode, argument)
+
+    def _compute(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
+        operands = self._take(opcode)
+        self._work_left -= _encoded_length(opcode.name, operands)
+        if opcode.name in _MUTATORS:
+            result = operands[0]
+            growth = sum(operand.size for operand in operands[1:])
+            result.size += growth
+        else:
+            growth = 1 + sum(operand.size for operand in operands)
+            result = _describe(opcode.name, operands, argument, growth)
+        self._work_left -= growth
+        if self._work_left < 0:
+            raise _hostile("it multiplies its own content")
+        if result.global_name is not None:
+            self.globals.add(result.global_name)
+        if opcode.name == "BINPERSID":
+            self.storages.append(operands[0])
+        self._stack.extend(result for _ in opcode.stack_after)
+
+    def _take(self, opcode: pickletools.OpcodeInfo) -> list[_Value]:
+        needed = opcode.stack_before
+        if pickletools.stackslice in needed:
+            start = self._marks.pop() - needed.index(pickletools.markobject)
+        else:
+            start = len(self._stack) - len(needed)
+        if start < 0:
+            raise IndexError(start)
+        operands = self._stack[start:]
+        del self._stack[start:]
+        return operands
+
+
+def _describe(opcode: str, operands: list[_Value], argument: object, size: int) -> _Value:
+    """The value that an opcode makes out of its operands and the literal beside it."""
+    if opcode in ("GLOBAL", "INST"):
+        return _Value(size, global_name=_join(*str(argument).split(" ", 1)))
+    if opcode == "STACK_GLOBAL":
+        return _Value(size, global_name=_join(*(operand.text or "?" for operand in operands)))
+    if opcode in _TUPLES:
+        return _Value(size, items=tuple(operands))
+    if isinstance(argument, str):
+        return _Value(size, length=len(argument), text=argument if len(argument) <= _MAX_TEXT else None)
+    return _Value(size, number=argument if isinstance(argument, int) else None)
+
+
+def _join(module: str, name: str) -> str:
+    return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
+
+
+def _encoded_length(opcode: str, operands: list[_Value]) -> int:
+    """How many bytes are made from text, as pickle writes bytes: the text, and a call that encodes it in latin1.
+
+    Any other codec is refused, for bytes that are encoded in hex again and again double at each call.
+    """
+    if not any(operand.global_name == _ENCODE for operand in operands):
+        return 0
+    arguments = operands[1].items if opcode == "REDUCE" and operands[0].global_name == _ENCODE else None
+    if not arguments or len(arguments) != 2 or arguments[1].text not in _LATIN1:
+        raise _hostile("it calls a codec on its own content")
+    return arguments[0].length
+
+
+def _hostile(what: str) -> DumpError:
+    return DumpError(
+        f"it is built to exhaust memory or time: {what}.",
+        remedy="Do not open it, with nandoctor or anything else, unless you know who wrote it.",
+    )

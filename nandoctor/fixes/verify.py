@@ -1,0 +1,287 @@
+"""Tries edits on the failing step, within a budget, and judges each against fp32.
+
+In: a function that runs the step. Out: `Trials`, whose `judge` gives a `Judgement`; nothing is run twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nandoctor.evidence.edits import Edit, KeepSamples, UseFormat
+from nandoctor.evidence.formats import FP64
+from nandoctor.evidence.report import TrialOutcome
+from nandoctor.replaying.interventions import flatten
+from nandoctor.replaying.runner import Outcome
+from nandoctor.tracing.module_tracer import walk_tensors
+
+TOLERANCE = 0.01
+"""In every sample a cure's output differs from fp32's by no more than this share of the largest magnitude there.
+
+fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
+model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
+float64: what it loses there, in fp16's coarser units, is allowed for."""
+NOISE = 4 * 2.0 ** (24 - 11)
+"""fp16 carries 11 bits and fp32 24; 4 because one rounding is luckier than another."""
+MOST_NOISE = 0.03
+"""And never more than this share of the largest magnitude in the whole tensor."""
+_SMALLEST_SHARE = 1e-3
+GRADIENT_TOLERANCE = 0.1
+"""The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
+
+Precision = Literal["autocast", "fp32"]
+RunStep = Callable[[tuple[Edit, ...], Precision], Outcome | None]
+"""Runs the failing step with edits, under autocast or in fp32; None where the edited step cannot run at all."""
+
+
+class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
+    """No further trial may be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much may be tried: runs of the step, and seconds; None is without limit."""
+
+    max_trials: int | None = None
+    time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The outcome of a trial, and whether it is a cure: finite, and in agreement with fp32."""
+
+    outcome: TrialOutcome
+    cures: bool
+
+
+class Purse:
+    """What is left of a budget, shared by all trials of one step."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._started = time.monotonic()
+        self.num_run = 0
+
+    def spend(self) -> None:
+        """Pay for one more run; raises BudgetSpent where that is too much."""
+        elapsed_s = time.monotonic() - self._started
+        most, longest_s = self._budget.max_trials, self._budget.time_s
+        if (most is not None and self.num_run >= most) or (longest_s is not None and elapsed_s > longest_s):
+            raise BudgetSpent
+        self.num_run += 1
+
+
+class Trials:
+    """The trials of one failing step.
+
+    With `numerics` the step fails in fp32 as well: an edit is then judged against fp32 with the same edit, and must not
+    change what was finite without it. Gradients have to be finite where fp32's are; with `strict_gradients` they have
+    to agree too, which is asked too much where no loss scale keeps fp16's from underflowing.
+    """
+
+    def __init__(self, run: RunStep, purse: Purse, *, numerics: bool, strict_gradients: bool = True) -> None:
+        self._run = run
+        self._purse = purse
+        self._numerics = numerics
+        self._gradient_tolerance = GRADIENT_TOLERANCE if strict_gradients else math.inf
+        self._judgements: dict[frozenset[Edit], Judgement] = {}
+        self._references: dict[frozenset[Edit], _Result] = {}
+
+    @property
+    def num_run(self) -> int:
+        """How often the step was run so far, by all trials that share the purse."""
+        return self._purse.num_run
+
+    @property
+    def num_judged(self) -> int:
+        """How many sets of edits were judged so far."""
+        return len(self._judgements)
+
+    def look(self, *edits: Edit) -> TrialOutcome | None:
+        """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        made = self._execute(edits, "autocast")
+        samples = tuple(edit for edit in flatten(edits) if isinstance(edit, KeepSamples))
+        comparison = _compare(made, self._reference(samples))
+        if not made.ran:
+            return None
+        finite = comparison.finite and (made.finite or not self._numerics)
+        return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
+
+    def judge(self, *edits: Edit) -> Judgement:
+        """Run the step with the edits, and compare; what was judged before is not run again.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        key = frozenset(flatten(edits))
+        if key not in self._judgements:
+            self._judgements[key] = self._judge(edits)
+        return self._judgements[key]
+
+    def cures(self, *edits: Edit) -> bool:
+        """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
+        return self.judge(*edits).cures
+
+    def _judge(self, edits: tuple[Edit, ...]) -> Judgement:
+        selects = any(isinstance(edit, KeepSamples) for edit in flatten(edits))
+        reference = self._reference(edits if self._numerics or selects else ())
+        made = self._execute(edits, "autocast")
+        comparison = _compare(made, reference)
+        finite = comparison.finite and (reference.finite or not (self._numerics or selects))
+        if not finite:
+            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), cures=False)
+        agrees = comparison.agrees()
+        if not agrees:
+            exact = self._exact(edits if self._numerics or selects else ())
+            comparison = _compare(made, reference, exact=exact)
+            agrees = comparison.agrees(unsure=_compare(exact, reference))
+        max_rel_err = comparison.max_rel_err
+        if self._numerics and not selects:
+            # What was finite before must be no other value now; what was not has nothing to agree with.
+            changes = _compare(reference, self._reference(()))
+            agrees = agrees and changes.agrees()
+            max_rel_err = max(max_rel_err, changes.max_rel_err)
+        return Judgement(
+            outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err),
+            cures=agrees and comparison.gradient_error <= self._gradient_tolerance,
+        )
+
+    def _exact(self, edits: tuple[Edit, ...]) -> _Result:
+        """The step in float64: what fp32 itself is unsure of, no cure has to agree with."""
+        return self._reference((*edits, UseFormat(format=FP64)))
+
+    def _reference(self, edits: tuple[Edit, ...]) -> _Result:
+        key = frozenset(flatten(edits))
+        if key not in self._references:
+            self._references[key] = self._execute(edits, "fp32")
+        return self._references[key]
+
+    def _execute(self, edits: tuple[Edit, ...], precision: Precision) -> _Result:
+        self._purse.spend()
+        return _keep(self._run(edits, precision))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    ran: bool
+
+    @property
+    def finite(self) -> bool:
+        tensors = (*self.values.values(), *self.gradients.values())
+        return self.ran and all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Differences:
+    """For each sample of one tensor the largest difference and the largest magnitude, and the latter in all of it."""
+
+    largest: torch.Tensor
+    magnitude: torch.Tensor
+    overall: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """One run beside another: whether it is finite wherever that is, and how far it is from it there."""
+
+    finite: bool
+    values: Mapping[str, _Differences]
+    gradient_error: float
+
+    @property
+    def max_rel_err(self) -> float:
+        return max((float((d.largest / d.magnitude).max()) for d in self.values.values()), default=0.0)
+
+    def agrees(self, *, unsure: _Comparison | None = None) -> bool:
+        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
+        return all(self._is_honest(name, unsure) for name in self.values)
+
+    def _is_honest(self, name: str, unsure: _Comparison | None) -> bool:
+        ours = self.values[name]
+        allowed = TOLERANCE * ours.magnitude
+        other = unsure.values.get(name) if unsure is not None and unsure.finite else None
+        if other is not None:
+            noise = (NOISE * other.largest).clamp(max=MOST_NOISE * ours.overall)
+            allowed = torch.maximum(allowed, noise)
+        return bool((ours.largest <= allowed).all())
+
+
+def _keep(outcome: Outcome | None) -> _Result:
+    if outcome is None:
+        return _Result(values={}, gradients={}, ran=False)
+    values = {
+        f"output.{path}": leaf.detach()
+        for path, leaf in walk_tensors(outcome.output)
+        if leaf.is_floating_point() and leaf.layout == torch.strided and not leaf.is_nested
+    }
+    if outcome.loss is not None:
+        values["loss"] = outcome.loss.detach()
+    return _Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)
+
+
+def _compare(made: _Result, reference: _Result, *, exact: _Result | None = None) -> _Comparison:
+    """`made` beside the reference; with an `exact` result, beside the range between the two."""
+    finite, values = made.ran and reference.ran, {}
+    for name, theirs in reference.values.items():
+        ours = made.values.get(name)
+        if ours is None or ours.shape != theirs.shape:
+            return _Comparison(finite=False, values={}, gradient_error=math.inf)
+        sound = torch.isfinite(theirs)
+        finite = finite and bool(torch.isfinite(ours[sound]).all())
+        other = exact.values.get(name) if exact is not None and exact.ran else None
+        nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
+        if theirs.numel():
+            values[name] = _differences(ours, nearest, sound)
+    names = made.gradients.keys() & reference.gradients
+    gradients = [(made.gradients[name], reference.gradients[name]) for name in names]
+    finite = finite and all(bool(torch.isfinite(ours[torch.isfinite(theirs)]).all()) for ours, theirs in gradients)
+    return _Comparison(finite=finite, values=values, gradient_error=_norm_difference(gradients) if finite else math.inf)
+
+
+def _nearest_between(ours: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The number between the two ends that is nearest to ours."""
+    ends = one.double(), other.double()
+    return ours.double().clamp(torch.minimum(*ends), torch.maximum(*ends))
+
+
+def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor) -> _Differences:
+    """Sample by sample along dimension 0, over the elements that are `sound`."""
+    rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
+    difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
+    difference = torch.where(difference <= _grain(ours.dtype), 0.0, difference)
+    magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
+    overall = float(magnitude.max())
+    # A sample of zeros is measured by the others.
+    return _Differences(
+        largest=torch.nan_to_num(difference, nan=math.inf),
+        magnitude=magnitude.clamp(min=_SMALLEST_SHARE * overall if overall else 1.0),
+        overall=overall,
+    )
+
+
+def _grain(dtype: torch.dtype) -> float:
+    """The smallest number of a format: what is nearer than that, it cannot tell apart."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _norm_difference(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Norm of all differences over the norm of all of the second, where those are finite."""
+    difference = norm = 0.0
+    for ours, theirs in pairs:
+        sound = torch.isfinite(theirs)
+        difference += float((ours[sound].double() - theirs[sound].double()).square().sum())
+        norm += float(theirs[sound].double().square().sum())
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)

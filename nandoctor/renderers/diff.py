@@ -1,0 +1,106 @@
+"""What `nandoctor diff` prints: two reports side by side.
+
+In: a `Comparison`. Out: text on a rich console, or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.evidence.report_diff import Comparison, LayerChange
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.text import join_first, number, printable, shorten
+
+_MAX_LAYERS = 12
+_MAX_NAMED = 3
+_MIN_NAME_WIDTH = 16
+_NUMBERS_WIDTH = 44
+_BADGES = {"cured": "black on green", "both-sound": "black on green", "same-failure": "black on yellow"}
+_BAD_BADGE = "white on red"
+_NONE = "none"
+
+
+def comparison_json(comparison: Comparison) -> str:
+    """The comparison as JSON text, ASCII only."""
+    return json.dumps(to_plain(comparison), indent=1, allow_nan=False)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the outcome, the facts that changed, and the layers that changed most."""
+    for part in _parts(comparison, console.width):
+        console.print(Encodable(part), highlight=False)
+
+
+def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
+    badge = Text(f" {comparison.outcome.upper()} ", style=_BADGES.get(comparison.outcome, _BAD_BADGE))
+    yield Text.assemble(badge, " ", literal(comparison.headline, "bold"))
+    yield Text()
+    yield labelled([("before", comparison.before), ("after", comparison.after)])
+    if comparison.changes:
+        yield Text()
+        changes = (
+            (change.name, f"{change.before or _NONE} -> {change.after or _NONE}") for change in comparison.changes
+        )
+        yield labelled(changes)
+    yield Text()
+    if comparison.layers:
+        yield literal(_describe_layers(comparison), "dim")
+        yield _table(comparison.layers[:_MAX_LAYERS], width)
+    else:
+        yield literal(
+            f"None of the {comparison.num_shared} calls that both made changed by a factor of 1.4 or more.", "dim"
+        )
+    if others := list(_others(comparison)):
+        yield labelled(others)
+
+
+def _describe_layers(comparison: Comparison) -> str:
+    count, shown = len(comparison.layers), min(len(comparison.layers), _MAX_LAYERS)
+    first = f", the first {shown}" if shown < count else ""
+    return f"{count} of {comparison.num_shared} calls changed (absmax under autocast, headroom in bits){first}"
+
+
+def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    for label, names in (("only before", comparison.only_before), ("only after", comparison.only_after)):
+        if names:
+            listed = join_first([shorten(printable(name), _NUMBERS_WIDTH) for name in names], _MAX_NAMED)
+            yield label, listed
+
+
+def _table(changes: Sequence[LayerChange], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("layer", no_wrap=True)
+    for heading in ("before", "after", "times", "headroom"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    name_width = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
+    for change in changes:
+        cells = (shorten(printable(change.label), name_width), *_values(change))
+        table.add_row(*map(literal, cells), style=_style(change))
+    return table
+
+
+def _values(change: LayerChange) -> tuple[str, ...]:
+    return (
+        _size(change.absmax_before, finite=change.finite_before),
+        _size(change.absmax_after, finite=change.finite_after),
+        "-" if change.growth is None else number(change.growth),
+        "-" if change.headroom_after is None else f"{change.headroom_after:.1f}",
+    )
+
+
+def _size(absmax: float | None, *, finite: bool) -> str:
+    if not finite:
+        return "NaN/Inf"
+    return "-" if absmax is None else number(absmax)
+
+
+def _style(change: LayerChange) -> str:
+    if change.finite_before == change.finite_after:
+        return ""
+    return "green" if change.finite_after else "red"

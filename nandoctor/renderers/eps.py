@@ -1,0 +1,121 @@
+"""What `nandoctor eps` prints: numbers in each format, and the small constants of a model or a replay.
+
+In: `Fate`s and `EpsUse`s. Out: text on a rich console, or JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.diagnosis.eps_advice import OUTLOOK, describe_fate, in_half_precision, in_mixed_precision
+from nandoctor.evidence.report import EpsUse
+from nandoctor.evidence.rounding import Fate
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.renderers.console import Encodable, literal
+from nandoctor.text import number, printable, shorten
+
+SCHEMA = "nandoctor.eps/1"
+_PLACE_WIDTH, _TYPE_WIDTH, _LINE_WIDTH = 19, 16, 24
+
+_WARNING = {"zero": "red", "overflow": "red", "subnormal": "yellow"}
+
+
+def dumps_eps(fates: Iterable[Fate], uses: Iterable[EpsUse]) -> str:
+    """Both lists as JSON text."""
+    return json.dumps(to_plain({"schema": SCHEMA, "values": [*fates], "uses": [*uses]}), indent=1, allow_nan=False)
+
+
+def print_fates(fates: Sequence[Fate], console: Console) -> None:
+    """Print one block for each number, one line for each format."""
+    for place, value in enumerate(dict.fromkeys(fate.value for fate in fates)):
+        table = _table(_exact(value), "becomes", "which is", "x + eps == x from |x| =")
+        for fate in (fate for fate in fates if fate.value == value):
+            cells = (fate.format.label, _exact(fate.rounded), describe_fate(fate), _absorbed_from(fate))
+            table.add_row(*map(literal, cells), style=_WARNING.get(fate.effect, ""))
+        _print([*([Text()] if place else []), table], console)
+
+
+def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
+    """Print what a replay saw: the format that each constant was used in, and what it did there."""
+    if not uses:
+        _print([literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")], console)
+        return
+    table = _table("where", "line", "eps", "used by", "in", "and was")
+    for use in uses:
+        cells = (_place(use), _line(use), _exact(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
+        table.add_row(*map(literal, cells), style=_WARNING.get(use.effect or "", ""))
+    _print([table], console)
+
+
+def print_outlook(uses: Sequence[EpsUse], console: Console) -> None:
+    """Print what half precision would make of each constant, and what mixed precision does."""
+    if not uses:
+        _print(
+            [literal("No module has an eps among its attributes. One that is written in a line shows in a replay:")],
+            console,
+        )
+        _print([literal("nandoctor eps --model SPEC --dump DUMP")], console)
+        return
+    table = _table("module", "type", "eps", ".half()", "autocast")
+    for use in uses:
+        cells = (_place(use), shorten(printable(use.type), _TYPE_WIDTH), _exact(use.value))
+        table.add_row(*map(literal, (*cells, in_half_precision(use), in_mixed_precision(use))))
+    _print([table, Text(), literal(OUTLOOK)], console)
+
+
+def _print(parts: Iterable[Table | Text], console: Console) -> None:
+    for part in parts:
+        console.print(Encodable(part), highlight=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _exact(value: float) -> str:
+    """Enough digits to tell 1e-08 from what a format makes of it."""
+    return f"{value:.6g}"
+
+
+def _absorbed_from(fate: Fate) -> str:
+    if fate.absorbed_from == 0:
+        return "0: added to anything, it is lost"
+    return "never" if math.isinf(fate.absorbed_from) else number(fate.absorbed_from)
+
+
+def _place(use: EpsUse) -> str:
+    if use.place == "optimizer":
+        return "optimizer"
+    name = f"{use.module}.{use.name}".lstrip(".") if use.place == "module" else use.module or "(the model)"
+    more = f" x{use.num_uses}" if use.num_uses > 1 else ""
+    return shorten(printable(name), _PLACE_WIDTH - len(more)) + more
+
+
+def _line(use: EpsUse) -> str:
+    if use.source is None:
+        return ""
+    return (
+        shorten(printable(use.source.file.replace("\\", "/").rpartition("/")[2]), _LINE_WIDTH - 5)
+        + f":{use.source.line}"
+    )
+
+
+def _outcome(use: EpsUse) -> str:
+    """The worst that is known of it."""
+    if use.effect is None:
+        return "not seen in use"
+    if use.effect == "zero" or use.rel_err is None:
+        return "zero"
+    held = "held" if use.effect == "normal" else f"subnormal, {100 * use.rel_err:.2g} % off"
+    if use.absorbed_share:
+        return f"{held}; absorbed by {100 * use.absorbed_share:.2g} %"
+    return held if use.bound_share is None else f"{held}; bound {100 * use.bound_share:.2g} %"

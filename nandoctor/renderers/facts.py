@@ -1,0 +1,241 @@
+"""What a report says, in sentences.
+
+In: a `Report`. Out: `Fact` records, a label and a sentence each, for the terminal and the notebook alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from nandoctor.evidence.dump_summary import ArraySummary
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
+from nandoctor.evidence.trace import LOSS, TensorStats
+from nandoctor.text import join_first, kinds_text, number, printable, shape_text, shorten, times
+
+MEANINGS = {
+    "precision": "non-finite under autocast only, fp32 stays finite",
+    "numerics": "non-finite in fp32 as well: not a matter of precision",
+    "state": "the saved weights or buffers are non-finite",
+    "input": "the saved batch is non-finite before any layer sees it",
+    "loss-scale": "the loss scale alone was too large; a GradScaler skips such a step",
+    "silent": "a value overflowed and was swallowed: the output is finite and wrong",
+    "healthy": "nothing is non-finite",
+    "not-reproduced": "the saved failure did not come back",
+}
+
+_NAME_WIDTH = 64
+_MESSAGE_WIDTH = 160
+_MAX_LISTED = 3
+_MAX_STOPS = 4
+
+_CLOSE = 0.02
+"""Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One line of the story. The text is printable: names from dumps and models stand in it escaped."""
+
+    label: str
+    text: str
+
+
+def tell(report: Report) -> list[Fact]:
+    """The facts in the order of reading: may the replay be believed, what came first, what fp32 does there."""
+    facts = [Fact(label="replay", text=describe_reproduction(report.reproduction))]
+    if report.first_nonfinite is not None:
+        facts += _tell_first(report.first_nonfinite, report)
+    facts += _tell_cause(report)
+    facts += _tell_state(report)
+    facts += _tell_runs(report)
+    return facts
+
+
+def describe_reproduction(reproduction: Reproduction) -> str:
+    """The replay's grade against the saved output: may the rest be believed."""
+    output = _name(reproduction.output or "output")
+    if reproduction.grade == "no-reference":
+        found = f"nothing like the saved {output}" if reproduction.output else "no saved output"
+        return f"{found} to compare with, so the replay stands unchecked"
+    saved = f"{_count(reproduction.num_bad_saved)} of {_count(reproduction.numel)} elements"
+    if reproduction.grade in ("exact", "same-mask"):
+        same = f"the same {saved} are non-finite" if reproduction.num_bad_saved else "finite in both"
+        error = reproduction.max_rel_err or 0.0
+        agrees = "agrees" if reproduction.grade == "exact" or error <= _CLOSE else "agrees in part"
+        return f"{agrees} with the saved {output}: {same}, {_closeness(reproduction)}"
+    replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
+    tried = f" (tried {'; '.join(map(printable, reproduction.attempts))})" if reproduction.attempts else ""
+    return f"disagrees with the saved {output}: {saved} are non-finite there, {replayed}{tried}"
+
+
+def _count(count: int | None) -> str:
+    return "?" if count is None else str(count or "none")
+
+
+def _closeness(reproduction: Reproduction) -> str:
+    if reproduction.grade == "exact":
+        return "exact"
+    if reproduction.max_rel_err is None:
+        return "no finite ones to compare"
+    return f"the finite ones within {number(100 * reproduction.max_rel_err)} % of the largest"
+
+
+def _tell_first(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
+    yield Fact(label="first bad", text=_describe_place(first))
+    yield Fact(label="extent", text=_describe_extent(first))
+    if first.inputs:
+        yield Fact(label="went in", text=_describe_inputs(first.inputs))
+    if reference := _describe_reference(first, report):
+        yield Fact(label="in fp32", text=reference)
+
+
+def _tell_cause(report: Report) -> Iterator[Fact]:
+    """Where the damage was born, on which line, why, the way it took, and what else is wrong."""
+    if report.origin is None:
+        return
+    yield Fact(label="origin", text=describe_origin(report.origin))
+    if report.origin.source is not None:
+        source = report.origin.source
+        place = f"{PurePath(source.file).name}:{source.line}"
+        yield Fact(label="line", text=f"{printable(place)}: {shorten(printable(source.text), _MESSAGE_WIDTH)}")
+    if report.cause is not None:
+        yield Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}")
+    if len(report.chain) > 1:
+        yield Fact(label="way", text=_describe_way(report.chain))
+    if report.bad_gradients:
+        names = [_name(stats.path) for stats in report.bad_gradients]
+        yield Fact(label="gradients", text=f"{len(names)} are non-finite: {join_first(names, _MAX_LISTED)}")
+    if report.also:
+        yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
+
+
+def describe_origin(origin: Origin) -> str:
+    """The op and the module that called it, and in which pass."""
+    if origin.op is None:
+        return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
+    owner = "the loss" if origin.module == LOSS else _name(origin.module or f"the model ({origin.type})")
+    call = f", call {origin.call}" if origin.call else ""
+    backward = "the backward of " if origin.phase == "backward" else ""
+    return f"{backward}{origin.op} in {owner}{call}: {kinds_text(origin.kinds)} in {origin.num_bad} of {origin.numel}"
+
+
+def _describe_way(chain: Sequence[Link]) -> str:
+    """The modules that the damage went through, from where it was born to where it showed."""
+    stops = [f"{link.op} in {_name(link.module or 'the model')}" for link in chain]
+    shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
+    return " -> ".join(shown)
+
+
+def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """What else is wrong, the places of one cause together."""
+    places: dict[str, list[str]] = {}
+    for diagnosis in diagnoses:
+        code = diagnosis.cause.code if diagnosis.cause else "unexplained"
+        op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
+        place = f"{op}{_name(diagnosis.origin.module or 'the model')}"
+        if place not in places.setdefault(code, []):
+            places[code].append(place)
+    return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
+
+
+def _describe_place(first: FirstNonfinite) -> str:
+    if first.where == "batch":
+        return f"{_name(first.value.path or 'an input')}, in the saved batch"
+    if first.where == "loss":
+        return "the loss, with a finite output"
+    owner = f"{_name(first.module or 'the model')} ({_name(first.type)}, call {first.call})"
+    if first.where == "output":
+        return f"{owner}, in its output"
+    return f"{owner}, in its own forward: seen going into {_name(first.seen_in or 'a module')}"
+
+
+def _describe_extent(first: FirstNonfinite) -> str:
+    """How many of which kind, in which samples, and where the first of them stands."""
+    tensor = f"{first.value.dtype} {shape_text(first.value.shape)}"
+    parts = [f"{kinds_text(first.kinds)} in {first.num_bad} of {first.numel} elements ({tensor})"]
+    if first.samples and len(first.value.shape) > 1:
+        parts.append(_describe_samples(first.samples, first.value.shape[0]))
+    if first.first_index:
+        parts.append(f"first at {shape_text(first.first_index)}")
+    return ", ".join(parts)
+
+
+def _describe_samples(samples: Sequence[int], num_samples: int) -> str:
+    if len(samples) == num_samples:
+        return "every sample"
+    listed = join_first([str(sample) for sample in samples], _MAX_LISTED)
+    return f"sample{'s' if len(samples) > 1 else ''} {listed}"
+
+
+def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
+    if len(inputs) == 1:
+        return _describe_range(inputs[0])
+    return join_first([f"{_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
+
+
+def _describe_range(stats: TensorStats) -> str:
+    limit = "no finite value" if stats.absmax is None else f"absmax {number(stats.absmax)}"
+    return f"{'finite' if stats.finite else 'non-finite'} {stats.dtype}, {limit}"
+
+
+def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
+    """What fp32 has in the tensor that went bad, against what the format of that tensor can hold."""
+    reference = _find_reference(first, report)
+    if reference is not None and not reference.finite:
+        return "non-finite at this place as well"
+    if first.would_be is None:
+        return None
+    low = first.value.dtype
+    if low == FP32:
+        return f"finite, absmax {number(first.would_be)}"
+    if low.holds(first.would_be):
+        return f"finite, absmax {number(first.would_be)}, which {low} can hold (up to {number(low.max)})"
+    excess = times(abs(first.would_be) / low.max)
+    return f"{low} can hold {number(low.max)}; fp32 gives {number(first.would_be)} here, {excess} times too much"
+
+
+def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
+    """The same tensor in the fp32 run: an output of that call, or an input of the call that saw it first."""
+    for row in report.runs.fp32.modules if report.runs else ():
+        if first.where == "output" and (row.module, row.call) == (first.module, first.call):
+            return _at_path(row.outputs, first.value.path)
+        if first.where == "between" and row.label == first.seen_in:
+            return _at_path(row.inputs, first.value.path)
+    return None
+
+
+def _at_path(tensors: Sequence[TensorStats], path: str) -> TensorStats | None:
+    return next((stats for stats in tensors if stats.path == path), None)
+
+
+def _tell_state(report: Report) -> Iterator[Fact]:
+    if report.dump.bad_weights:
+        yield Fact(label="bad weights", text=_list_arrays(report.dump.bad_weights))
+    if report.dump.bad_buffers:
+        yield Fact(label="bad buffers", text=_list_arrays(report.dump.bad_buffers))
+
+
+def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
+    texts = [f"{_name(array.name)} ({array.num_bad} of {math.prod(array.shape)})" for array in arrays]
+    return join_first(texts, _MAX_LISTED)
+
+
+def _tell_runs(report: Report) -> Iterator[Fact]:
+    if report.runs is None:
+        return
+    too_large, first = report.runs.first_unholdable, report.first_nonfinite
+    if too_large and (first is None or too_large != first.label):
+        text = f"{_name(too_large)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
+        yield Fact(label="too large", text=text)
+    for run in (report.runs.autocast, report.runs.fp32):
+        if run.raised:
+            message = shorten(printable(run.raised), _MESSAGE_WIDTH)
+            yield Fact(label="raised", text=f"the {run.dtype} run stopped early: {message}")
+
+
+def _name(name: str) -> str:
+    return shorten(printable(name), _NAME_WIDTH)

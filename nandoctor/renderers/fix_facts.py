@@ -1,0 +1,200 @@
+"""What was tried on the failing step, in sentences: cures, other circumstances, fp32 islands, small constants.
+
+In: a `Report`. Out: `Cure` records and `Fact`s; nothing where nothing was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from nandoctor.evidence.report import Counterfactual, EpsUse, IslandSearch, Prescription, Report, TrialOutcome
+from nandoctor.renderers.facts import Fact
+from nandoctor.text import join_first, number, printable, shorten, written
+
+_NAME_WIDTH = 64
+_MAX_LISTED = 3
+_MAX_PATCH_LINES = 12
+_VISIBLE_ERROR = 0.01
+"""A trial further from fp32 than a cure may be says by how much."""
+_OWN_OPS = "(own ops)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cure:
+    """A prescription as people read it; `patch` holds its lines, and all text is printable."""
+
+    title: str
+    patch: tuple[str, ...]
+    outcome: str
+    verified: bool
+
+
+def list_cures(report: Report) -> tuple[Cure, ...]:
+    """What cures first, the smallest change before larger ones; then what was tried in vain."""
+    ordered = sorted(report.prescriptions, key=lambda prescription: (not prescription.verified, prescription.rank))
+    return tuple(map(_to_cure, ordered))
+
+
+def _to_cure(prescription: Prescription) -> Cure:
+    return Cure(
+        title=printable(prescription.title),
+        patch=tuple(printable(line.rstrip()) for line in prescription.patch.expandtabs(4).splitlines()),
+        outcome=describe_outcome(prescription.outcome),
+        verified=prescription.verified,
+    )
+
+
+def describe_outcome(outcome: TrialOutcome) -> str:
+    """What a trial gave: "finite, within 0.06 % of fp32"."""
+    if not outcome.finite:
+        return "still non-finite"
+    if outcome.max_rel_err is None:
+        return "finite, nothing to compare with fp32"
+    if outcome.max_rel_err == 0:
+        return "finite, equal to fp32"
+    return f"finite, within {number(100 * outcome.max_rel_err)} % of fp32"
+
+
+def tell_cures(report: Report) -> list[Fact]:
+    """The first cure with its patch in full, and a line each for whatever else is known.
+
+    Constants that are lost are told where the cause is another one: it tells its own.
+    """
+    facts = list(_tell_first(report))
+    if report.island_search is not None and report.island_search.islands:
+        facts.append(Fact(label="fp32 in", text=describe_islands(report.island_search)))
+    facts += tell_trials(report.counterfactuals)
+    if lost := _find_untold(report):
+        facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
+    return facts
+
+
+def _find_untold(report: Report) -> list[EpsUse]:
+    """The constants that were lost, where the cause is another one: it tells its own."""
+    told = report.cause is not None and "eps" in report.cause.code
+    return [use for use in report.eps_audit if use.effect == "zero" and not told]
+
+
+def _tell_first(report: Report) -> Iterator[Fact]:
+    cures = list_cures(report)
+    verified = [cure for cure in cures if cure.verified]
+    if not verified:
+        if cures:
+            yield Fact(label="cure", text=f"none of {len(cures)} tried held: {join_first([c.title for c in cures], 2)}")
+        return
+    first, *others = verified
+    yield Fact(label="cure", text=f"{first.title}: tried, {first.outcome}")
+    yield from tell_patch(first.patch)
+    if others:
+        more = f"; {len(others) - 1} more in the report (-o report.html)" if len(others) > 1 else ""
+        yield Fact(label="or", text=f"{others[0].title}: {others[0].outcome}{more}")
+
+
+def tell_patch(patch: Sequence[str]) -> Iterator[Fact]:
+    """One line each, the label beside the first."""
+    for place, line in enumerate(patch[:_MAX_PATCH_LINES]):
+        yield Fact(label="" if place else "patch", text=line)
+    if len(patch) > _MAX_PATCH_LINES:
+        yield Fact(label="", text=f"... {len(patch) - _MAX_PATCH_LINES} more lines in the report (-o report.html)")
+
+
+def describe_islands(search: IslandSearch) -> str:
+    """The smallest sets of modules each of which cures when it is kept in fp32."""
+    sets = [
+        join_first([_describe_member(module) for module in island.modules], _MAX_LISTED) for island in search.islands
+    ]
+    alone = max(len(island.modules) for island in search.islands) == 1
+    proved = "none can be left out" if all(island.minimal for island in search.islands) else "perhaps not the smallest"
+    parts = [
+        *([] if alone and proved.startswith("none") else [proved]),
+        f"found in {search.num_probes} run{'s' if search.num_probes != 1 else ''}",
+    ]
+    if not search.complete:
+        parts.append("search cut short")
+    return f"{'; or '.join(sets)} ({'; '.join(parts)})"
+
+
+def _describe_member(name: str) -> str:
+    """A module of an island; of one that ends in "(own ops)" only what its own forward computes."""
+    owner = name.removesuffix(_OWN_OPS).rstrip()
+    return _name(name) if owner == name else f"the own ops of {_name(owner or 'the model')}"
+
+
+def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
+    """One line for each thing that was varied and mattered: with which settings the step is finite or fails."""
+    groups = list(dict.fromkeys(trial.group for trial in trials if trial.outcome.finite))
+    if trials and not groups:
+        yield Fact(label="trials", text="the step fails in all other circumstances that were tried")
+    for group in groups:
+        same = [trial for trial in trials if trial.group == group]
+        name = group.replace("-", " ").ljust(max(map(len, groups)))
+        yield Fact(label="" if group != groups[0] else "trials", text=f"{name}  {_describe_group(same)}")
+
+
+def _describe_group(trials: Sequence[Counterfactual]) -> str:
+    sound = [f"{_name(trial.setting)}{_distance(trial.outcome)}" for trial in trials if trial.outcome.finite]
+    failing = [_name(trial.setting) for trial in trials if not trial.outcome.finite]
+    parts = [f"finite: {', '.join(sound)}"] if sound else []
+    parts += [f"fails: {', '.join(failing)}"] if failing else []
+    return "; ".join(parts)
+
+
+def _distance(outcome: TrialOutcome) -> str:
+    error = outcome.max_rel_err or 0.0
+    return f" ({number(100 * error)} % off fp32)" if error > _VISIBLE_ERROR else ""
+
+
+def list_trials(report: Report) -> list[tuple[str, str, str]]:
+    """A table: what was varied, what it was set to, what came of it."""
+    return [
+        (trial.group.replace("-", " "), printable(trial.setting), describe_outcome(trial.outcome))
+        for trial in report.counterfactuals
+    ]
+
+
+def list_constants(report: Report) -> list[tuple[str, str, str, str, str]]:
+    """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
+    return [
+        (written(use.value), _describe_owner(use), _describe_line(use), printable(use.op or ""), describe_effect(use))
+        for use in report.eps_audit
+    ]
+
+
+def _describe_owner(use: EpsUse) -> str:
+    if use.place == "optimizer":
+        return "the optimizer"
+    owner = _name(use.module or "the model")
+    more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
+    return f"{owner}.{_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
+
+
+def _describe_line(use: EpsUse) -> str:
+    return f"{_name(PurePath(use.source.file).name)}:{use.source.line}" if use.source else ""
+
+
+def describe_eps(use: EpsUse) -> str:
+    """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
+    line = f" ({_describe_line(use)})" if use.source else ""
+    place = f"{printable(use.op)} of {_name(use.module or 'the model')}" if use.place == "op" and use.op else None
+    return f"{written(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
+
+
+def describe_effect(use: EpsUse) -> str:
+    """What the format that it was used in makes of a small constant."""
+    if use.dtype is None:
+        return "was not seen in use"
+    absorbed = ""
+    if use.absorbed_share:
+        absorbed = f", and lost in {number(100 * use.absorbed_share)} % of what it is added to"
+    if use.effect == "zero":
+        return f"is zero in {use.dtype}{absorbed}"
+    if use.effect == "subnormal":
+        wrong = f" and {number(100 * use.rel_err)} % off" if use.rel_err is not None else ""
+        return f"is subnormal in {use.dtype}{wrong}{absorbed}"
+    return f"is kept in {use.dtype}{absorbed}"
+
+
+def _name(name: str) -> str:
+    return shorten(printable(name), _NAME_WIDTH)

@@ -1,0 +1,71 @@
+"""What `nandoctor inspect` prints: the contents of a dump file.
+
+In: a `DumpSummary`. Out: text on a rich console.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.text import byte_size, printable, shape_text, shorten
+
+_LAYOUTS = {"plain": "a plain dict of arrays", "weights-only": "weights alone", "nandoctor.dump/1": "nandoctor.dump/1"}
+_MAX_ROWS = 20
+_NAME_WIDTH, _DTYPE_WIDTH = 32, 10
+
+
+def print_inspection(summary: DumpSummary, console: Console) -> None:
+    """Print what the file holds, what of it is non-finite, and what a full replay would miss."""
+    for part in _parts(summary):
+        console.print(Encodable(part), highlight=False)
+
+
+def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
+    yield literal(summary.path, "bold")
+    yield labelled(_outline(summary))
+    tables = (
+        ("arrays", summary.arrays),
+        ("non-finite weights", summary.bad_weights),
+        ("non-finite buffers", summary.bad_buffers),
+    )
+    for title, arrays in tables:
+        if arrays:
+            yield Text()
+            yield _table(title, arrays)
+    remarks = [*(("note", text) for text in summary.notes), *(("missing", text) for text in summary.missing)]
+    if remarks:
+        yield Text()
+        yield labelled(remarks)
+
+
+def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
+    yield "file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}"
+    yield "weights", f"{summary.num_weights} tensors, {summary.num_parameters:,} values"
+    if summary.prefix:
+        yield "prefix", f"{summary.prefix} (taken off every name)"
+    for name, value in summary.scalars:
+        yield shorten(printable(name), _NAME_WIDTH), value
+
+
+def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in (title, "shape", "dtype", "role", "non-finite"):
+        table.add_column(heading, no_wrap=True)
+    for array in arrays[:_MAX_ROWS]:
+        name, dtype = shorten(printable(array.name), _NAME_WIDTH), shorten(array.dtype, _DTYPE_WIDTH)
+        cells = (name, shape_text(array.shape), dtype, array.role or "", _describe_bad(array))
+        table.add_row(*map(literal, cells), style="red" if array.num_bad else "")
+    if len(arrays) > _MAX_ROWS:
+        table.add_row(f"and {len(arrays) - _MAX_ROWS} more")
+    return table
+
+
+def _describe_bad(array: ArraySummary) -> str:
+    counts = ((array.num_nan, "NaN"), (array.num_posinf, "+Inf"), (array.num_neginf, "-Inf"))
+    return ", ".join(f"{count} {kind}" for count, kind in counts if count) or "none"

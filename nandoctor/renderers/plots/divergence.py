@@ -1,0 +1,118 @@
+"""The divergence plot: how far every layer's output is from fp32's, and how much of that came in with its inputs.
+
+In: a `Report`. Out: a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from nandoctor.diagnosis.layer_comparison import LARGE_ERROR, MADE_HERE
+from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.renderers.layers import Layers, select_layers
+from nandoctor.renderers.plots.figures import draw_by_layer
+from nandoctor.renderers.plots.ranges import BAD_COLOR, BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_edges, fill_bars
+from nandoctor.text import number
+
+_FLOOR, _CEILING = 1e-8, 10.0
+_MARKS_AT = 0.97
+
+
+def draw_divergence(report: Report) -> Figure:
+    """The relative error of each call against fp32: what it inherited, and on top what it made.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
+    rounding = report.runs.autocast.dtype.eps / 2 if report.runs else 0.0
+    return draw_by_layer(
+        report,
+        lambda axes, layers, shown: _draw_panel(axes, layers, shown, rounding),
+        finding=_write_finding(report),
+        what="relative error of the sampled output elements that are finite, against fp32",
+    )
+
+
+def _write_finding(report: Report) -> str:
+    """The first layer that makes a large error, or how small the largest is, and what is not finite at all."""
+    rows = [pair.autocast for pair in select_layers(report).pairs if pair.autocast is not None]
+    low = report.runs.autocast.dtype if report.runs else ""
+    maker = next((row for row in rows if _makes_error(row)), None)
+    bad = next((row for row in rows if not row.finite), None)
+    ending = f" {bad.label} is the first to be non-finite." if bad else ""
+    if maker is not None:
+        inherited = f" of inputs within {_percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
+        return f"{maker.label} makes an error of {_percent(maker.rel_err)}{inherited} under {low} autocast.{ending}"
+    errors = {row.label: row.rel_err for row in rows if row.rel_err is not None}
+    if not errors:
+        return f"No layer can be compared with fp32.{ending}"
+    worst = max(errors, key=errors.__getitem__)
+    carried = "carried on, not made, by" if errors[worst] > LARGE_ERROR else "in"
+    return f"No layer makes a large error: the largest is {_percent(errors[worst])}, {carried} {worst}.{ending}"
+
+
+def _makes_error(row: LayerRow) -> bool:
+    if row.rel_err is None or row.rel_err <= LARGE_ERROR:
+        return False
+    return row.inherited_err is not None and row.inherited_err < row.rel_err / MADE_HERE
+
+
+def _percent(error: float | None) -> str:
+    return "?" if error is None else f"{number(100 * error)} %"
+
+
+def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:
+    axes.set_yscale("log")
+    axes.set_ylim(*_find_limits(layers, rounding))
+    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
+    axes.set_ylabel("relative error")
+    rows = [(index, row) for index in shown if (row := layers.pairs[index].autocast) is not None]
+    wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # a bar within a bar gets too thin to see
+    kinds = (
+        ("inherited from its inputs", SKY, [(x, row.inherited_err) for x, row in rows], wide),
+        ("in its output", BLUE, [(x, row.rel_err) for x, row in rows if not _makes_error(row)], narrow),
+        ("made here", ORANGE, [(x, row.rel_err) for x, row in rows if _makes_error(row)], narrow),
+    )
+    legend: list[Artist] = [_draw_bars(axes, *kind) for kind in kinds if any(error for _, error in kind[2])]
+    _draw_lines(axes, rounding)
+    return [*legend, *_mark_bad(axes, rows)]
+
+
+def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:
+    rows = [pair.autocast for pair in layers.pairs if pair.autocast is not None]
+    errors = [error for row in rows for error in (row.rel_err, row.inherited_err) if error and math.isfinite(error)]
+    least, most = min([*errors, rounding or 1e-4]), max([*errors, LARGE_ERROR])
+    return max(least / 3, _FLOOR), min(max(most * 10, 1.0), _CEILING)
+
+
+def _draw_bars(axes: Axes, label: str, color: str, errors: Sequence[tuple[int, float | None]], width: float) -> Artist:
+    """Bars from the bottom of the panel up, their tops alone where they have no width."""
+    bottom, top = axes.get_ylim()
+    bars = [(x, bottom, min(max(error, bottom), top)) for x, error in errors if error]
+    if width:
+        fill_bars(axes, bars, width=width, color=color)
+    draw_edges(axes, [(x, height) for x, _, height in bars], width or 1.0, color)
+    return Patch(color=color, label=label)
+
+
+def _draw_lines(axes: Axes, rounding: float) -> None:
+    """What one rounding to the format costs, and from where on an error is large."""
+    for height, name in ((rounding, "one\nrounding"), (LARGE_ERROR, "large")):
+        if height:
+            axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
+            axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
+
+
+def _mark_bad(axes: Axes, rows: Sequence[tuple[int, LayerRow]]) -> Iterator[Artist]:
+    places = [x for x, row in rows if not row.finite]
+    if places:
+        heights = [_MARKS_AT] * len(places)
+        axes.scatter(places, heights, s=22, marker="v", color=BAD_COLOR, transform=axes.get_xaxis_transform(), zorder=5)
+        yield Line2D([], [], color=BAD_COLOR, marker="v", linestyle="", label="non-finite")

@@ -1,0 +1,156 @@
+"""The exponents plot: how every layer's values spread over the binary exponents, with the format's limits.
+
+In: a `Report` of a survey. Out: a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.renderers.layers import LayerPair, Layers, select_layers
+from nandoctor.renderers.plots.figures import draw_by_layer
+from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE
+from nandoctor.text import number
+
+_COLORS = "cividis"
+_MARGIN = 2
+_FAR = 24
+_SMALLEST_SHARE = 1e-4
+
+Histogram = Mapping[int, int]
+
+
+def draw_exponents(report: Report) -> Figure:
+    """Layers by exponents: the share of each layer's non-zero elements, in the fp32 run where that has them.
+
+    fp32 shows what the low-precision format would have to hold.
+
+    Raises:
+        NanDoctorError: the report is not that of a survey.
+    """
+    layers = select_layers(report)
+    histograms = [_histogram(pair) for pair in layers.pairs]
+    if report.runs is None or not any(histograms):
+        raise NanDoctorError(
+            f"The report on {report.dump.path} holds no exponents.",
+            remedy="They are counted in a survey: `nandoctor plot DUMP --kind exponents`, or replay with --survey.",
+        )
+    low = report.runs.autocast.dtype
+    limits = _find_limits(histograms, low)
+    return draw_by_layer(
+        report,
+        lambda axes, _, shown: _draw_panel(axes, [histograms[index] for index in shown], shown, limits, low),
+        finding=_write_finding(layers, histograms, low),
+        what="share of the non-zero elements of its fp32 output that have each exponent",
+    )
+
+
+def _histogram(pair: LayerPair) -> Histogram:
+    for row in (pair.fp32, pair.autocast):
+        counts = _count(row)
+        if counts:
+            return counts
+    return {}
+
+
+def _count(row: LayerRow | None) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for stats in row.outputs if row is not None else ():
+        counts.update(dict(stats.census.exponents) if stats.census is not None else {})
+    return counts
+
+
+def _find_limits(histograms: Sequence[Histogram], low: FloatFormat) -> tuple[int, int]:
+    """The exponents to show: all that occur, and the format's limits where they are near."""
+    seen = [exponent for counts in histograms for exponent in counts]
+    lowest, highest = min(seen), max(seen)
+    if lowest - _zero_exponent(low) < _FAR:
+        lowest = min(lowest, _zero_exponent(low))
+    if low.max_exponent - highest < _FAR:
+        highest = max(highest, low.max_exponent)
+    return lowest - _MARGIN, highest + _MARGIN
+
+
+def _zero_exponent(low: FloatFormat) -> int:
+    return low.min_exponent - low.fraction_bits
+
+
+def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFormat) -> str:
+    """Which layer comes nearest to either end of the format, by the share of its elements beyond it."""
+    beyond = [_share(counts, lambda exponent: exponent > low.max_exponent) for counts in histograms]
+    small = [_share(counts, lambda exponent: exponent < low.min_exponent) for counts in histograms]
+    lost = max(range(len(small)), key=small.__getitem__)
+    ending = "none is subnormal or zero there"
+    if small[lost]:
+        ending = (
+            f"at most {_percent(small[lost])} of a layer's are subnormal or zero there ({layers.pairs[lost].label})"
+        )
+    if any(beyond):
+        worst = max(range(len(beyond)), key=beyond.__getitem__)
+        return f"{layers.pairs[worst].label} has {_percent(beyond[worst])} of its values past {low}; {ending}."
+    highest = max(range(len(histograms)), key=lambda index: max(histograms[index], default=-math.inf))
+    room = low.max_exponent - max(histograms[highest])
+    near = "in its last power of two" if room == 0 else f"{room} power{'s' * (room != 1)} of two below its limit"
+    return f"Every value fits {low}: the largest is {near}, in {layers.pairs[highest].label}; {ending}."
+
+
+def _share(counts: Histogram, wanted: object) -> float:
+    assert callable(wanted)
+    return sum(count for exponent, count in counts.items() if wanted(exponent)) / max(sum(counts.values()), 1)
+
+
+def _percent(share: float) -> str:
+    return f"{number(100 * share)} %"
+
+
+def _draw_panel(
+    axes: Axes, histograms: Sequence[Histogram], shown: range, limits: tuple[int, int], low: FloatFormat
+) -> list[Artist]:
+    bottom, top = limits
+    image = np.full((top - bottom + 1, len(histograms)), np.nan)
+    for column, counts in enumerate(histograms):
+        for exponent, count in counts.items():
+            image[exponent - bottom, column] = count / sum(counts.values())
+    axes.imshow(
+        np.log10(np.maximum(image, _SMALLEST_SHARE)),
+        origin="lower",
+        aspect="auto",
+        extent=(shown.start - 0.5, shown.stop - 0.5, bottom - 0.5, top + 0.5),
+        cmap=_COLORS,
+        vmin=math.log10(_SMALLEST_SHARE),
+        vmax=0,
+        interpolation="nearest",
+    )
+    axes.set_ylabel("exponent: value is about 2 to the")
+    _draw_limits(axes, low)
+    colors = axes.images[0].cmap
+    shares = (("0.01 % or less", 0.0), ("1 %", 0.5), ("all", 1.0))
+    return [Patch(color=colors(place), label=name) for name, place in shares]
+
+
+def _draw_limits(axes: Axes, low: FloatFormat) -> None:
+    """Lines where the format ends; beyond a panel's own limits nothing is drawn."""
+    bottom, top = axes.get_ylim()
+    lines = (
+        (low.max_exponent + 0.5, BAD_COLOR, f"{low} overflow"),
+        (low.min_exponent - 0.5, ORANGE, "subnormal"),
+        (_zero_exponent(low) - 0.5, ORANGE, "zero"),
+    )
+    for height, color, name in lines:
+        if bottom < height < top:
+            axes.axhline(height, color=color, linewidth=1.2, zorder=3)
+            above = name.endswith("overflow")
+            axes.text(
+                1.008, height, name, transform=axes.get_yaxis_transform(), va="bottom" if above else "top", size=8
+            )

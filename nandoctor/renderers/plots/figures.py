@@ -1,0 +1,190 @@
+"""The figure that every plot over the layers of a model shares, the ranges plot, and image files.
+
+In: a `Report`. Out: a matplotlib figure, or an image file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import FirstNonfinite, Report
+from nandoctor.renderers.layers import Layers, select_layers
+from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS, draw_panel
+from nandoctor.renderers.plots.ticks import name_layers
+from nandoctor.text import kinds_text, printable, shorten
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+_DPI = 150
+_NOTEBOOK_DPI = 80
+_ZOOM_BEFORE, _ZOOM_AFTER = 26, 13
+_LAYER_WIDTH_IN, _MARGIN_IN = 0.26, 2.6
+_MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 15.0
+_PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
+_LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
+_FIRST_NAME_WIDTH = 36
+
+DrawPanel = Callable[[Axes, Layers, range], Sequence[Artist]]
+"""Draws the layers at these indices, x being the index, and returns what a legend should explain."""
+
+
+class NotebookFigure(Figure):
+    """A figure that a notebook shows as a picture, although no pyplot window owns it."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=_NOTEBOOK_DPI)
+        return image.getvalue()
+
+
+def draw_ranges(report: Report) -> Figure:
+    """The absolute values of every layer's output in order of execution, autocast drawn over fp32.
+
+    A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
+    median. The figure belongs to no pyplot window and takes nothing from the user's style.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
+    return draw_by_layer(
+        report,
+        lambda axes, layers, shown: draw_panel(axes, report.runs, layers, shown) if report.runs else [],
+        finding=report.headline,
+        what="5 % quantile, median and maximum of the non-zero magnitudes",
+    )
+
+
+def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -> Figure:
+    """All layers in order of execution, and where they are many a closer look below; `what` tells what is drawn.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
+    layers = select_layers(report)
+    if report.runs is None or not layers.pairs:
+        raise NanDoctorError(
+            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
+            remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
+        )
+    with matplotlib.style.context("default"):
+        return _draw(report, layers, draw, finding, what)
+
+
+def new_figure() -> Figure:
+    """A figure that belongs to no pyplot window."""
+    figure = NotebookFigure(layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write the figure as its suffix says: .png, .svg (its text stays text) or .pdf.
+
+    Raises:
+        NanDoctorError: the suffix is another one, or the file cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise NanDoctorError(
+            f"A plot cannot be written to {path}: the end of the name says no format.",
+            remedy=f"Let the name end in {', '.join(SUFFIXES)}; a report is written to .json, .html or .md.",
+        )
+    try:
+        with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+            figure.savefig(path, format=suffix[1:], dpi=_DPI)
+    except OSError as error:
+        raise NanDoctorError(
+            f"The plot cannot be written to {path}: {error.strerror or error}.",
+            remedy="Name a file in a folder that exists and that you may write to.",
+        ) from error
+
+
+def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: str) -> Figure:
+    num_layers = len(layers.pairs)
+    shown = [range(num_layers)]
+    if num_layers > MAX_BARS:
+        shown.append(layers.window(_center(layers), _ZOOM_BEFORE, _ZOOM_AFTER))
+    figure = new_figure()
+    panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
+    legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
+    for axes, part in zip(panels, shown, strict=True):
+        name_layers(axes, layers, part)
+        _mark_first(axes, report.first_nonfinite, layers)
+    for part in shown[1:]:
+        panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
+    figure.set_size_inches(_find_size(panels, num_layers))
+    write_finding(figure, finding)
+    source = shorten(printable(Path(report.dump.path).name), _FIRST_NAME_WIDTH)
+    _write_legend(
+        figure, legends[0], f"{source}: {num_layers} layer{'s' * (num_layers != 1)} in order of execution, {what}"
+    )
+    return figure
+
+
+def _find_size(panels: Sequence[Axes], num_layers: int) -> tuple[float, float]:
+    """Width and height in inches: room for every bar up to a limit, and under each panel for its longest name."""
+    width = min(max(_MARGIN_IN + _LAYER_WIDTH_IN * num_layers, _MIN_WIDTH_IN), _MAX_WIDTH_IN)
+    longest = [max(len(label.get_text()) for label in axes.get_xticklabels()) for axes in panels]
+    return width, _TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest)
+
+
+def _center(layers: Layers) -> int:
+    """What the closer look is about."""
+    return layers.first_bad if layers.first_bad is not None else layers.tightest() or 0
+
+
+def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> None:
+    """A line through the first bad layer, or before the layer that a bad value went into, with what it is."""
+    if first is None or layers.first_bad is None:
+        return
+    place = layers.first_bad - (0.5 if layers.before_bad else 0)
+    axes.axvline(place, color=BAD_COLOR, linewidth=1.2, linestyle="--", zorder=4)
+    left, right = axes.get_xlim()
+    alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
+    axes.annotate(
+        f"first non-finite: {_describe_first(first)}",
+        (place, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha=alignment,
+        size=8.5,
+        color=BAD_COLOR,
+        weight="bold",
+        parse_math=False,
+    )
+
+
+def _describe_first(first: FirstNonfinite) -> str:
+    kinds = kinds_text(first.kinds)
+    if first.where == "batch":
+        return f"{kinds} in the saved batch"
+    name = shorten(printable(first.label), _FIRST_NAME_WIDTH)
+    return f"{kinds} in the {'output' if first.where == 'output' else 'forward'} of {name}"
+
+
+def write_finding(figure: Figure, finding: str) -> None:
+    """What the plot shows, above all of it."""
+    letters = int(figure.get_figwidth() * _LETTERS_PER_IN)
+    title = textwrap.fill(printable(finding), letters, max_lines=_MAX_TITLE_LINES, placeholder=" …")
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
+
+
+def _write_legend(figure: Figure, legend: Sequence[Artist], what: str) -> None:
+    """At the foot, what is drawn."""
+    box = figure.legend(handles=legend, loc="outside lower left", ncols=max(len(legend), 1), frameon=False, fontsize=8)
+    box.set_title(what)
+    box.get_title().set(size=8, parse_math=False)
+    box.set_alignment("left")

@@ -1,0 +1,165 @@
+"""The origin plot: where in the tensor the bad elements are, over the image where the input is one.
+
+In: a `Report`. Out: a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Origin, Picture, Report
+from nandoctor.evidence.trace import Grid
+from nandoctor.renderers.facts import describe_origin
+from nandoctor.renderers.plots.figures import new_figure, write_finding
+from nandoctor.renderers.plots.ranges import BAD_COLOR
+from nandoctor.text import printable, shape_text, shorten
+
+_SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", BAD_COLOR, "#7A3300"])
+_SIZE_IN = (8.0, 4.6)
+_NUM_SAMPLES = 64
+_NAME_WIDTH = 48
+_BLACK = -255
+"""Where the grey scale begins: a black image must not swallow the colour over it."""
+_FLAT = 6.0
+"""A map this many times longer than high is stretched, so that it can be seen."""
+
+
+def draw_origin(report: Report) -> Figure:
+    """The share of bad elements over two dimensions of the tensor where the damage was born, and the samples beside it.
+
+    Raises:
+        NanDoctorError: the report knows no origin, or not where in its tensor the bad elements are.
+    """
+    origin = report.origin
+    if origin is None or origin.grid is None:
+        raise NanDoctorError(
+            f"The report on {report.dump.path} does not tell where in a tensor the damage was born.",
+            remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
+        )
+    with matplotlib.style.context("default"):
+        figure = new_figure()
+        figure.set_size_inches(_SIZE_IN)
+        place, samples = figure.subplots(1, 2, width_ratios=(8, 1))
+        picture = report.picture if _fits(report.picture, origin) else None
+        _draw_map(place, origin, origin.grid, picture)
+        _draw_samples(samples, origin)
+        write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
+        legend = [Patch(color=_SHARES(share), label=f"{share:.0%} bad") for share in (0.01, 0.5, 1.0)]
+        box = figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
+        box.set_title(_describe_source(report, origin, picture))
+        box.get_title().set(size=8, parse_math=False)
+        box.set_alignment("left")
+    return figure
+
+
+def describe_spread(grid: Grid) -> str:
+    """How far the bad elements reach along each dimension of the map, to within a cell."""
+    counts = np.array(grid.counts)
+    reached = [np.flatnonzero(counts.any(axis=other)) for other in ((1, 0) if len(grid.dims) > 1 else (0,))]
+    parts = []
+    for dim, size, cells in zip(grid.dims, grid.sizes, reached, strict=True):
+        num_cells = min(size, counts.shape[1] if dim == grid.dims[-1] else counts.shape[0])
+        first, last = -(-int(cells[0]) * size // num_cells), -(-(int(cells[-1]) + 1) * size // num_cells) - 1
+        if last - first + 1 < size:
+            reach = f"{first} to {last}" if first < last else f"place {first}"
+            parts.append(f"{reach} of {size} along dimension {dim}")
+    if parts:
+        return f"at {' and '.join(parts)}"
+    return "everywhere" if counts.all() else "scattered over all of it"
+
+
+def _fits(picture: Picture | None, origin: Origin) -> bool:
+    """Whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
+    if picture is None or origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
+        return False
+    ratio = picture.width / picture.height
+    return origin.grid.dims == (2, 3) and abs(origin.grid.sizes[1] / origin.grid.sizes[0] - ratio) < 0.1 * ratio
+
+
+def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -> None:
+    shares = _shares(grid, _share_of_samples(origin, grid))
+    height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    if picture is not None:
+        axes.imshow(_pixels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
+    axes.imshow(
+        np.ma.masked_equal(shares, 0),
+        cmap=_SHARES,
+        vmin=0,
+        vmax=1,
+        extent=extent,
+        alpha=0.5 if picture is not None else 1.0,
+        interpolation="nearest",
+        aspect="equal" if 1 / _FLAT < width / height < _FLAT else "auto",
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
+    axes.set_xlabel(f"dimension {grid.dims[-1]}")
+    if len(grid.dims) > 1:
+        axes.set_ylabel(f"dimension {grid.dims[0]}")
+    else:
+        axes.set_yticks([])
+
+
+def _share_of_samples(origin: Origin, grid: Grid) -> float:
+    """The share of the samples that are bad at all; 1 where that is not known, or the map shows the samples itself."""
+    shape = origin.output.shape if origin.output is not None else ()
+    told = 0 < len(origin.samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
+    return len(origin.samples) / shape[0] if told else 1.0
+
+
+def _shares(grid: Grid, share_of_samples: float) -> NDArray[np.float64]:
+    """The bad elements of each cell over all that it has in the bad samples."""
+    counts = np.array(grid.counts, dtype=np.float64)
+    sizes = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
+    lengths = [_cell_lengths(size, cells) for size, cells in zip(sizes, counts.shape, strict=True)]
+    depth = share_of_samples * grid.numel / max(sizes[0] * sizes[1], 1)
+    return counts / (np.outer(*lengths) * depth)
+
+
+def _cell_lengths(size: int, num_cells: int) -> NDArray[np.int64]:
+    return np.bincount(np.arange(size) * num_cells // size, minlength=num_cells)
+
+
+def _pixels(picture: Picture) -> NDArray[np.uint8]:
+    pixels = np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8)
+    return np.resize(pixels, (picture.height, picture.width))
+
+
+def _draw_samples(axes: Axes, origin: Origin) -> None:
+    """A column of the samples, the bad ones filled; nothing where dimension 0 tells no samples."""
+    shape = origin.output.shape if origin.output is not None else ()
+    if not origin.samples or len(shape) < 2:
+        axes.set_axis_off()
+        return
+    shown = min(shape[0], _NUM_SAMPLES)
+    bad = np.isin(np.arange(shown), origin.samples).astype(float)[:, None]
+    axes.imshow(np.ma.masked_equal(bad, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+    axes.set_ylim(shown - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks(_ticks(origin.samples, shown))
+    axes.set_title("bad samples", size=9)
+
+
+def _ticks(samples: Sequence[int], shown: int) -> list[int]:
+    inside = [sample for sample in samples if sample < shown]
+    return inside if len(inside) <= 12 else list(range(0, shown, max(shown // 8, 1)))
+
+
+def _describe_source(report: Report, origin: Origin, picture: Picture | None) -> str:
+    source = shorten(printable(Path(report.dump.path).name), _NAME_WIDTH)
+    tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
+    under = f", over {shorten(printable(picture.name), _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
+    return f"{source}: share of non-finite elements in {tensor}, bad samples alone, other dimensions summed up{under}"

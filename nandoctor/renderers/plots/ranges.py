@@ -1,0 +1,207 @@
+"""One panel of the ranges plot: bands of the format, bars of the runs, marks where values are not finite.
+
+In: layers side by side and a matplotlib axes. Out: the axes drawn upon; x is the index of the layer, y its magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Patch
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import LayerRow, Runs
+from nandoctor.renderers.layers import Layers
+from nandoctor.text import number
+
+# Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
+SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+BAD_COLOR = "#D55E00"
+
+MAX_BARS = 56
+MAX_VECTORS = 1500
+"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
+
+_NEARBY = 1e9
+"""A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
+_BEYOND = 1e3
+"""How far past a limit of the format the panel goes on."""
+_CLIP = 1e8
+"""Values further past the limits than this are cut off: a value of 1e30 must not squeeze all others flat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What one layer's outputs span in one run: non-zero finite magnitudes, None where there are none."""
+
+    low: float | None
+    median: float | None
+    high: float | None
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStyle:
+    """How one run looks. `marks_at` is where its marks stand, as shares of the panel's height: non-finite, zero."""
+
+    name: str
+    color: str
+    alpha: float
+    width: float
+    median_color: str
+    marks_at: tuple[float, float]
+    filled: bool
+
+
+_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, marks_at=(0.92, 0.06), filled=False)
+_AUTOCAST = RunStyle(
+    name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
+)
+
+
+def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
+    """Draw the layers at the indices `shown`, and return what a legend should explain.
+
+    The vertical limits are those of all layers, so that two panels compare. Beyond MAX_BARS layers a bar within a bar
+    is too thin to see: fp32 becomes a solid ground and autocast two lines upon it, maximum and median.
+    """
+    low = runs.autocast.dtype
+    axes.set_yscale("log")
+    axes.set_ylim(*_find_limits(low, layers))
+    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
+    axes.set_ylabel("absolute value")
+    _draw_bands(axes, low)
+    fp32, autocast = _FP32, replace(_AUTOCAST, name=f"{low} autocast")
+    if len(shown) > MAX_BARS:
+        fp32 = replace(fp32, width=1.0)
+        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
+    pairs = [(index, layers.pairs[index]) for index in shown]
+    legend: list[Artist] = []
+    for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
+        spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
+        legend += [_draw_bars(axes, spreads, style), *_draw_marks(axes, spreads, style)]
+    return legend
+
+
+def spread_of(row: LayerRow) -> Spread:
+    """All outputs of a call together; the median is that of the largest one.
+
+    A non-finite tensor without a census has quantiles of its sample and no maximum: its 95 % quantile stands in.
+    """
+    largest = max(row.outputs, key=lambda stats: stats.numel)
+    tops = (stats.p95 if stats.absmax is None else stats.absmax for stats in row.outputs)
+    return Spread(
+        low=min(_positive(stats.p05 for stats in row.outputs), default=None),
+        median=next(_positive([largest.median]), None),
+        high=max(_positive(tops), default=None),
+        finite=row.finite,
+    )
+
+
+def _positive(values: Iterable[float | None]) -> Iterator[float]:
+    return (value for value in values if value is not None and value > 0)
+
+
+def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
+    """The least and the largest magnitude to show: all values, and the format's limits where they are near."""
+    spreads = [spread_of(row) for pair in layers.pairs for row in pair.rows if row.outputs]
+    values = list(_positive(value for spread in spreads for value in (spread.low, spread.high))) or [1.0]
+    bottom, top = min(values) / _BEYOND**0.5, max(values) * _BEYOND**0.5
+    if low.flush_threshold > min(values) / _NEARBY:
+        bottom = max(min(bottom, low.flush_threshold / _BEYOND**0.5), low.flush_threshold / _CLIP)
+    if low.max < max(values) * _NEARBY:
+        top = min(max(top, low.max * _BEYOND), low.max * _CLIP)
+    return min(bottom, low.max), max(top, low.smallest_normal)
+
+
+def _draw_bands(axes: Axes, low: FloatFormat) -> None:
+    bottom, top = axes.get_ylim()
+    bands = (
+        (low.max, top, BAD_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
+        (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
+        (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
+    )
+    for least, most, color, alpha, name in bands:
+        start, stop = max(least, bottom), min(most, top)
+        if start < stop:
+            axes.axhspan(start, stop, color=color, alpha=alpha, linewidth=0, zorder=0)
+            axes.text(1.008, (start * stop) ** 0.5, name, transform=axes.get_yaxis_transform(), va="center", size=8)
+    if low.max >= top:
+        far = f"{low} overflows\nfar above, at\n{number(low.max)}"
+        axes.text(1.008, 1.0, far, transform=axes.transAxes, va="top", size=8)
+
+
+def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
+    bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
+    fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
+    medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
+    draw_edges(axes, medians, style.width, style.median_color)
+    # The top edge is drawn apart and last: a layer whose values are all alike has a bar without height.
+    draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
+
+
+def fill_bars(
+    axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
+) -> None:
+    """Bars at (place, bottom, top); many of them as one drawing, for matplotlib takes its time over each single one."""
+    if len(bars) <= MAX_BARS:
+        axes.bar(
+            [x for x, _, _ in bars],
+            [top - bottom for _, bottom, top in bars],
+            bottom=[bottom for _, bottom, _ in bars],
+            width=width,
+            color=color,
+            alpha=alpha,
+            linewidth=0,
+            zorder=2,
+        )
+        return
+    corners = [
+        [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
+        for x, bottom, top in bars
+    ]
+    collection = PolyCollection(corners, facecolors=color, alpha=alpha, linewidths=0, zorder=2)
+    collection.set_rasterized(len(bars) > MAX_VECTORS)
+    axes.add_collection(collection, autolim=False)
+
+
+def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+    """Short level lines, one at each place."""
+    starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
+    lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines.set_rasterized(len(places) > MAX_VECTORS)
+
+
+def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
+    """Layers that a bar cannot show: triangles on top for non-finite outputs, circles below for all zeros."""
+    bad = [x for x, spread in spreads if not spread.finite]
+    zero = [x for x, spread in spreads if spread.finite and spread.high is None]
+    at_bad, at_zero = style.marks_at
+    if bad:
+        yield _mark(axes, bad, at_bad, style, marker="v", color=BAD_COLOR, label=f"non-finite, {style.name}")
+    if zero:
+        yield _mark(axes, zero, at_zero, style, marker="o", color=style.color, label=f"all zero, {style.name}")
+
+
+def _mark(
+    axes: Axes, places: Sequence[int], height: float, style: RunStyle, *, marker: str, color: str, label: str
+) -> Artist:
+    marks = axes.scatter(
+        places,
+        [height] * len(places),
+        s=22,
+        marker=marker,
+        facecolors=color if style.filled else "white",
+        edgecolors=color,
+        linewidths=0.9,
+        transform=axes.get_xaxis_transform(),
+        label=label,
+        zorder=5,
+    )
+    marks.set_rasterized(len(places) > MAX_VECTORS)
+    return marks

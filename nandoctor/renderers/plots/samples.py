@@ -1,0 +1,145 @@
+"""The samples plot: which samples of the batch are bad, or near the limit, in which layer.
+
+In: a `Report`. Out: a matplotlib figure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.evidence.trace import SampleStats
+from nandoctor.renderers.layers import Layers, select_layers
+from nandoctor.renderers.plots.figures import draw_by_layer
+from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE, SKY
+from nandoctor.text import join_first
+
+MAX_SAMPLES = 64
+NEAR_BITS = 1.0
+ROOM_BITS = 4.0
+
+_BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _BAD = range(6)
+_COLORS = ("#FFFFFF", "#F0F0F0", "#D3EAF8", SKY, ORANGE, BAD_COLOR)
+_NAMES = {
+    _FINITE: "finite",
+    _ROOM: f"more than {ROOM_BITS:.0f} bits of room",
+    _CLOSE: f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room",
+    _NEAR: "within a factor of two of the limit",
+    _BAD: "non-finite",
+}
+
+
+def draw_samples(report: Report) -> Figure:
+    """Samples by layers, under autocast; how near a finite sample is to the limit is known from a survey alone.
+
+    Layers whose dimension 0 is not the batch are left blank.
+
+    Raises:
+        NanDoctorError: no layer has a batch, or no layer was ever counted.
+    """
+    layers = select_layers(report)
+    num_samples = _find_batch(report, layers)
+    if report.runs is None or num_samples is None:
+        raise NanDoctorError(
+            f"The report on {report.dump.path} does not tell the samples apart.",
+            remedy="They are counted in a survey: `nandoctor plot DUMP --kind samples`, or replay with --survey.",
+        )
+    low = report.runs.autocast.dtype
+    columns = [_classify(pair.autocast, num_samples, low) for pair in layers.pairs]
+    image = np.array(columns).T
+    cut = f", the first {MAX_SAMPLES} samples" if num_samples == MAX_SAMPLES else ""
+    return draw_by_layer(
+        report,
+        lambda axes, _, shown: _draw_panel(axes, image[:, shown.start : shown.stop], shown, set(image.flat)),
+        finding=_write_finding(layers, image, low),
+        what=f"under {low} autocast{cut}",
+    )
+
+
+def _find_batch(report: Report, layers: Layers) -> int | None:
+    """The number of samples: that of the saved inputs, else the commonest along dimension 0 of what was counted."""
+    counted = Counter(
+        min(stats.shape[0], MAX_SAMPLES)
+        for pair in layers.pairs
+        for stats in (pair.autocast.outputs if pair.autocast else ())
+        if stats.census is not None and stats.census.by_sample
+    )
+    saved = {min(array.shape[0], MAX_SAMPLES) for array in report.dump.arrays if array.shape and array.role == "input"}
+    likely = saved & set(counted) or set(counted)
+    return max(likely, key=lambda size: counted[size], default=None)
+
+
+def _classify(row: LayerRow | None, num_samples: int, low: FloatFormat) -> list[int]:
+    """One class for each sample, the worst over the outputs."""
+    classes = [_BLANK] * num_samples
+    for stats in row.outputs if row is not None else ():
+        if len(stats.shape) < 2 or min(stats.shape[0], MAX_SAMPLES) != num_samples:
+            continue
+        counted = stats.census.by_sample if stats.census is not None else ()
+        found = [_class_of(sample, low) for sample in counted] or [_FINITE if stats.finite else _BLANK] * num_samples
+        classes = [max(pair) for pair in zip(classes, found, strict=True)]
+    return classes
+
+
+def _class_of(sample: SampleStats, low: FloatFormat) -> int:
+    if sample.num_bad:
+        return _BAD
+    room = low.headroom_bits(sample.absmax or 0.0)
+    return _NEAR if room <= NEAR_BITS else _CLOSE if room <= ROOM_BITS else _ROOM
+
+
+def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], low: FloatFormat) -> str:
+    """The samples that go bad and where, and those that come near."""
+    num_samples = image.shape[0]
+    bad = [sample for sample in range(num_samples) if _BAD in image[sample]]
+    near = [sample for sample in range(num_samples) if sample not in bad and _NEAR in image[sample]]
+    close = f"; {_list(near, num_samples)} near the limit" if near else ""
+    if not bad:
+        return f"No sample goes non-finite under {low} autocast{close}."
+    start = min(int(np.argmax(image[sample] == _BAD)) for sample in bad)
+    first = [sample for sample in bad if image[sample, start] == _BAD]
+    later = f", {_list([s for s in bad if s not in first], num_samples)} later" if len(first) < len(bad) else ""
+    rest = "" if len(bad) == num_samples else "; the others stay finite"
+    finding = f"{_list(first, num_samples)} non-finite from {layers.pairs[start].label} on{later}{rest}{close}."
+    return finding[:1].upper() + finding[1:]
+
+
+def _list(samples: Sequence[int], num_samples: int) -> str:
+    if len(samples) == num_samples:
+        return "every sample is"
+    listed = join_first([str(sample) for sample in samples], 4)
+    return f"sample {listed} is" if len(samples) == 1 else f"samples {listed} are"
+
+
+def _draw_panel(
+    axes: Axes, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shown: range, classes: set[int]
+) -> Sequence[Artist]:
+    axes.imshow(
+        image,
+        aspect="auto",
+        extent=(shown.start - 0.5, shown.stop - 0.5, image.shape[0] - 0.5, -0.5),
+        cmap=ListedColormap(_COLORS),
+        vmin=-0.5,
+        vmax=len(_COLORS) - 0.5,
+        interpolation="nearest",
+    )
+    axes.set_ylabel("sample")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
+    return list(_legend(classes))
+
+
+def _legend(classes: set[int]) -> Iterator[Artist]:
+    for kind, name in _NAMES.items():
+        if kind in classes:
+            yield Patch(facecolor=_COLORS[kind], edgecolor="#999999", linewidth=0.5, label=name)

@@ -1,0 +1,61 @@
+"""The names of layers along the ranges plot.
+
+In: layers and a matplotlib axes whose x is the index of a layer. Out: tick labels, all of them or those that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from matplotlib.axes import Axes
+
+from nandoctor.renderers.layers import LayerPair, Layers
+from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS
+from nandoctor.text import printable, shorten
+
+_NAME_WIDTH = 44
+_MAX_NAMES = 70
+_FAIR_NUMBER = 12
+_MAX_DEPTH = 6
+
+
+def name_layers(axes: Axes, layers: Layers, shown: range) -> None:
+    """Name the layers at the indices `shown`: each of them, or where they are too many the blocks they lie in."""
+    if len(shown) > MAX_BARS:
+        _write(axes, _choose(layers), layers.first_bad)
+    else:
+        _write(axes, [(index, layers.pairs[index].label) for index in shown], layers.first_bad)
+
+
+def _choose(layers: Layers) -> list[tuple[int, str]]:
+    """The first bad layer, and blocks of the model where they begin, as far as their names do not collide."""
+    wanted = _block_starts(layers.pairs)
+    if layers.first_bad is not None:
+        wanted.insert(0, (layers.first_bad, layers.pairs[layers.first_bad].label))
+    chosen: list[tuple[int, str]] = []
+    for index, name in wanted:
+        if all(abs(index - other) >= len(layers.pairs) / _MAX_NAMES for other, _ in chosen):
+            chosen.append((index, name))
+    return sorted(chosen)
+
+
+def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
+    """Where each block begins, and its path: the coarsest split of the model that gives a fair number of blocks."""
+    modules = [pair.either.module.split(".") for pair in pairs]
+    starts: list[tuple[int, str]] = []
+    for depth in range(1, _MAX_DEPTH + 1):
+        blocks = [".".join(steps[:depth]) for steps in modules]
+        starts = [(i, block) for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block]
+        if len(starts) >= _FAIR_NUMBER:
+            break
+    return starts
+
+
+def _write(axes: Axes, named: list[tuple[int, str]], first_bad: int | None) -> None:
+    names = [shorten(printable(name), _NAME_WIDTH) for _, name in named]
+    # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
+    axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
+    axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
+    for (index, _), label in zip(named, axes.get_xticklabels(), strict=True):
+        if index == first_bad:
+            label.set(color=BAD_COLOR, weight="bold")

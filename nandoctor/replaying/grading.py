@@ -1,0 +1,113 @@
+"""How well a replay agrees with the output that the dump saved.
+
+In: the saved output and what the model returned. Out: a `Reproduction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import DumpError
+from nandoctor.evidence.report import Grade, Reproduction
+from nandoctor.tracing.module_tracer import walk_tensors
+
+
+def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()) -> list[str]:
+    """The names of the arrays that are saved outputs, the one to grade against first.
+
+    `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a
+    floating-point array of no known role that holds some is taken for one: a training script saves its dump because of
+    it. What the model has `taken` by its name is none, nor is one of no known role that the user's functions `read`.
+
+    Raises:
+        DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
+    """
+    if dump.recorded is not None and key is None:
+        return _recorded_outputs(dump)
+    named = [name for name in dump.arrays if role_of(name) == "output" and name not in taken]
+    named.sort(key=lambda name: _is_finite(dump.arrays[name]))
+    if key is not None and key in dump.arrays:
+        return [key, *(name for name in named if name != key)]
+    if key is not None and not named:
+        raise DumpError(
+            f"The dump has no array {key!r}.",
+            remedy=f"--output takes the name of the saved output: {', '.join(dump.arrays) or '(there are no arrays)'}.",
+        )
+    if named:
+        return named
+    return [
+        name
+        for name, array in dump.arrays.items()
+        if role_of(name) == "unknown" and name not in {*taken, *read} and not _is_finite(array)
+    ]
+
+
+def _is_finite(array: torch.Tensor) -> bool:
+    return not array.is_floating_point() or bool(torch.isfinite(array).all())
+
+
+def _recorded_outputs(dump: Dump) -> list[str]:
+    """What the recorder saved as output, the largest array of floating-point numbers first."""
+    names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
+    return sorted(names, key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
+
+
+def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
+    """Compare the saved array with its counterpart in `output`; `no-reference` where either is missing.
+
+    The counterpart is the leaf at that very place, else the field of that name (`logit` also finds `logits`), else the
+    only tensor of that shape.
+    """
+    if saved is None:
+        return Reproduction(grade="no-reference")
+    name, reference = saved
+    leaves = {path: leaf.detach() for path, leaf in walk_tensors(output) if not leaf.is_nested}
+    path = _find_counterpart(key or name, reference, leaves)
+    if path is None:
+        return Reproduction(grade="no-reference", output=name)
+    replayed = leaves[path].to("cpu", reference.dtype).reshape(reference.shape)
+    saved_bad, replayed_bad = ~torch.isfinite(reference), ~torch.isfinite(replayed)
+    both = ~(saved_bad | replayed_bad)
+    return Reproduction(
+        grade=_judge(reference, replayed, saved_bad, replayed_bad),
+        output=name,
+        num_bad_saved=int(saved_bad.sum()),
+        num_bad_replayed=int(replayed_bad.sum()),
+        numel=reference.numel(),
+        max_rel_err=_max_relative_error(replayed[both], reference[both]),
+    )
+
+
+def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+    if name in leaves and leaves[name].shape == reference.shape:
+        return name
+    fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
+    named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
+    choices = named or fitting
+    return choices[0] if len(choices) == 1 else None
+
+
+def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(size for size in tensor.shape if size != 1)
+
+
+def _judge(
+    reference: torch.Tensor, replayed: torch.Tensor, saved_bad: torch.Tensor, replayed_bad: torch.Tensor
+) -> Grade:
+    if torch.equal(saved_bad, replayed_bad):
+        same = torch.where(torch.isnan(reference), torch.isnan(replayed), replayed == reference)
+        return "exact" if bool(same.all()) else "same-mask"
+    return "elsewhere" if bool(replayed_bad.any()) else "finite"
+
+
+def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
+    if not reference.numel():
+        return None
+    largest = reference.double().abs().max()
+    difference = (replayed.double() - reference.double()).abs().max()
+    return float(difference / largest) if largest > 0 else float(difference)

@@ -1,0 +1,231 @@
+"""Matches the arrays of a dump to the parameters of a model's forward.
+
+In: a model, the dump's arrays by name, and what the user said. Out: `Binding`s, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.array_roles import role_of
+from nandoctor.errors import ModelError
+
+WHOLE_BATCH = "*"
+
+_MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
+# Without values() and copy(), which tensors and models have as well.
+_MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
+_BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """One way to call the model: `arrays` names what it takes, `forward(model, batch)` makes the call."""
+
+    description: str
+    arrays: tuple[str, ...]
+    forward: Callable[[nn.Module, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameters:
+    """What forward takes: its named parameters in order, those without a default, and the name of its *args."""
+
+    named: tuple[inspect.Parameter, ...]
+    required: tuple[inspect.Parameter, ...]
+    variadic: str | None = None
+
+
+def bind_user_call(function: Callable[..., Any], name: str, arrays: Sequence[str]) -> Binding:
+    """The binding for a user's own `function(model, batch) -> output`, which gets every array."""
+    return Binding(description=f"{name}(model, batch)", arrays=tuple(arrays), forward=function)
+
+
+def bind_inputs(inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str]) -> Binding:
+    """The binding that the user spelled out: names by position, `parameter=array` pairs, or "*" for a dict of all.
+
+    `available` and `tensors` as in `find_bindings`.
+
+    Raises:
+        ModelError: an array is not in the dump.
+    """
+    if tuple(inputs) == (WHOLE_BATCH,):
+        return _bind_whole(available, tensors)
+    pairs = [(item.partition("=")[0], item.partition("=")[2]) if "=" in item else ("", item) for item in inputs]
+    for _, array in pairs:
+        if array not in available:
+            raise ModelError(
+                f"The dump has no array {array!r}.",
+                remedy=f"--inputs takes names from: {', '.join(available) or '(none)'}.",
+            )
+    return _bind_names([array for name, array in pairs if not name], {name: array for name, array in pairs if name})
+
+
+def find_bindings(model: nn.Module, available: Mapping[str, Any], tensors: Sequence[str]) -> list[Binding]:
+    """Ways to call `model` with what is `available` (arrays and plain values), the likeliest first.
+
+    By the names of forward's parameters; one parameter that is left takes the one array of `tensors` that is left and
+    is no target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in.
+
+    Raises:
+        ModelError: there is no way, or several and nothing to choose by; the candidates are listed.
+    """
+    parameters = _read_parameters(model)
+    named = {p.name: array for p in parameters.named if (array := _find_array(p.name, available))}
+    unmet = [p for p in parameters.required if p.name not in named]
+    left = [name for name in tensors if name not in named.values()]
+    spare = [name for name in left if role_of(name) != "target"] or left
+    if not unmet and named:
+        return [_bind_parameters(parameters, named)]
+    if not unmet and parameters.named:
+        unmet = [parameters.named[0]]
+    if not unmet and parameters.variadic and len(spare) == 1:
+        return [_bind_names(spare, {})]
+    if len(unmet) == 1:
+        whole = [_bind_whole(available, tensors)] if not named else []
+        single = [_bind_parameters(parameters, named | {unmet[0].name: spare[0]})] if len(spare) == 1 else []
+        takes_mapping = _takes_mapping(model, unmet[0])
+        if single or (whole and takes_mapping):
+            return whole + single if takes_mapping else single + whole
+    raise _explain_ambiguity(model, parameters, unmet, spare, available)
+
+
+def required_names(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that forward cannot do without."""
+    return frozenset(parameter.name for parameter in _read_parameters(model).required)
+
+
+def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
+    """The array of a parameter's name, or the only one of that name in a container ("image" finds "batch.image")."""
+    if parameter in available:
+        return parameter
+    nested = [name for name in available if name.endswith(f".{parameter}")]
+    return nested[0] if len(nested) == 1 else None
+
+
+def _bind_parameters(parameters: _Parameters, chosen: Mapping[str, str]) -> Binding:
+    """The call that gives each parameter its chosen array, by name wherever forward allows it."""
+    positional = [p.name for p in parameters.named if p.kind is p.POSITIONAL_ONLY and p.name in chosen]
+    keyword = {parameter: array for parameter, array in chosen.items() if parameter not in positional}
+    return _bind_names([chosen[parameter] for parameter in positional], keyword)
+
+
+def _bind_names(positional: Sequence[str], keyword: Mapping[str, str]) -> Binding:
+    shown = [*positional, *(name if name == array else f"{name}={array}" for name, array in keyword.items())]
+
+    def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        return model(*(batch[name] for name in positional), **{name: batch[array] for name, array in keyword.items()})
+
+    return Binding(description=f"model({', '.join(shown)})", arrays=(*positional, *keyword.values()), forward=forward)
+
+
+def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str]) -> Binding:
+    """The call with everything as one dict; a batch saved as a dict of its own ("batch.image") is that dict again."""
+    container = tensors[0].partition(".")[0] + "." if tensors else ""
+    prefix = container if all(name.startswith(container) for name in tensors) else ""
+    arrays = {name.removeprefix(prefix): name for name in available if name.startswith(prefix)}
+
+    def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        return model({key: batch[name] for key, name in arrays.items()})
+
+    return Binding(description=f"model({{{', '.join(arrays)}}})", arrays=tuple(arrays.values()), forward=forward)
+
+
+def _read_parameters(model: nn.Module) -> _Parameters:
+    inner = _inner(model)
+    if isinstance(inner, torch.jit.ScriptModule):
+        return _read_schema(inner)
+    parameters = list(inspect.signature(inner.forward).parameters.values())
+    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return _Parameters(
+        named=named,
+        required=tuple(p for p in named if p.default is p.empty),
+        variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
+    )
+
+
+def _read_schema(model: torch.jit.ScriptModule) -> _Parameters:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    schema: Any = model.forward.schema  # type: ignore[attr-defined]  # a ScriptMethod, which has one
+    arguments = schema.arguments[1:]  # the first is the module itself
+    named = tuple(inspect.Parameter(a.name, kind, annotation=str(a.type)) for a in arguments)
+    required = tuple(p for p, a in zip(named, arguments, strict=True) if not a.has_default_value())
+    return _Parameters(named=named, required=required)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module whose forward has the names: wrappers (DataParallel, a compiled module) hand anything on."""
+    children = list(model.children())
+    if isinstance(model, torch.jit.ScriptModule) or len(children) != 1:
+        return model
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return _inner(children[0]) if takes_anything else model
+
+
+def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
+    """Whether forward uses this parameter as a dict: by its annotation, by what the code does with it, by its name."""
+    annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
+    if _MAPPING_ANNOTATION.search(annotation):
+        return True
+    if "Tensor" in annotation:
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_inner(model).forward)))
+    except (OSError, TypeError, SyntaxError):
+        return parameter.name in _BATCH_NAMES
+    uses = [node for node in ast.walk(tree) if _mentions(node, parameter.name)]
+    return any(_is_mapping_use(node) for node in uses) or parameter.name in _BATCH_NAMES
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(child, ast.Name) and child.id == name for child in _direct_values(node))
+
+
+def _direct_values(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, (ast.Subscript, ast.Attribute)) or (isinstance(node, ast.keyword) and node.arg is None):
+        yield node.value
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        yield node.comparators[0]
+
+
+def _is_mapping_use(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    if isinstance(node, ast.Attribute):
+        return node.attr in _MAPPING_METHODS
+    return isinstance(node, ast.keyword) or (
+        isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+    )
+
+
+def _explain_ambiguity(
+    model: nn.Module,
+    parameters: _Parameters,
+    unmet: Sequence[inspect.Parameter],
+    spare: Sequence[str],
+    available: Mapping[str, Any],
+) -> ModelError:
+    wanted = ", ".join(p.name for p in unmet) or (f"*{parameters.variadic}" if parameters.variadic else "no array")
+    lines = [f"  {name} {_shape_of(available[name])}" for name in spare]
+    found = "\n".join(lines) if lines else "  none"
+    example = ",".join(spare[: max(1, len(unmet))]) or "image"
+    return ModelError(
+        f"It is not clear how to call {type(_inner(model)).__name__}: forward wants {wanted}, "
+        f"and these saved arrays could go in:\n{found}",
+        remedy=f"Name them in order with --inputs (for example --inputs {example}), "
+        "by parameter with --inputs x=image, all as one dict with --inputs '*', or give --call file.py:function.",
+    )
+
+
+def _shape_of(value: Any) -> str:
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" if hasattr(value, "shape") else repr(value)

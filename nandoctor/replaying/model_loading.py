@@ -1,0 +1,294 @@
+"""Finds, builds and loads the model that a dump belongs to.
+
+In: a SPEC (`package.module:attr` or `path/to/file.py:attr`) or a live Module, and a state dict. Out: a Module.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from nandoctor.errors import ModelError
+from nandoctor.replaying.script_import import importing, stopped
+
+_CUT_SHORT = (
+    " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
+    "under `if __name__ == '__main__':`."
+)
+
+_MAX_NAMES_SHOWN = 5
+_MAX_NAMES_COMPARED = 10
+
+_entered_folders: set[Path] = set()
+"""The folders that nandoctor itself put on the import path of this process."""
+
+
+def build_model(
+    spec: str | nn.Module | Callable[..., nn.Module], arguments: Mapping[str, Any], *, directory: Path | None = None
+) -> nn.Module:
+    """Find what `spec` names and make a Module of it.
+
+    `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and
+    packages are looked up from `directory`, the working directory by default. A live Module is copied, so that the
+    caller's own stays as it is.
+
+    Raises:
+        ModelError: nothing there, the code fails when imported or called, or it makes something else.
+    """
+    found = find_attribute(spec, directory=directory) if isinstance(spec, str) else spec
+    name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
+    if isinstance(found, nn.Module):
+        if arguments:
+            raise ModelError(
+                f"{name} is a Module already, so it takes no arguments: {', '.join(arguments)}.",
+                remedy="Drop --model-arg, or name the class or a function that builds the model.",
+            )
+        return _copy(found, name)
+    if not callable(found):
+        raise ModelError(
+            f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
+            remedy="Point --model at the class or function that builds the network.",
+        )
+    return _call_factory(found, arguments, name)
+
+
+def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
+    """The object that a SPEC names; a SPEC's file or package is imported, with its folder on the import path.
+
+    Raises:
+        ModelError: the SPEC is malformed, or nothing is found there.
+    """
+    location, separator, attribute = spec.rpartition(":")
+    if not separator or not location or not attribute:
+        raise ModelError(
+            f"{spec!r} does not say where to look and what to take.",
+            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
+        )
+    base = directory or Path.cwd()
+    module = _import_file(base / location) if location.endswith(".py") else _import_package(location, base)
+    value: Any = module
+    for name in attribute.split("."):
+        if not hasattr(value, name):
+            raise ModelError(
+                f"{location} has no {attribute!r}.{_suggest(name, _public_names(value))}",
+                remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if module in stopped else ""),
+            )
+        value = getattr(value, name)
+    return value
+
+
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> list[str]:
+    """Copy `state` into `model`, and return notes on what was adapted.
+
+    A prefix that only one side carries (`model.`, `module.`, a wrapper's name) is added or taken off.
+
+    Raises:
+        ModelError: names or shapes disagree and `strict` is set, or nothing at all fits.
+    """
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    state, notes = _fit_prefix(state, own)
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    known = [name for name in own if name in state and not is_lazy(own[name])]
+    reshaped = [name for name in known if own[name].shape != state[name].shape]
+    problems = [*_describe_names("missing from the dump", missing, unexpected)]
+    problems += _describe_names("not in the model", unexpected, missing)
+    problems += _describe_shapes(reshaped, own, state)
+    num_fitting = len(own) - len(missing) - len(reshaped)
+    if problems and (strict or not num_fitting):
+        raise ModelError(
+            f"The dump's weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
+            + "\n".join(problems),
+            remedy="Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits "
+            "and leave the rest as the model initialises it."
+            if num_fitting
+            else "This is another model's state dict: check --model.",
+        )
+    fitting = {name: state[name] for name in own if name in state and name not in reshaped}
+    model.load_state_dict(fitting, strict=False)
+    return notes + [f"--no-strict: {problem}" for problem in problems]
+
+
+def _copy(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"{name} cannot be copied ({type(error).__name__}: {error}), and the replay must not write to yours.",
+            remedy="Pass a function that builds the model instead of the model itself.",
+        ) from error
+
+
+def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = factory(**arguments)
+    except Exception as error:
+        raise ModelError(
+            f"{name}{_signature(factory)} raised {type(error).__name__}{place_of(error)}: {error}",
+            remedy="Give the arguments it needs with --model-arg K=V, once for each.",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{name} returned a {type(model).__name__}, not a Module.",
+            remedy="Point --model at a function that returns the network itself.",
+        )
+    return model
+
+
+def _signature(factory: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(factory))
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        near = _suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise ModelError(f"There is no file {path}.{near}", remedy="Check the part of the SPEC before the colon.")
+    _enter_folder(path.parent)
+    name = path.stem
+    while name in sys.modules and _folder_of(name) != path.parent:
+        name += "_"  # a file called types.py must not take the place of Python's own
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Registered under its name so that dataclasses, pickling and the file's own imports find it.
+    sys.modules[name] = module
+    try:
+        with importing(module), _explained(str(path)), torch.random.fork_rng(devices=[]):
+            spec.loader.exec_module(module)
+    except ModelError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_package(name: str, directory: Path) -> ModuleType:
+    _enter_folder(directory.resolve())
+    with _explained(name), torch.random.fork_rng(devices=[]):
+        return importlib.import_module(name)
+
+
+def _enter_folder(folder: Path) -> None:
+    """Put a folder first on the import path, where it stays: the model may import more when it is built or run.
+
+    A module that came from another such folder makes way where this one has a module of the same name: the `utils` of
+    one project is not the `utils` of the next.
+    """
+    others = _entered_folders - {folder}
+    roots = {name.partition(".")[0] for name in sys.modules}
+    stale = {root for root in roots if _folder_of(root) in others and _holds(folder, root)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
+        del sys.modules[name]
+    entry = str(folder)
+    if entry not in sys.path:
+        _entered_folders.add(folder)
+    sys.path[:] = [entry, *(other for other in sys.path if other != entry)]
+    importlib.invalidate_caches()
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+
+
+def _folder_of(name: str) -> Path | None:
+    """The folder on the import path that a top-level module came from, None for those that came from elsewhere."""
+    attributes = getattr(sys.modules.get(name), "__dict__", {})
+    place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
+    return Path(place).parent if place else None
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}",
+            remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "
+            "import belongs under `if __name__ == '__main__':`.",
+        ) from error
+
+
+def place_of(error: BaseException) -> str:
+    """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "nandoctor") and package not in sys.stdlib_module_names:
+            place = f" at {frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _fit_prefix(
+    state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+    """The state under the prefix, taken off or put on, that makes the most names fit."""
+
+    def renamed(prefix: str, *, add: bool) -> dict[str, torch.Tensor]:
+        if add:
+            return {prefix + name: tensor for name, tensor in state.items()}
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+    choices: list[tuple[Mapping[str, torch.Tensor], list[str]]] = [(state, [])]
+    for prefix in _prefixes(state, own):
+        kept = renamed(prefix, add=False)
+        dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
+        choices.append((kept, [f"The prefix {prefix!r} was taken off the dump's names{dropped}."]))
+    choices += [
+        (renamed(prefix, add=True), [f"The prefix {prefix!r} was put before the dump's names."])
+        for prefix in _prefixes(own, state)
+    ]
+    return max(choices, key=lambda choice: sum(name in own for name in choice[0]))
+
+
+def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
+    """What stands before a name of `shorter` wherever it ends a name of `longer`; judged by its longest names."""
+    names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
+    return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
+
+
+def _describe_names(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    if not names:
+        return
+    shown = [name + _suggest(name, others) for name in names[:_MAX_NAMES_SHOWN]]
+    rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
+
+
+def _describe_shapes(
+    names: Sequence[str], own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    if not names:
+        return
+    shown = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in names[:_MAX_NAMES_SHOWN]]
+    rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    yield f"  {len(names)} of another shape (dump for model): {', '.join(shown)}{rest}"
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f" (nearest: {near[0]})" if near else ""
+
+
+def _public_names(value: Any) -> list[str]:
+    return [name for name in dir(value) if not name.startswith("_")]

@@ -1,0 +1,67 @@
+"""The saved state of an optimizer, measured and given the names of the model's parameters.
+
+In: the second moments of a dump, and the model. Out: `OptimizerSlot`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.tracing.tensor_stats import collect, format_of, measure
+
+_TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
+_ROUNDING = 1.05
+
+
+def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
+    """Every second moment with an exact census, flushes judged against `low`."""
+    names = _names(moments, model)
+    slots = []
+    for moment in moments:
+        reading = measure(moment.values, census_for=low)
+        if reading is not None:
+            (stats,) = collect([("", reading)])
+            slots.append(
+                OptimizerSlot(
+                    parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment)
+                )
+            )
+    return tuple(slots)
+
+
+def _safe_eps(moment: SecondMoment) -> float | None:
+    """The smallest eps tried with which the step is what the optimizer promises: finite, and no longer than its bound.
+
+    The bound, over the learning rate: (1 - beta1) / sqrt(1 - beta2) or 1, from Kingma and Ba, "Adam" (2015), 2.1. A
+    gradient that was not kept may be as large as one whose square is still flushed to zero.
+    """
+    decay1, decay2 = moment.decays
+    own = format_of(moment.values.dtype)
+    assert own is not None
+    bound = max((1 - decay1) / math.sqrt(1 - decay2), 1.0)
+    if moment.first is not None:
+        gradient = moment.first / (1 - decay1**moment.step)
+    else:
+        gradient = torch.full_like(moment.values, math.sqrt(own.flush_threshold / (1 - decay2)))
+        gradient = gradient.where(moment.values == 0, 0.0)
+    root = moment.values.sqrt() / math.sqrt(1 - decay2**moment.step)
+    steps = ((eps, gradient / (root + eps)) for eps in _TRIED)
+    return next((eps for eps, step in steps if bool((step.abs() <= _ROUNDING * bound).all())), None)
+
+
+def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
+    """The parameter of each index: by its own name, else by the model's order where every shape agrees with it."""
+    parameters = list(model.named_parameters())
+    named = {moment.index: moment.name for moment in moments if moment.name in dict(parameters)}
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    for given in (parameters, trained):
+        if not named and all(m.index < len(given) and given[m.index][1].shape == m.values.shape for m in moments):
+            return {moment.index: given[moment.index][0] for moment in moments}
+    return named

@@ -1,0 +1,171 @@
+"""Runs a step as the recorder saw it: the very calls, the generators' states, torch's switches.
+
+In: the `Recorded` of a dump and its arrays. Out: a `Binding`, a loss, and contexts that put everything back.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nandoctor.dumps.backends import BACKENDS
+from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
+from nandoctor.dumps.trees import fill, slots
+from nandoctor.replaying.input_binding import Binding
+from nandoctor.tracing.module_tracer import walk_tensors
+
+Tensors = Mapping[str, torch.Tensor]
+
+_from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
+
+
+def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
+    """The calls of the training, with the arguments that they had; several give the list of what they returned."""
+    names = [name for call in recorded.calls for name in slots([call.args, call.kwargs])]
+
+    def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
+        with _watching(model, recorded) as inside:
+            returned = [_call(model, recorded.method, call, tensors, device) for call in recorded.calls]
+        output = returned[0] if len(returned) == 1 else returned
+        return {"returned": _loss_of(output), **inside} if recorded.method else output
+
+    what = f"model.{recorded.method}" if recorded.method else "model"
+    shown = ", ".join(dict.fromkeys(name.partition(".")[2] for name in names))
+    times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
+    return Binding(description=f"{what}({shown}){times}", arrays=tuple(dict.fromkeys(names)), forward=forward)
+
+
+def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
+    if call.random is not None and _from_saved_states.get():
+        restore_generators(call.random.torch_states, device)
+        restore_host_generators(call.random)
+    return _called(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+
+
+@contextmanager
+def from_saved_states() -> Iterator[None]:
+    """While this is open, each call starts from the generators' states that the dump has for it."""
+    token = _from_saved_states.set(True)
+    try:
+        yield
+    finally:
+        _from_saved_states.reset(token)
+
+
+def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Hand each saved state to the generator that it fits by its size: the CPU's has thousands of bytes, CUDA's 16."""
+    for state in states:
+        if state.numel() == torch.get_rng_state().numel():
+            torch.set_rng_state(state)
+        elif device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(device).numel():
+            torch.cuda.set_rng_state(state, device)
+
+
+def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
+    """The batch as the training loop had it; where it gave none, the arguments of the first call by their names."""
+    if recorded.batch is not None:
+        return fill(recorded.batch, tensors, device)
+    return {name.rpartition(".")[2]: tensors[name] for name in bind_calls(recorded, device).arrays}
+
+
+def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
+    """A loss function that takes the loss that the model itself returned."""
+
+    def loss(output: Any, _: Any) -> torch.Tensor:
+        value = dict(walk_tensors(output))[place]
+        return value if value.dim() == 0 else value.mean()
+
+    return loss
+
+
+@contextmanager
+def recorded_backends(recorded: Recorded | None, device: torch.device) -> Iterator[None]:
+    """Torch's switches as they were, where the replay is on the kind of device that they were set for."""
+    if recorded is None or recorded.autocast is None or recorded.autocast.device != device.type:
+        yield
+        return
+    with ExitStack() as stack:
+        for name, value in recorded.backends.items():
+            if name in BACKENDS and not (name == "num_threads" and not 0 < value <= (os.cpu_count() or 1)):
+                _set_backend(stack, name, value)
+        yield
+
+
+def _set_backend(stack: ExitStack, name: str, value: Any) -> None:
+    read, write = BACKENDS[name]
+    try:
+        before = attrgetter(read)(torch)
+        before = before() if callable(before) else before
+        if type(value) is type(before) and value != before:
+            _write(write, value)
+            stack.callback(_write, write, before)
+    except (AttributeError, RuntimeError):  # a switch that this torch lacks, or does not let be set beside a newer one
+        return
+
+
+def _write(place: str, value: Any) -> None:
+    parent, _, name = place.rpartition(".")
+    owner = attrgetter(parent)(torch) if parent else torch
+    if callable(getattr(owner, name)):
+        getattr(owner, name)(value)
+    else:
+        setattr(owner, name, value)
+
+
+def restore_host_generators(recorded: Recorded | RandomStates) -> None:
+    """Hand numpy's and Python's generators their saved states."""
+    if recorded.numpy_state is not None:
+        np.random.set_state(recorded.numpy_state)
+    if recorded.python_state is not None:
+        random.setstate(recorded.python_state)
+
+
+def _called(model: nn.Module, method: str) -> Callable[..., Any]:
+    """The model's call; a method of its own is called through the forward's place, so that hooks see it."""
+    if not method:
+        return model
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        model.forward = getattr(model, method)
+        try:
+            with warnings.catch_warnings():
+                # A LightningModule logs to a trainer that is not here.
+                warnings.filterwarnings("ignore", message="You are trying to `self.log")
+                return model(*args, **kwargs)
+        finally:
+            del model.forward
+
+    return call
+
+
+@contextmanager
+def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
+    """The outputs of the watched modules, filled in as they are called."""
+    inside: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for name in recorded.watched:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_hook(_keep(inside, name)).remove)
+        yield inside
+
+
+def _keep(inside: dict[str, Any], name: str) -> Callable[..., None]:
+    def keep(_: nn.Module, args: Any, output: Any) -> None:
+        inside[name] = output
+
+    return keep
+
+
+def _loss_of(returned: Any) -> Any:
+    """What a training_step returned: the loss, or a dict that has it."""
+    return returned.get("loss") if isinstance(returned, Mapping) else returned

@@ -1,0 +1,191 @@
+"""`nandoctor repro`: a script with the smallest tensors that still fail, and the nearest case that passes.
+
+In: the report on a dump, and its step, to be run again. Out: the text of a script that was run before it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+import torch
+
+from nandoctor import __version__
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Origin, Report
+from nandoctor.evidence.trace import OpCall
+from nandoctor.replaying.runner import Step, Watch
+from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
+from nandoctor.repro_scripts.nearest_passing import mend
+from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, Cutting, cut
+from nandoctor.repro_scripts.program import Excerpt, Node, Ref
+from nandoctor.repro_scripts.script import write_script
+
+_FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
+_OUTSIDE = ("weight", "buffer", "batch")
+_SEE_REPLAY = "`nandoctor replay` tells how it went, and what could be tried."
+
+
+def make_script(report: Report, step: Step | None, dump: Dump) -> str:
+    """A script that fails as the report says, with torch alone.
+
+    Raises NanDoctorError where there is nothing to show, or where it takes the project's own code to show it.
+    """
+    if report.verdict in ("healthy", "not-reproduced"):
+        raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
+    excerpt, failure = _find_excerpt(report, step, dump)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
+        smallest = shrink(excerpt, failure)
+        script = write_script(smallest, failure, mend(smallest), dict(_facts(report, dump)))
+        _prove(script)
+    return script
+
+
+def _find_excerpt(report: Report, step: Step | None, dump: Dump) -> tuple[Excerpt, Failure]:
+    origin = report.origin
+    if step is None:
+        return _failing(_bad_weight(report, dump))
+    if origin is None:
+        raise NanDoctorError("The report names no origin.", remedy=_SEE_REPLAY)
+    if origin.phase == "optimizer":
+        return _failing(_optimizer_step(origin, dump))
+    backward = origin.phase == "backward"
+    ops = step.run(Watch(ops=True, backward=backward, loss_scale=step.loss_scale)).trace.ops
+    target = _reader_of(origin, ops) if origin.phase in ("state", "input") else _find(origin, ops)
+    cutting = cut(step, ops, target, backward=backward)
+    return _grow(cutting, wants_finite=report.verdict in _FINITE_IN_FP32)
+
+
+def _failing(excerpt: Excerpt) -> tuple[Excerpt, Failure]:
+    failure = find_failure(excerpt)
+    if failure is None:
+        raise NanDoctorError(
+            "The op does not fail by itself, with the tensors that it had.",
+            remedy="The failure hangs on the machine: try --device cuda, or the torch that wrote the dump.",
+        )
+    return excerpt, failure
+
+
+def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
+    key = (origin.module, origin.call, origin.op, origin.nth)
+    for op in ops:
+        if op.key == key:
+            return op
+    if origin.phase != "backward":
+        raise NanDoctorError(f"{origin.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
+    raise NanDoctorError(
+        f"{origin.op} is no op of torch but a custom autograd Function: only the project's own code can show it.",
+        remedy="Call the Function by itself, with torch.autograd.gradcheck or a gradient of the size in the report.",
+    )
+
+
+def _reader_of(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
+    """The first op that takes the bad weight, buffer or array."""
+    takers = [
+        (tensor.stats.finite, -(tensor.stats.absmax or 0.0) if tensor.stats.finite else 0.0, op.order)
+        for op in ops
+        for tensor in op.inputs
+        if tensor.origin in _OUTSIDE and tensor.stats is not None and _belongs(origin, tensor.origin, tensor.path)
+    ]
+    if not takers:
+        raise NanDoctorError("No op was seen to read what is bad.", remedy=_SEE_REPLAY)
+    return ops[min(takers)[2]]
+
+
+def _belongs(origin: Origin, kind: str, path: str) -> bool:
+    return kind == "batch" if origin.phase == "input" else path.rpartition(".")[0] == origin.module
+
+
+def _grow(cutting: Cutting, *, wants_finite: bool) -> tuple[Excerpt, Failure]:
+    """The op alone; where fp32 fails from the same rounded inputs, too, with those before it that made them."""
+    orders = [cutting.target]
+    excerpt, failure = _failing(cutting.excerpt(orders))
+    alone = excerpt, failure
+    while wants_finite and not failure.finite_in_fp32:
+        grown = next(_grown(cutting, orders, failure), None)
+        if grown is None:
+            return alone
+        orders, excerpt, failure = grown
+    for order in sorted(orders)[:-1]:
+        fewer = [other for other in orders if other != order]
+        if failure.is_shown_by(pruned := cutting.excerpt(fewer)):
+            orders, excerpt = fewer, pruned
+    return excerpt, failure
+
+
+def _grown(cutting: Cutting, orders: list[int], failure: Failure) -> Iterator[tuple[list[int], Excerpt, Failure]]:
+    for supplier in cutting.suppliers(orders):
+        with contextlib.suppress(NanDoctorError):  # an op that cannot be run by itself stays outside
+            excerpt, found = _failing(cutting.excerpt([*orders, supplier]))
+            if found.kind == failure.kind:
+                yield [*orders, supplier], excerpt, found
+
+
+def _bad_weight(report: Report, dump: Dump) -> Excerpt:
+    """A file of weights alone: the tensor as it was saved."""
+    name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
+    nodes = (_node("clone_1", "torch.clone", "saved"),)
+    return Excerpt(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": dump.state[name]}, low=torch.float16)
+
+
+def _optimizer_step(origin: Origin, dump: Dump) -> Excerpt:
+    """Adam's quotient for the parameter of the origin, where its gradient was zero."""
+    flushed = [moment for moment in dump.moments if not moment.values.all()]
+    moment = next((m for m in flushed if m.values.numel() == origin.numel), flushed[0])
+    return Excerpt(
+        nodes=(
+            _node("root", "torch.sqrt", "exp_avg_sq"),
+            _node("denominator", "torch.add", "root", "eps"),
+            _node("step", "torch.div", "exp_avg", "denominator"),
+        ),
+        result=Ref(name="step"),
+        leaves={"exp_avg_sq": moment.values, "exp_avg": torch.zeros_like(moment.values)},
+        numbers={"eps": moment.eps},
+        low=torch.float16,
+    )
+
+
+def _node(name: str, function: str, *taken: str) -> Node:
+    return Node(name=name, function=function, mode="plain", args=tuple(Ref(name=other) for other in taken), kwargs={})
+
+
+def _facts(report: Report, dump: Dump) -> Iterator[tuple[str, str]]:
+    yield "dump", dump.path.name
+    origin = report.origin
+    if origin is not None:
+        yield "from", _describe(origin)
+        if origin.source is not None:
+            yield "line", f"{PurePath(origin.source.file).name}:{origin.source.line}: {origin.source.text}"
+    if report.cause is not None:
+        yield "cause", f"{report.cause.code}: {report.cause.explanation}"
+    if report.origin is None:
+        yield "cause", report.headline
+    yield "made by", f"nandoctor {__version__}, torch {torch.__version__}"
+
+
+def _describe(origin: Origin) -> str:
+    place = (origin.module or "the model") + (f" ({origin.type})" if origin.type else "")
+    if origin.op is None:
+        return f"the {'batch' if origin.phase == 'input' else f'state of {place}'}"
+    number = f", call {origin.call + 1}" if origin.call else ""
+    return f"{origin.op} in {place}{number}, {origin.phase}"
+
+
+def _prove(script: str) -> None:
+    """Run the script as it is: it must fail as it says, and the nearest case pass."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(script, "repro.py", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        raise NanDoctorError(
+            f"The script does not show the failure by itself ({type(error).__name__}: {error}).",
+            remedy="`nandoctor replay -o report.json` keeps what is known of it.",
+        ) from error
+    finally:
+        if torch.cuda.is_available():
+            torch.set_default_device(None)

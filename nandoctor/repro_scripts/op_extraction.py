@@ -1,0 +1,345 @@
+"""Cuts the ops around an origin out of a run, with the tensors that they had.
+
+In: a step, and the order of the op that fails. Out: a `Cutting`, of which any part can be made an `Excerpt`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nandoctor.autocast import op_lists
+from nandoctor.autocast.policy import torch_dtype
+from nandoctor.causes.base import ancestors
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.replaying.runner import Step, Watch
+from nandoctor.repro_scripts.program import METHOD, Excerpt, Mode, Node, Ref, find_function, kinds_of
+from nandoctor.tracing.op_call import Invocation
+
+NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
+
+_MAX_DEPTH = 8
+_MAX_OPS = 24
+_LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
+    ("product", (*op_lists.LOWER_PRECISION, *op_lists.SEVERAL_PRODUCTS, *op_lists.CUDNN_RNN)),
+    ("in_fp32", (*op_lists.FP32, *op_lists.FP32_SET_OPT_DTYPE, *op_lists.FP32_APPEND_DTYPE)),
+    ("in_fp32", op_lists.PROMOTE),
+    ("rounded", (*op_lists.NORMS, *op_lists.HALF_ON_CUDA_ALONE)),
+)
+_MODES: dict[str, Mode] = {name: mode for mode, names in _LISTS for name in names}
+_PLAINER_NAMES = {
+    "self": "x",
+    "input": "x",
+    "other": "y",
+    "mat2": "y",
+    "tensor2": "y",
+    "vec2": "y",
+    "tensors[0]": "x",
+    "tensors[1]": "y",
+}
+_CONSTANTS = frozenset({"self", "other", "min", "max", "eps", "value", "fill_value"})
+_TAKEN = frozenset({"case", "low", "torch", "inf", "nan", "got", "passing"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A tensor that an op took: as it was then, and the object itself, by which it is known again."""
+
+    itself: torch.Tensor
+    version: int
+    values: torch.Tensor
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """One op as it ran."""
+
+    call: Invocation
+    taken: Mapping[int, _Taken]
+    given: tuple[torch.Tensor, ...]
+    under_autocast: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gradient:
+    """What came in from behind, and for which of the results."""
+
+    item: int = 0
+    values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """The op `target` and those before it, by their order; `low` is what autocast computed in."""
+
+    target: int
+    pieces: Mapping[int, _Piece]
+    ops: Mapping[int, OpCall]
+    low: torch.dtype
+    gradient: _Gradient | None = None
+    nodes: dict[int, tuple[str, Mode]] = field(default_factory=dict)
+
+    def excerpt(self, orders: Iterable[int]) -> Excerpt:
+        """The ops of these orders; what they take from others becomes a leaf."""
+        return _Assembly(self, sorted(orders)).excerpt()
+
+    def suppliers(self, orders: Iterable[int]) -> Iterator[int]:
+        """The ops that gave what these take, the latest first."""
+        chosen = set(orders)
+        producers = {tensor.producer for order in chosen for tensor in self.ops[order].inputs}
+        yield from sorted((p for p in producers - chosen if p is not None and p in self.pieces), reverse=True)
+
+
+def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> Cutting:
+    """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
+
+    Raises NanDoctorError where the op took what cannot be written down: tensors that are sparse, nested or mapped.
+    """
+    by_order = {op.order: op for op in ops}
+    ends = (op for tensor in target.inputs for op in ancestors(by_order, tensor, _MAX_DEPTH))
+    wanted = {target.order, *sorted({op.order for op in ends if op.order < target.order})[-_MAX_OPS:]}
+    pieces: dict[int, _Piece] = {}
+    refused: dict[int, NanDoctorError] = {}
+    gradient = _Gradient() if backward else None
+
+    def keep(order: int, call: Invocation, output: Any) -> None:
+        if order not in wanted:
+            return
+        try:
+            pieces[order] = _keep(call, output, step.setup.device.type)
+        except NanDoctorError as error:  # raised in here, it would pass for the model's own
+            refused[order] = error
+        if order == target.order and gradient is not None:
+            _await_gradient([leaf for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)], gradient)
+
+    step.run(Watch(ops=True, backward=backward, loss_scale=step.loss_scale), on_op=keep)
+    if target.order in refused:
+        raise refused[target.order]
+    if target.order not in pieces or (gradient is not None and gradient.values is None):
+        raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
+    low = torch_dtype(step.policy.format)
+    return Cutting(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
+
+
+def _keep(call: Invocation, output: Any, device_type: str) -> _Piece:
+    taken = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
+    return _Piece(
+        call=call,
+        taken={id(leaf): _take(leaf, call) for leaf in taken},
+        given=tuple(_copy(leaf) for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)),
+        under_autocast=torch.is_autocast_enabled(device_type),
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _take(tensor: torch.Tensor, call: Invocation) -> _Taken:
+    return _Taken(
+        itself=tensor,
+        version=-1 if tensor.is_inference() else tensor._version,
+        values=_copy(tensor),
+        # Of what an op writes to, a copy without a graph is all that is left.
+        requires_grad=tensor.requires_grad or call.op._schema.is_mutable,
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise _cannot_write(f"a {'nested' if tensor.is_nested else tensor.layout} tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise _cannot_write("a tensor under torch.func")
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
+
+
+def _cannot_write(what: str) -> NanDoctorError:
+    return NanDoctorError(
+        f"The op took {what}, which no literal can stand for.",
+        remedy="`nandoctor replay -o report.json` keeps what is known of it.",
+    )
+
+
+def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
+    def arrive(item: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(values: torch.Tensor) -> None:
+            if gradient.values is None:
+                gradient.item, gradient.values = item, values.detach().cpu().clone()
+
+        return on_gradient
+
+    for item, tensor in enumerate(given):
+        if tensor.requires_grad:
+            tensor.register_hook(arrive(item))  # type: ignore[no-untyped-call]
+
+
+class _Assembly:
+    """Makes an `Excerpt` of some pieces: who takes what from whom, and under which name."""
+
+    def __init__(self, cutting: Cutting, orders: Sequence[int]) -> None:
+        self._cutting = cutting
+        self._orders = orders
+        self._results: dict[int, str] = {}
+        self._leaves: dict[str, torch.Tensor] = {}
+        self._refs: dict[tuple[int, int], Ref] = {}
+        self._numbers: dict[str, float] = {}
+        self._trained: list[str] = []
+
+    def excerpt(self) -> Excerpt:
+        """All of it; the last op's result is what is looked at."""
+        nodes = tuple(self._node(order) for order in self._orders)
+        last = self._cutting.pieces[self._orders[-1]]
+        gradient = self._cutting.gradient
+        name = None
+        if gradient is not None:
+            assert gradient.values is not None
+            name = self._free_name("grad")
+            self._leaves[name] = gradient.values
+        item = gradient.item if gradient is not None else _bad_item(last)
+        return Excerpt(
+            nodes=nodes,
+            result=Ref(name=nodes[-1].name, item=item if len(last.given) > 1 else None),
+            leaves=dict(self._leaves),
+            numbers=dict(self._numbers),
+            low=self._cutting.low,
+            gradient=name,
+            trained=tuple(self._trained) if gradient is not None else (),
+            random=any(self._cutting.pieces[order].call.is_random for order in self._orders),
+        )
+
+    def _node(self, order: int) -> Node:
+        piece = self._cutting.pieces[order]
+        call = piece.call
+        names = [argument.name for argument in call.op._schema.arguments]
+        tensors = {tensor.name: tensor for tensor in self._cutting.ops[order].inputs}
+        args = tuple(self._argument(name, value, piece, tensors) for name, value in zip(names, call.args, strict=False))
+        kwargs = {name: self._argument(name, value, piece, tensors) for name, value in call.kwargs.items()}
+        name = self._free_name(f"{call.name.strip('_')}_{len(self._results) + 1}")
+        function, mode = self._cutting.nodes.setdefault(order, _find_way(piece, self._cutting.low))
+        self._results[order] = name
+        return Node(name=name, function=function, mode=mode, args=args, kwargs=kwargs)
+
+    def _argument(self, name: str, value: Any, piece: _Piece, tensors: Mapping[str, OpTensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(name, piece.taken[id(value)], tensors.get(name))
+        if isinstance(value, (list, tuple)):
+            items = (self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value))
+            return list(items)
+        if type(value) in (int, float) and name in _CONSTANTS and self._may_be_to_blame(value):
+            return self._number("eps" if abs(value) <= LARGEST_EPS else "constant", float(value))
+        return _on_cpu(value)
+
+    def _may_be_to_blame(self, value: float) -> bool:
+        return 0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._cutting.low).max
+
+    def _number(self, name: str, value: float) -> Ref:
+        for known, number in self._numbers.items():
+            if number == value:
+                return Ref(name=known)
+        name = self._free_name(name)
+        self._numbers[name] = value
+        return Ref(name=name)
+
+    def _tensor(self, name: str, taken: _Taken, known: OpTensor | None) -> Ref:
+        """The result of an earlier node, else a leaf, one for all who take the same tensor in the same state."""
+        if known is not None and known.producer in self._results:
+            item = self._find_item(known.producer, taken.values)
+            if item is not None:
+                several = len(self._cutting.pieces[known.producer].given) > 1
+                return Ref(name=self._results[known.producer], item=item if several else None)
+        key = (id(taken.itself), taken.version)
+        if key not in self._refs:
+            origin = known.path.rpartition(".")[2] if known is not None and known.path else name
+            leaf = self._free_name(_PLAINER_NAMES.get(origin, origin))
+            self._leaves[leaf] = taken.values
+            self._refs[key] = Ref(name=leaf)
+            if taken.requires_grad and taken.values.is_floating_point():
+                self._trained.append(leaf)
+        return self._refs[key]
+
+    def _find_item(self, producer: int, values: torch.Tensor) -> int | None:
+        """Which result of the op this is; None where it is another view of what the op wrote to."""
+        given = enumerate(self._cutting.pieces[producer].given)
+        return next((item for item, result in given if _is_same(result, values)), None)
+
+    def _free_name(self, wanted: str) -> str:
+        name = re.sub(r"\W", "_", wanted).strip("_") or "x"
+        name = f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in _TAKEN else name
+        used = {*self._leaves, *self._numbers, *self._results.values()}
+        others = ["y", "z"] if name == "x" else []
+        others += [f"{name}_{i}" for i in range(2, len(used) + 3)]
+        return next(free for free in [name, *others] if free not in used)
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+
+
+def _bad_item(piece: _Piece) -> int:
+    bad = (item for item, tensor in enumerate(piece.given) if tensor.is_floating_point() and kinds_of((tensor,)))
+    return next(bad, 0)
+
+
+def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:
+    """The function and the mode that give by themselves what the op gave in the run."""
+    listed = _MODES.get(str(piece.call.op).removeprefix("aten.").removesuffix(".default"), "plain")
+    modes = dict.fromkeys([listed if piece.under_autocast else "plain", "plain", "in_fp32", "product", "rounded"])
+    for mode in modes:
+        for function in _functions(piece.call):
+            if _gives_the_same(piece, Node(name="", function=function, mode=mode, args=(), kwargs={}), low):
+                return function, mode
+    raise NanDoctorError(
+        f"{piece.call.name} gives something else by itself than in the run, so no script can show it.",
+        remedy="It may be an op of a library of its own: report it there with `nandoctor replay -o report.json`.",
+    )
+
+
+def _functions(call: Invocation) -> Iterator[str]:
+    """Ways to call the op, the most usual first."""
+    name, raw = call.name, call.op._schema.name.partition("::")[2]
+    yield from (f"torch.{place}{name}" for place in ("", "nn.functional.", "special.", "linalg."))
+    yield f"torch.linalg.{name.removeprefix('linalg_')}"
+    yield f"{METHOD}{raw}"
+    yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
+
+
+def _gives_the_same(piece: _Piece, node: Node, low: torch.dtype) -> bool:
+    def value_of(value: Any) -> Any:
+        return piece.taken[id(value)].values if isinstance(value, torch.Tensor) else _on_cpu(value)
+
+    args, kwargs = pytree.tree_map(value_of, (piece.call.args, piece.call.kwargs))
+    node = replace(node, args=args, kwargs=kwargs)
+    try:
+        find_function(node.function)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            made = [leaf for leaf in pytree.tree_leaves(node.run({}, low, low)) if _is_tensor(leaf)]
+    except Exception:  # an argument or a dtype that this way does not take
+        return False
+    if len(made) != len(piece.given):
+        return False
+    return all(_agree(ours, theirs, piece.call) for ours, theirs in zip(made, piece.given, strict=True))
+
+
+def _agree(ours: torch.Tensor, theirs: torch.Tensor, call: Invocation) -> bool:
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    if call.is_random or not ours.is_floating_point():
+        return True
+    if not torch.equal(torch.isfinite(ours), torch.isfinite(theirs)):
+        return False
+    return torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-4, equal_nan=True)

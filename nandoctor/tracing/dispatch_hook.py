@@ -1,0 +1,88 @@
+"""Stands between a model and torch: every op that a thread calls is handed to whoever asked for it.
+
+In: handlers. Out: `intercepting`, a context in which they see each op as the user called it, and may change it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nandoctor.autocast.shared import Shared
+from nandoctor.tracing.module_tracer import OBSERVER_KEY, unobserved
+from nandoctor.tracing.op_call import Invocation, op_name
+
+Proceed = Callable[[Invocation], Any]
+Handler = Callable[[Invocation, Proceed], Any]
+"""Takes an op and what runs it, by way of the handlers further in; returns what the op's caller gets."""
+
+_KEY: Any = torch._C._parse_dispatch_key(OBSERVER_KEY)
+_KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+# Composites of which one part or the other is to blame; they are on no autocast list themselves.
+_LOOKED_INTO = frozenset({"cross_entropy_loss"})
+_SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
+_RUNNER = str(Path(__file__).with_name("runner.py"))
+
+
+class _Handlers(threading.local):
+    def __init__(self) -> None:
+        self.stack: tuple[Handler, ...] = ()
+
+
+_handlers = _Handlers()
+
+
+@contextmanager
+def intercepting(handler: Handler) -> Iterator[None]:
+    """Hand every op of this thread to `handler`; of two contexts the outer one's is asked first."""
+    outer = _handlers.stack
+    with _registration:
+        _handlers.stack = (*outer, handler)
+        try:
+            with torch._C._IncludeDispatchKeyGuard(_KEY):
+                yield
+        finally:
+            _handlers.stack = outer
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        library.fallback(_observe, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+_registration = Shared(_registered)
+
+
+def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    if op_name(op) in _LOOKED_INTO:
+        return op.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
+    with unobserved():
+        return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
+
+
+def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
+    if not handlers:
+        return call.run()
+    return handlers[0](call, lambda changed: _hand_on(handlers[1:], changed))
+
+
+def find_source(frame: FrameType | None = None) -> tuple[str, int] | None:
+    """File and line of the user's innermost frame; None where torch's own modules call each other throughout."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
+        if frame.f_code.co_filename == _RUNNER:
+            return None  # further out is whoever called nandoctor
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,180 @@
+"""Watches the backward pass: which forward op each gradient belongs to, and where a gradient stops being finite.
+
+In: the outputs of traced ops, as their graph grows. Out: `OpCall` records of the backward pass, in its own order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import Exam, OpCall, OpTensor, TensorStats
+from nandoctor.tracing.module_tracer import Owner, unobserved
+from nandoctor.tracing.op_analysis import describe_operand
+from nandoctor.tracing.placement import place_bad
+from nandoctor.tracing.tensor_stats import Reading, collect, measure
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class _Claim(NamedTuple):
+    """Whose a graph node is: the forward op's order (None for a custom Function), its name and its module call."""
+
+    forward: int | None
+    op: str
+    owner: Owner
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    claim: _Claim
+    incoming: list[Reading]
+    outgoing: list[Reading]
+    exam: Exam | None
+
+
+class GradientTracer:
+    """Hooks the graph nodes of traced ops, and records what passes through them in the backward pass.
+
+    A node of a custom autograd Function goes by its class, and belongs to the module call of the last op that ran
+    without a graph, `owner_inside`: that was in the Function's own forward.
+    """
+
+    def __init__(self, *, low: FloatFormat) -> None:
+        self.owner_inside: Owner = ("", "", 0)
+        self._low = low
+        self._claims: dict[Any, _Claim] = {}
+        self._recordings: list[_Recording] = []
+        self._handles = ExitStack()
+
+    def claim(self, outputs: Sequence[torch.Tensor], forward: int, op: str, owner: Owner) -> None:
+        """Note that the nodes between these outputs and whatever was claimed before are those of one forward op."""
+        waiting: list[Any] = [output.grad_fn for output in outputs]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._claims or node.name() == "torch::autograd::AccumulateGrad":
+                continue
+            if isinstance(node, BackwardCFunction):
+                name = type(node).__name__.removesuffix("Backward")
+                self._claims[node] = _Claim(None, name, self.owner_inside)
+            else:
+                self._claims[node] = _Claim(forward, op, owner)
+            self._handles.callback(node.register_hook(self._hook(node)).remove)
+            waiting += [following for following, _ in node.next_functions]
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        self._handles.close()
+
+    def calls(self, forward: Sequence[OpCall]) -> tuple[OpCall, ...]:
+        """The records of the backward pass; `forward` are the traced ops that the nodes were claimed for."""
+        counts: Counter[_Claim] = Counter()
+        calls = []
+        for order, recording in enumerate(self._recordings):
+            claim = recording.claim
+            origin = None if claim.forward is None else forward[claim.forward]
+            module, type_name, call = (origin.module, origin.type, origin.call) if origin else claim.owner
+            calls.append(
+                OpCall(
+                    op=claim.op,
+                    order=order,
+                    module=module,
+                    type=type_name,
+                    call=call,
+                    nth=origin.nth if origin else counts[claim],
+                    phase="backward",
+                    source=origin.source if origin else None,
+                    inputs=tuple(OpTensor(name="grad_output", stats=stats) for stats in _collect(recording.incoming)),
+                    outputs=_collect(recording.outgoing),
+                    scalars=origin.scalars if origin else (),
+                    exam=recording.exam,
+                    forward=claim.forward,
+                )
+            )
+            counts[claim] += 1
+        return tuple(calls)
+
+    def _hook(self, node: Any) -> Callable[[Gradients, Gradients], None]:
+        claim = self._claims[node]
+
+        def on_gradients(outgoing: Gradients, incoming: Gradients) -> None:
+            with unobserved():
+                given = [gradient for gradient in incoming if gradient is not None]
+                made = [gradient for gradient in outgoing if gradient is not None]
+                before = [reading for gradient in given if (reading := measure(gradient)) is not None]
+                after = [reading for gradient in made if (reading := measure(gradient)) is not None]
+                born = _is_finite(before) and not _is_finite(after)
+                exam = self._examine(given, made) if born else None
+            self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, exam=exam))
+
+        return on_gradients
+
+    def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> Exam:
+        bad = next(gradient for gradient in outgoing if not torch.isfinite(gradient).all())
+        made = describe_operand("grad_input", bad, None, bad, self._low)
+        return Exam(
+            num_bad=made.census.num_bad,
+            numel=bad.numel(),
+            kinds=made.census.kinds,
+            samples=made.census.samples,
+            first_index=made.census.first_bad_index,
+            worst_index=made.census.first_bad_index,
+            num_exact_finite=0,
+            exact_absmax=None,
+            exact_at_worst=None,
+            length=None,
+            num_full_rows=None,
+            operands=tuple(
+                describe_operand("grad_output", gradient, made.census.first_bad_index, bad, self._low)
+                for gradient in incoming
+            ),
+            grid=place_bad(~torch.isfinite(bad)),
+        )
+
+
+@contextmanager
+def open_checkpoints() -> Iterator[None]:
+    """A context in which reentrant checkpoints run as plain calls.
+
+    Their backward computes the block again in a graph of its own, and would show all of it as one CheckpointFunction.
+    A block without an input that needs a gradient is left alone: the checkpoint gives it none.
+    """
+    checkpoint = CheckpointFunction.apply
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
+            return function(*args)
+        return checkpoint(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+def bad_gradients(model: nn.Module) -> tuple[TensorStats, ...]:
+    """The non-finite gradients of the parameters, by their names."""
+    readings = [
+        (name, reading)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and (reading := measure(parameter.grad)) is not None
+    ]
+    return tuple(stats for stats in collect(readings) if not stats.finite)
+
+
+def _is_finite(readings: Sequence[Reading]) -> bool:
+    return all(bool(torch.isfinite(reading.limits).all()) for reading in readings)
+
+
+def _collect(readings: Sequence[Reading]) -> tuple[TensorStats, ...]:
+    return collect([("", reading) for reading in readings])

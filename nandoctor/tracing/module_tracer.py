@@ -1,0 +1,243 @@
+"""Watches every module of a model while it runs.
+
+In: a model, and which calls deserve an exact census. Out: `ModuleCall` records; the model is left as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import ModuleCall
+from nandoctor.tracing.tensor_stats import Reading, Readings, collect, collect_all, measure
+
+Owner = tuple[str, str, int]
+"""A module call: path, type name and call number."""
+
+# The dispatcher asks this key before autocast, autograd and the decomposition of composite ops, so an op is seen there
+# once, under the name that the user called. Torch keeps the key for its own tests and gives it no kernels.
+OBSERVER_KEY = "TESTING_ONLY_GenericMode"
+_OBSERVER_KEYS = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(OBSERVER_KEY))  # type: ignore[arg-type]
+
+_MAX_NESTING = 8
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """A context whose ops, being nandoctor's own, are not seen by the op tracer."""
+    return torch._C._ExcludeDispatchKeyGuard(_OBSERVER_KEYS)
+
+
+def walk_tensors(value: Any, path: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested mappings, sequences and dataclasses, with its place; anything else is left in peace.
+
+    Generators are not consumed: the model's caller still needs them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif nesting >= _MAX_NESTING:
+        return
+    else:
+        for step, item in _items(value):
+            yield from walk_tensors(item, (path + step).removeprefix("."), nesting + 1)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{key}", item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", getattr(value, name)) for name in value._fields)
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    """A call under way, and what was read of it so far; `handling` is the exception that its caller was handling."""
+
+    module: nn.Module
+    name: str
+    call: int
+    depth: int
+    enter: int
+    handling: BaseException | None
+    leave: int | None = None
+    inputs: Readings = field(default_factory=list)
+    outputs: Readings = field(default_factory=list)
+
+    @property
+    def type_name(self) -> str:
+        """The module's class; for a ScriptModule the one that it was made from."""
+        module = self.module
+        return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+
+
+class Tracer:
+    """A context in which every call of every module of `model` is recorded.
+
+    Without `measures` nothing but the calls is recorded, for runs whose output alone counts. With `examine` whatever
+    asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`. `on_call` is told after
+    each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
+    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
+    them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        census_for: FloatFormat,
+        examine: bool = False,
+        survey: bool = False,
+        measures: bool = True,
+        on_call: Callable[[int], None] | None = None,
+        producer_of: Callable[[torch.Tensor], int | None] | None = None,
+    ) -> None:
+        self._model = model
+        self._census_for = census_for
+        self._examine = examine
+        self._survey = survey
+        self._measures = measures
+        self._on_call = on_call
+        self._producer_of = producer_of
+        self._calls: list[_Recording] = []
+        self._open: list[_Recording] = []
+        self._num_calls: Counter[str] = Counter()
+        self._num_returned = 0
+        self._ticks = itertools.count()
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Reading | None]] = {}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Tracer:
+        with ExitStack() as hooks:
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+                hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, module in self._model.named_modules():
+                hooks.callback(self._watch_entry(module, name).remove)
+                hooks.callback(self._watch_arguments(module).remove)
+                hooks.callback(self._watch_return(module).remove)
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.close()
+        self._seen.clear()
+
+    def read(self, *values: Any, census: bool = False) -> Readings:
+        """Measure every tensor in `values`; one that was measured before and not written since costs nothing."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), unobserved():
+            found = itertools.chain.from_iterable(map(walk_tensors, values))
+            readings = [(path, self._measure_once(tensor, census)) for path, tensor in found]
+        return [(path, reading) for path, reading in readings if reading is not None]
+
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The calls so far, in the order in which they were entered."""
+        stats = collect_all([call.inputs for call in self._calls] + [call.outputs for call in self._calls])
+        inputs, outputs = stats[: len(self._calls)], stats[len(self._calls) :]
+        return tuple(
+            ModuleCall(
+                module=call.name,
+                type=call.type_name,
+                call=call.call,
+                depth=call.depth,
+                enter=call.enter,
+                leave=call.leave,
+                inputs=taken,
+                outputs=given,
+            )
+            for call, taken, given in zip(self._calls, inputs, outputs, strict=True)
+        )
+
+    def _watch_entry(self, module: nn.Module, name: str) -> RemovableHandle:
+        """Before all other hooks, since what they compute (a spectral norm) is part of the call."""
+
+        def on_entry(_: nn.Module, args: tuple[Any, ...]) -> None:
+            call = _Recording(
+                module=module,
+                name=name,
+                call=self._num_calls[name],
+                depth=len(self._open),
+                enter=next(self._ticks),
+                handling=sys.exc_info()[1],
+            )
+            self._num_calls[name] += 1
+            self._calls.append(call)
+            self._open.append(call)
+
+        # A ScriptModule refuses hooks, which its graph could not keep; Module's own method serves calls from Python.
+        return nn.Module.register_forward_pre_hook(module, on_entry, prepend=True)
+
+    def _watch_arguments(self, module: nn.Module) -> RemovableHandle:
+        """After all other hooks, which may have changed them."""
+
+        def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._open and self._open[-1].module is module:
+                self._open[-1].inputs = self.read(args, kwargs) if self._measures else []
+
+        return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
+
+    def _watch_return(self, module: nn.Module) -> RemovableHandle:
+        def on_return(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not self._open or self._open[-1].module is not module:
+                return  # a hook for all modules raised, so this call was never opened
+            call = self._open.pop()
+            if sys.exc_info()[1] is not call.handling:
+                return  # the forward raised; its caller may catch that and go on
+            call.leave = next(self._ticks)
+            call.outputs = self.read(output) if self._measures else []
+            self._num_returned += 1
+            if self._on_call is not None:
+                self._on_call(self._num_returned)
+
+        return nn.Module.register_forward_hook(module, on_return, always_call=True)
+
+    def owner(self) -> Owner:
+        """The module call that is running, ("", "", 0) before the first and after the last."""
+        if not self._open:
+            return ("", "", 0)
+        call = self._open[-1]
+        return (call.name, call.type_name, call.call)
+
+    def _measure_once(self, tensor: torch.Tensor, census: bool) -> Reading | None:
+        if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed
+            return self._measure(tensor, census)
+        known = self._seen.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            reading = known[2]
+            if reading is None or ((reading.census or not census) and self._is_current(reading, tensor)):
+                return reading
+        reading = self._measure(tensor, census)
+        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
+        return reading
+
+    def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
+        """Whether no traced op has written to the tensor since, be it through `.data`, which counts other versions."""
+        return self._producer_of is None or reading.producer == self._producer_of(tensor)
+
+    def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
+        low = self._census_for
+        reading = measure(tensor, census_for=low if census or self._survey else None, place=census, survey=self._survey)
+        if self._examine and reading is not None and reading.census is None:
+            asks = collect([("", reading)])[0].asks_for_census(low)
+            reading = measure(tensor, census_for=low) if asks else reading
+        if reading is None:
+            return None
+        if self._producer_of is None:
+            return reading
+        return dataclasses.replace(reading, producer=self._producer_of(tensor))

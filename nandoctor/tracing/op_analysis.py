@@ -1,0 +1,140 @@
+"""The exam of an operation that made a non-finite value, while its tensors are still in hand.
+
+In: the op, the arguments it had and the output it gave. Out: an `Exam`: the same op in float64, and what stands out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from nandoctor.evidence.formats import FP64, FloatFormat
+from nandoctor.evidence.trace import Exam, Operand
+from nandoctor.tracing.op_call import Invocation, without_autocast
+from nandoctor.tracing.tensor_stats import census_of, format_of, numbers_in
+
+_PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm", "addbmm"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+
+
+def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> Exam:
+    """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
+    made = [numbers_in(output) for output in outputs]
+    place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
+    bad = ~torch.isfinite(output)
+    own = format_of(output.dtype) or FP64
+    census, _ = census_of(output, own, low, place=True)
+    exact = recompute(call, place, like=output)
+    worst, num_exact_finite = _find_worst(bad, exact)
+    exact_at_worst = None if exact is None else float(exact[worst])
+    taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
+    operands = [(name, values) for name, values in taken if values is not None]
+    return Exam(
+        num_bad=census.num_bad,
+        numel=output.numel(),
+        kinds=census.kinds,
+        samples=census.samples,
+        first_index=census.first_bad_index,
+        worst_index=worst,
+        num_exact_finite=num_exact_finite,
+        exact_absmax=abs(exact_at_worst) if exact_at_worst is not None and num_exact_finite else None,
+        exact_at_worst=exact_at_worst,
+        length=_length(call.name, [tensor for _, tensor in operands], output),
+        num_full_rows=_num_full_rows(call),
+        operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
+        grid=census.grid,
+    )
+
+
+def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of an operand: those of integers as well where they are counted with, as by a division."""
+    is_integer = format_of(tensor.dtype) is None and tensor.dtype is not torch.bool
+    return tensor.double() if is_integer and name in ("self", "other") else numbers_in(tensor)
+
+
+def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:
+    """The op's output at `place` in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
+    try:
+        with torch.no_grad(), without_autocast():
+            output = call.widened().run()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    values = numbers_in(leaves[place]) if place < len(leaves) else None
+    return None if values is None or values.shape != like.shape else values.double()
+
+
+def _find_worst(bad: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
+    """The bad element whose exact value is largest, else the first bad one; and how many are exactly finite."""
+    if exact is not None:
+        magnitudes = torch.where(bad & torch.isfinite(exact), exact.abs(), -1.0)
+        if num_finite := int(torch.count_nonzero(magnitudes >= 0)):
+            return _unravel(magnitudes.argmax(), bad.shape), num_finite
+    return _unravel(bad.to(torch.uint8).argmax(), bad.shape), 0
+
+
+def _unravel(flat: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(flat), tuple(shape)))
+
+
+def describe_operand(
+    name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor, low: FloatFormat
+) -> Operand:
+    """The counts of one operand, and its value where it meets the worst element of `output`."""
+    tensor = tensor.detach()
+    own = format_of(tensor.dtype) or FP64
+    census, limits = census_of(tensor, own, low)
+    return Operand(
+        name=name,
+        dtype=own.name,
+        shape=tuple(tensor.shape),
+        absmax=max(abs(limits[0]), abs(limits[1])) if limits else None,
+        min=limits[0] if limits else None,
+        max=limits[1] if limits else None,
+        census=census,
+        at_worst=_broadcast_value(tensor, worst, output),
+    )
+
+
+def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output: torch.Tensor) -> float | None:
+    """The operand's element that meets the output's element at `index`, where the shapes broadcast."""
+    if index is None:
+        return None
+    try:
+        value = float(tensor.expand(output.shape)[index])
+    except RuntimeError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _length(op: str, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
+    """How many terms one output element sums, for products and reductions."""
+    if not operands:
+        return None
+    if op in _PRODUCTS:
+        left = operands[-2] if op in ("addmm", "addmv", "baddbmm", "addbmm") else operands[0]
+        return left.shape[-1] if left.dim() else None
+    if op in _CONVOLUTIONS and len(operands) > 1:
+        return math.prod(operands[1].shape[1:])
+    if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
+        return operands[0].numel() // output.numel()
+    return None
+
+
+def _num_full_rows(call: Invocation) -> int | None:
+    """Rows that are -inf throughout, along the dimension of a softmax; in attention, along the keys of a mask."""
+    named = dict(call.arguments())
+    if call.name == "scaled_dot_product_attention":
+        mask = named.get("attn_mask")
+        if mask is None:
+            return None
+        hidden = ~mask if mask.dtype == torch.bool else torch.isneginf(mask)
+        return int(hidden.all(-1).sum())
+    scores, dim = named.get("self"), named.get("dim")
+    if not isinstance(scores, torch.Tensor) or not isinstance(dim, int) or not scores.is_floating_point():
+        return None
+    return int(torch.isneginf(scores).all(dim).sum()) if scores.dim() else None

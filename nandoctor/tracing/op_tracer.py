@@ -1,0 +1,312 @@
+"""Watches every operation while a model runs: which module called it, on which line, with what.
+
+In: the aten calls of one thread. Out: `OpCall` records, each op as the user wrote it; torch is left as it was.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import LOSS, Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
+from nandoctor.tracing.gradient_tracer import GradientTracer
+from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.op_analysis import examine
+from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, measure, unwrap
+
+# They give memory as it lies there. What fills it need not be an op: torch.tensor() writes to it directly.
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+OnOp = Callable[[int, Invocation, Any], None]
+"""Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
+
+MAX_EXAMS = 64
+LOSS_OWNER: Owner = (LOSS, "", 0)
+
+Kind = Literal["weight", "buffer", "unread", "batch"]
+"""What a tensor from outside is; an unread buffer is one that ops take and only write: what it holds is all one."""
+
+Name = tuple[Kind, str]
+
+
+class _Tensor(NamedTuple):
+    """A tensor argument as it was before the op ran."""
+
+    name: str
+    reading: Reading | None
+    producer: int | None
+    known_as: Name | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    """An op as it was recorded; the readings stay on the device until they are collected."""
+
+    op: str
+    owner: Owner
+    nth: int
+    phase: Phase
+    source: tuple[str, int] | None
+    inputs: list[_Tensor]
+    outputs: list[Reading]
+    scalars: tuple[tuple[str, float], ...]
+    exam: Exam | None
+
+
+class _Writer(NamedTuple):
+    """Who wrote a tensor last, at which version, and what was read of it."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    order: int | None
+    reading: Reading | None
+
+
+class _Storage(NamedTuple):
+    """A living tensor whose memory this is, and who wrote there last."""
+
+    tensor: weakref.ref[torch.Tensor]
+    order: int | None
+
+
+class OpTracer:
+    """Records the ops of the current thread while `watching()` is open.
+
+    `known` are the tensors from outside with their names. An op that makes non-finite values is examined on the spot,
+    overflow judged against `low`. `gradients` is shown every output, to find the graph nodes of the op, `on_op` every
+    op with its tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        known: Iterable[tuple[Kind, str, torch.Tensor]],
+        low: FloatFormat,
+        gradients: GradientTracer | None = None,
+        on_op: OnOp | None = None,
+    ) -> None:
+        self.phase: Phase = "forward"
+        self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
+        self._names: dict[int, Name] = {}
+        self._low = low
+        self._gradients = gradients
+        self._on_op = on_op
+        self._recordings: list[_Recording] = []
+        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._writers: dict[int, _Writer] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._num_exams = 0
+        for kind, name, tensor in known:
+            self._name(tensor, (kind, name))
+
+    def _name(self, tensor: torch.Tensor, name: Name) -> None:
+        """Know a tensor by its identity, and by its memory under another guise: `weight.data`."""
+        self._names[id(tensor)] = name
+        if tensor.layout == torch.strided and tensor.data_ptr():
+            self._names[tensor.data_ptr()] = name
+            self._storages[_address(tensor)] = _Storage(weakref.ref(tensor), None)
+
+    @contextmanager
+    def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
+        """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
+        self._find_owner = owner
+        with intercepting(self._observe):
+            yield
+
+    def producer_of(self, tensor: torch.Tensor) -> int | None:
+        """The order of the recorded op that wrote `tensor` last, None where it is not known."""
+        tensor = unwrap(tensor)
+        writer = self._find_writer(tensor)
+        if writer is not None and not self._is_outdated(writer, tensor):
+            return writer.order
+        storage = self._find_storage(tensor)
+        return None if storage is None else storage.order
+
+    def calls(self) -> tuple[OpCall, ...]:
+        """The ops so far, in order."""
+        inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
+        outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
+        stats = collect_all(inputs + outputs)
+        pairs = zip(self._recordings, stats, stats[len(inputs) :], strict=False)
+        return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
+
+    def _observe(self, call: Invocation, proceed: Proceed) -> Any:
+        """Run one op and record it. Ops without floating-point output, or with none yet, are run and forgotten."""
+        inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
+        before = call.kept()
+        rng_state = torch.get_rng_state() if call.is_random else None
+        output = proceed(call)
+        leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        readings = [measure(leaf) for leaf in leaves]
+        if not any(readings) or call.name in _UNFILLED:
+            return output
+        exam = None
+        if self._num_exams < MAX_EXAMS and _makes_bad(inputs, readings):
+            # An infinity that the code wrote down is a mask most of the time: every layer may have one.
+            self._num_exams += not any(math.isinf(value) for _, value in call.scalars())
+            exam = self._examine(before, leaves, rng_state)
+        self._record(call, inputs, readings, exam)
+        order = len(self._recordings) - 1
+        if self._gradients is not None:
+            recording = self._recordings[order]
+            self._gradients.claim(leaves, order, recording.op, recording.owner)
+        for leaf, reading in zip(leaves, readings, strict=True):
+            self._remember(leaf, order, reading, wrote=call.op._schema.is_mutable)
+        if self._on_op is not None:
+            self._on_op(order, before, output)
+        return output
+
+    def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
+        known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
+        if known_as is not None and known_as[0] == "unread":
+            return _Tensor(name, None, None, known_as)
+        writer = self._find_writer(tensor)
+        if writer is None or self._is_outdated(writer, tensor):
+            reading, producer = measure(tensor), self.producer_of(tensor)
+            if producer is None and not is_finite(reading):
+                reading = measure(tensor, census_for=self._low)
+            writer = self._remember(tensor, producer, reading)
+        return _Tensor(name, writer.reading, writer.order, known_as)
+
+    def _find_alias(self, tensor: torch.Tensor) -> Name | None:
+        """The name of the tensor from outside that lies at the same place, if nobody wrote there since."""
+        is_strided = tensor.layout == torch.strided
+        return self._names.get(tensor.data_ptr()) if is_strided and self.producer_of(tensor) is None else None
+
+    def _find_writer(self, tensor: torch.Tensor) -> _Writer | None:
+        """What was noted of this very tensor, outdated or not."""
+        writer = self._writers.get(id(tensor))
+        return writer if writer is not None and writer.tensor() is tensor else None
+
+    def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was written to since; also through `.data`, which counts versions of its own."""
+        storage = self._find_storage(tensor)
+        written = None if storage is None else storage.order
+        if writer.version != _version(tensor) or written is None:
+            return writer.version != _version(tensor)
+        return writer.order is None or written > writer.order
+
+    def _find_storage(self, tensor: torch.Tensor) -> _Storage | None:
+        """The memory behind a tensor; None where its owner is gone, and something else may lie there by now."""
+        storage = self._storages.get(_address(tensor))
+        return storage if storage is not None and storage.tensor() is not None else None
+
+    def _remember(
+        self, tensor: torch.Tensor, order: int | None, reading: Reading | None, *, wrote: bool = False
+    ) -> _Writer:
+        writer = _Writer(weakref.ref(tensor), _version(tensor), order, reading)
+        self._writers[id(tensor)] = writer
+        storage = self._find_storage(tensor)
+        if storage is None:
+            self._storages[_address(tensor)] = _Storage(writer.tensor, order)
+        elif wrote:  # a view leaves the memory as it is
+            self._storages[_address(tensor)] = storage._replace(order=order)
+        return writer
+
+    def _record(
+        self, call: Invocation, inputs: list[_Tensor], readings: list[Reading | None], exam: Exam | None
+    ) -> None:
+        owner = LOSS_OWNER if self.phase == "loss" else self._find_owner()
+        if self._gradients is not None and not torch.is_grad_enabled():
+            self._gradients.owner_inside = owner
+        self._recordings.append(
+            _Recording(
+                op=call.name,
+                owner=owner,
+                nth=self._counts[owner, call.name],
+                phase=self.phase,
+                source=find_source(),
+                inputs=inputs,
+                outputs=[reading for reading in readings if reading is not None],
+                scalars=tuple(call.scalars()),
+                exam=exam,
+            )
+        )
+        self._counts[owner, call.name] += 1
+
+    def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> Exam:
+        after = torch.get_rng_state()
+        try:
+            if rng_state is not None:
+                torch.set_rng_state(rng_state)
+            return examine(call, leaves, low=self._low)
+        finally:
+            torch.set_rng_state(after)
+
+
+def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
+    """Whether the op turned finite inputs into non-finite output, infinities into NaN, or those of one sign into both.
+
+    The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the exam tells.
+    """
+    if all(map(is_finite, outputs)):
+        return False
+    before, after = _kinds([tensor.reading for tensor in inputs]), _kinds(outputs)
+    return "nan" not in before and (not before or bool(after - before))
+
+
+def _kinds(readings: Iterable[Reading | None]) -> set[str]:
+    """Which of "nan", "inf" and "-inf" there are; beside a NaN nothing else shows."""
+    limits = [limit for reading in readings if reading is not None for limit in reading.limits.tolist()]
+    return {str(limit) for limit in limits if not math.isfinite(limit)}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Views share their memory, so a write through one of them is found from all; without any, the tensor's own id."""
+    address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    return address or -id(tensor)
+
+
+def _to_call(
+    order: int, recording: _Recording, inputs: tuple[TensorStats, ...], outputs: tuple[TensorStats, ...]
+) -> OpCall:
+    stats = {taken.path: taken for taken in inputs}
+    module, type_name, call = recording.owner
+    return OpCall(
+        op=recording.op,
+        order=order,
+        module=module,
+        type=type_name,
+        call=call,
+        nth=recording.nth,
+        phase=recording.phase,
+        source=_to_source(recording.source),
+        inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
+        outputs=outputs,
+        scalars=recording.scalars,
+        exam=recording.exam,
+    )
+
+
+def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
+    kind, path = tensor.known_as or ("unknown" if tensor.producer is None else "op", "")
+    return OpTensor(
+        name=tensor.name,
+        stats=stats,
+        producer=tensor.producer,
+        origin=kind,  # type: ignore[arg-type]
+        path=path,
+    )
+
+
+def _to_source(source: tuple[str, int] | None) -> SourceLine | None:
+    if source is None:
+        return None
+    file, line = source
+    return SourceLine(file=file, line=line, text=linecache.getline(file, line).strip())

@@ -1,0 +1,211 @@
+"""CUDA's autocast lists: the tables against torch's header, and every entry of torch's own test lists on this CPU."""
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from nandoctor.autocast import op_lists
+from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+
+def macro_entries(macro):
+    """The op names of a macro list, with overloads as `aten` writes them."""
+    body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*\n)", HEADER.read_text()).group(1)
+    return [".".join(entry.replace(" ", "").split(",")) for entry in re.findall(r"_\((\w+(?:, \w+)?)\)", body)]
+
+
+@pytest.mark.parametrize(
+    ("macro", "table"),
+    [
+        ("AT_FORALL_LOWER_PRECISION_FP", op_lists.LOWER_PRECISION),
+        ("AT_FORALL_FP32", op_lists.FP32),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", op_lists.FP32_SET_OPT_DTYPE),
+        ("AT_FORALL_PROMOTE", op_lists.PROMOTE),
+    ],
+)
+def test_table_equals_the_header(macro, table):
+    assert list(table) == macro_entries(macro)
+
+
+def test_norms_equal_the_header():
+    body = HEADER.read_text().split("#define AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(_)")[1].split("#define")[0]
+    assert list(op_lists.FP32_APPEND_DTYPE) == re.findall(r'"(norm\.\w+)"', body)
+    assert body.count("fp32_append_dtype") == len(op_lists.FP32_APPEND_DTYPE)
+
+
+def registered(key):
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def test_tables_equal_what_this_torch_registers_for_cuda():
+    """The header's macros, and what autocast_mode.cpp and AutocastRNN.cpp add by hand."""
+    ours = {
+        *op_lists.LOWER_PRECISION,
+        *op_lists.FP32,
+        *op_lists.FP32_SET_OPT_DTYPE,
+        *op_lists.FP32_APPEND_DTYPE,
+        *op_lists.PROMOTE,
+        *op_lists.BANNED,
+    }
+    only_on_cuda = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn"}
+    assert registered("AutocastCUDA") - only_on_cuda == ours
+
+
+def test_ops_of_the_cpu_list_alone_fall_through():
+    extra = registered("AutocastCPU") - registered("AutocastCUDA") - {*op_lists.HALF_ON_CUDA_ALONE}
+    assert "quantile" in extra
+    half = torch.rand(4, 4, dtype=torch.float16)
+    with cuda_autocast():
+        for name in extra:
+            dump = torch._C._dispatch_dump(f"aten::{name}")
+            assert re.search(r"^AutocastCPU: .*kernels\.py.*\[ fallthrough boxed \]$", dump, re.MULTILINE), name
+        assert torch.trace(half).dtype is torch.float16
+        assert torch.nn.functional.pad(half[None], (1, 1), mode="reflect").dtype is torch.float16
+        promoted = torch.cat([half, half.float()])
+        assert promoted.dtype is torch.float32
+
+
+def load_test_lists():
+    """Torch's own lists of ops and arguments, without the test tools that their module imports and does not use."""
+    tools = SimpleNamespace(TEST_WITH_ROCM=False, TestCase=object)
+    with mock.patch.dict(sys.modules, {"torch.testing._internal.common_utils": tools}):
+        module = import_module("torch.testing._internal.autocast_test_lists")
+    rng = torch.get_rng_state()
+    torch.manual_seed(0)
+    lists = module.AutocastTestLists(torch.device("cpu"))
+    torch.set_rng_state(rng)
+    return lists
+
+
+LISTS = load_test_lists()
+
+CANNOT_RUN = {
+    "cudnn_convolution": "needs cuDNN",
+    "cudnn_convolution_transpose": "needs cuDNN",
+    "einsum": "torch's entry has an equation for four dimensions and operands of two: no device runs it",
+}
+
+# What rounds between its products is compared in test_autocast_products.py.
+SEVERAL_ROUNDINGS = ("chain_matmul", "linalg_multi_dot")
+
+
+def entries(listname, namespace):
+    for number, (name, args, *rest) in enumerate(getattr(LISTS, listname)):
+        kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+        skip = [pytest.mark.skip(reason=CANNOT_RUN[name])] if name in CANNOT_RUN else []
+        yield pytest.param(namespace, name, args, kwargs, id=f"{listname}-{name}-{number}", marks=skip)
+
+
+def call(namespace, name, args, kwargs):
+    if namespace == "method":
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    return getattr(namespace, name)(*args, **kwargs)
+
+
+def change(value, dtype):
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(item, dtype) for item in value)
+    return value
+
+
+def first(result):
+    return result[0] if isinstance(result, (list, tuple)) else result
+
+
+FP16_ENTRIES = [
+    *entries("torch_fp16", torch),
+    *entries("nn_fp16", torch._C._nn),
+    *entries("linalg_fp16", torch._C._linalg),
+    *entries("methods_fp16", "method"),
+]
+FP32_ENTRIES = [
+    *entries("torch_fp32", torch),
+    *entries("nn_fp32", torch._C._nn),
+    *entries("methods_fp32", "method"),
+]
+PROMOTE_ENTRIES = [*entries("torch_need_autocast_promote", torch)]
+BUILTIN_ENTRIES = [
+    *entries("torch_expect_builtin_promote", torch),
+    *(p for p in entries("methods_expect_builtin_promote", "method") if p.values[1] != "__div__"),
+]
+
+
+def test_no_entry_is_forgotten():
+    total = sum(len(getattr(LISTS, name)) for name in vars(LISTS))
+    python_two = 1  # Tensor.__div__ went with Python 2's division; torch's own test skips it as well
+    banned = len(LISTS.banned)
+    collected = FP16_ENTRIES + FP32_ENTRIES + PROMOTE_ENTRIES + BUILTIN_ENTRIES
+    assert len(collected) + python_two + banned == total
+    assert sum(bool(p.marks) for p in collected) == len(CANNOT_RUN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), FP16_ENTRIES)
+def test_low_precision_entry(namespace, name, args, kwargs, dtype):
+    """Output in the region's dtype, and the values of operands rounded to it, computed in fp32, rounded once."""
+    expected = first(call(namespace, name, change(change(args, dtype), torch.float32), kwargs)).to(dtype)
+    with cuda_autocast(dtype):
+        result = first(call(namespace, name, args, kwargs))
+    assert result.dtype is dtype
+    if name not in SEVERAL_ROUNDINGS:
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), FP32_ENTRIES)
+def test_fp32_entry(namespace, name, args, kwargs):
+    expected = first(call(namespace, name, change(args, torch.float32), kwargs))
+    with cuda_autocast():
+        result = first(call(namespace, name, args, kwargs))
+    assert result.dtype is torch.float32
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), PROMOTE_ENTRIES)
+def test_promoted_entry(namespace, name, args, kwargs):
+    expected = call(namespace, name, change(args, torch.float32), kwargs)
+    with cuda_autocast():
+        result = call(namespace, name, args, kwargs)
+    assert result.dtype is torch.float32
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), BUILTIN_ENTRIES)
+def test_entry_that_promotes_itself(namespace, name, args, kwargs):
+    expected = call(namespace, name, args, kwargs)
+    with cuda_autocast():
+        result = call(namespace, name, args, kwargs)
+    if isinstance(expected, torch.Tensor):
+        assert result.dtype is expected.dtype
+        assert torch.equal(result, expected)
+    else:
+        assert result == expected
+
+
+@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), FP16_ENTRIES + FP32_ENTRIES + PROMOTE_ENTRIES)
+def test_reference_computes_every_entry_in_fp32(namespace, name, args, kwargs):
+    expected = first(call(namespace, name, change(args, torch.float32), kwargs))
+    with apply_policy(REFERENCE, torch.device("cpu")):
+        result = first(call(namespace, name, args, kwargs))
+    assert result.dtype is torch.float32
+    assert torch.equal(result, expected)
+
+
+def test_banned_entries():
+    for name, args, namespace in LISTS.banned:
+        with cuda_autocast(), pytest.raises(RuntimeError, match="unsafe to autocast"):
+            getattr(namespace, name)(*args)
+        with cuda_autocast(), torch.autocast("cuda", enabled=False):
+            off = getattr(namespace, name)(*args)
+        with apply_policy(REFERENCE, torch.device("cpu")):
+            assert torch.equal(getattr(namespace, name)(*args), off)

@@ -1,0 +1,273 @@
+"""Policies: what they accept, and that they nest, cross threads, survive exceptions and leave torch as it was."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nandoctor.autocast import op_lists
+from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast, make_policy, torch_dtype
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import BF16, FORMATS, FP8_E4M3, FP16, FP32, FP64, TF32
+
+CPU = torch.device("cpu")
+CUDA_FP16, CUDA_BF16 = make_policy("cuda", FP16), make_policy("cuda", BF16)
+NATIVE_BF16 = make_policy("native", BF16)
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def kernels():
+    names = [*op_lists.LOWER_PRECISION, *op_lists.FP32, *op_lists.CUDNN_RNN, *op_lists.BANNED, "quantile", "cat"]
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
+
+
+@pytest.mark.parametrize("name", ["cuda", "native"])
+@pytest.mark.parametrize("number_format", [FP16, BF16], ids=str)
+def test_formats_that_autocast_takes(name, number_format):
+    assert make_policy(name, number_format) == Policy(name=name, format=number_format)
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format"),
+    [("cuda", FP32), ("cuda", FP64), ("native", TF32), ("native", FP8_E4M3), ("fp32", FP16)],
+)
+def test_formats_that_autocast_does_not_take(name, number_format):
+    with pytest.raises(NanDoctorError, match=number_format.name) as error:
+        make_policy(name, number_format)
+    assert "float" in error.value.remedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.complex64])
+def test_cuda_autocast_refuses_other_dtypes(dtype):
+    with pytest.raises(NanDoctorError, match="does not compute in"), cuda_autocast(dtype):
+        pass
+
+
+def test_the_reference_is_a_policy_of_its_own():
+    assert make_policy("fp32", FP32) == REFERENCE
+
+
+def test_dtypes_of_formats():
+    storable = [f for f in FORMATS.values() if f is not TF32]
+    assert [str(torch_dtype(f)) for f in storable] == [f"torch.{f.name}" for f in storable]
+
+
+def test_policies_nest_and_are_restored_in_order():
+    with apply_policy(CUDA_FP16, CPU):
+        with apply_policy(REFERENCE, CPU):
+            assert product() is torch.float32
+            with apply_policy(CUDA_BF16, CPU):
+                assert product() is torch.bfloat16
+            with apply_policy(NATIVE_BF16, CPU):
+                assert product() is torch.bfloat16
+            assert product() is torch.float32
+        with apply_policy(CUDA_FP16, CPU):
+            assert product() is torch.float16
+        assert product() is torch.float16
+    assert product() is torch.float32
+
+
+@pytest.mark.parametrize("policy", [CUDA_FP16, CUDA_BF16, REFERENCE, NATIVE_BF16], ids=str)
+def test_torch_is_restored_after_an_exception(policy):
+    before = kernels()
+    with pytest.raises(ZeroDivisionError), apply_policy(policy, CPU):
+        raise ZeroDivisionError
+    assert kernels() == before
+    assert product() is torch.float32
+
+
+def test_an_error_in_a_kernel_is_the_users_to_see():
+    with cuda_autocast():
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+        assert product() is torch.float16
+
+
+def test_registration_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with cuda_autocast():
+            product()
+
+
+def test_an_op_that_torch_lacks_is_skipped(monkeypatch):
+    monkeypatch.setattr(op_lists, "FP32", (*op_lists.FP32, "op_of_another_version", "exp.of_another_version"))
+    from nandoctor.autocast import kernels as module
+
+    module._runs.cache_clear()
+    try:
+        with cuda_autocast():
+            assert torch.exp(torch.ones(1).half()).dtype is torch.float32
+    finally:
+        module._runs.cache_clear()
+
+
+def test_threads_run_under_their_own_policies():
+    policies = [CUDA_FP16, CUDA_BF16, REFERENCE]
+    barrier = threading.Barrier(len(policies))
+    before, seen = kernels(), {}
+
+    def replay(policy):
+        barrier.wait(timeout=30)
+        for _ in range(3):
+            with apply_policy(policy, CPU):
+                barrier.wait(timeout=30)
+                seen.setdefault(policy, set()).add(product())
+                with torch.autocast("cuda", enabled=False):
+                    assert product() is torch.float32
+                barrier.wait(timeout=30)
+
+    threads = [threading.Thread(target=replay, args=(policy,)) for policy in policies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert seen == {policy: {torch_dtype(policy.format)} for policy in policies}
+    assert kernels() == before
+
+
+def test_a_thread_may_leave_first():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with cuda_autocast():
+            entered.set()
+            leave.wait(timeout=30)
+
+    before = kernels()
+    thread = threading.Thread(target=hold)
+    with cuda_autocast():
+        thread.start()
+        assert entered.wait(timeout=30)
+    assert kernels() != before
+    leave.set()
+    thread.join(timeout=30)
+    assert kernels() == before
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.use_reentrant = use_reentrant
+        self.dtypes = []
+
+    def block(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            self.dtypes.append(x.dtype)
+            with torch.autocast("cuda", enabled=False):
+                self.dtypes.append(product())
+        return x
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("policy", [CUDA_FP16, REFERENCE, NATIVE_BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_recompute_under_the_same_policy(policy, use_reentrant):
+    plain, model = Checkpointed(None), Checkpointed(use_reentrant)
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 4, requires_grad=True)
+    for module in (plain, model):
+        with apply_policy(policy, CPU):
+            y = module(x)
+            with torch.autocast("cuda", enabled=False):
+                y.float().pow(2).sum().backward()
+    assert model.dtypes[: len(plain.dtypes)] == plain.dtypes
+    recomputed = model.dtypes[len(plain.dtypes) :]
+    assert recomputed
+    assert recomputed == plain.dtypes[: len(recomputed)]
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(x, weight)
+    return torch.softmax(scores, -1) + scores * 0
+
+
+def test_scripted_code_meets_the_same_kernels():
+    x, weight = torch.full((1, 2), 300.0), torch.full((2, 2), 300.0)
+    for _ in range(3):  # TorchScript profiles the first calls and optimizes the later ones
+        with cuda_autocast():
+            assert scripted(x, weight).isnan().all()
+        with apply_policy(REFERENCE, CPU):
+            assert scripted(x, weight).dtype is torch.float32
+            assert scripted(x, weight).isfinite().all()
+    script = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    with cuda_autocast():
+        assert script(torch.randn(2, 4)).dtype is torch.float32
+        assert script[0](torch.randn(2, 4)).dtype is torch.float16
+
+
+@pytest.fixture
+def products():
+    """The settings of a CPU's fp32 products, put back afterwards."""
+    backends = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+    before = [backend.fp32_precision for backend in backends]
+    yield backends
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.parametrize("chosen", ["ieee", "tf32", "bf16"])
+def test_products_of_fp32_tensors_are_not_computed_in_less(products, chosen):
+    """Chosen by hand or by `torch.set_float32_matmul_precision("medium")`, a CPU's fp32 products may run in bf16."""
+    for backend in products:
+        backend.fp32_precision = chosen
+    for policy in (CUDA_FP16, REFERENCE):
+        with apply_policy(policy, CPU):
+            assert [backend.fp32_precision for backend in products] == ["ieee"] * 3
+        assert [backend.fp32_precision for backend in products] == [chosen] * 3
+
+
+def region_in_script(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return torch.mm(x, weight)
+
+
+def test_scripting_code_with_regions_while_the_model_is_built():
+    with cuda_code(CPU):
+        script = torch.jit.script(region_in_script)
+    with apply_policy(REFERENCE, CPU):
+        assert script(torch.ones(1, 2), torch.ones(2, 1)).item() == 2.0
+
+
+def test_a_graph_outlives_the_context():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 1))
+    with cuda_autocast():
+        loss = model(torch.randn(3, 1, 4, 4)).float().pow(2).mean()
+    loss.backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu():
+    device = torch.device("cuda")
+    x = torch.randn(3, 4, device=device)
+    module, rnn = nn.Linear(4, 4).to(device), nn.LSTM(4, 4).to(device)
+    with torch.autocast("cuda", dtype=torch.float16):
+        expected = module(x)
+    with apply_policy(CUDA_FP16, device):
+        assert torch.equal(module(x), expected)
+    with apply_policy(REFERENCE, device):
+        assert module(x.half()).dtype is torch.float32
+        assert rnn(x)[0].dtype is torch.float32
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == "ieee"
+        with torch.autocast("cuda", dtype=torch.float16):
+            assert module(x).dtype is torch.float32
+    with apply_policy(REFERENCE, CPU):
+        assert module.cpu()(x.cpu()).dtype is torch.float32

@@ -1,0 +1,110 @@
+"""Findings made by hand: one op that made something bad, its exam, and the ops before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from made_traces import stats
+
+from nandoctor.causes.base import Finding, GradientFinding
+from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.trace import Exam, OpCall, Operand, OpTensor
+
+NAN, INF = math.nan, math.inf
+
+
+class Recipe:
+    """Ops in their order, each with the numbers that matter; `finding()` blames the last."""
+
+    def __init__(self):
+        self.ops = {}
+
+    def op(self, name, *inputs, made=(1.0,), dtype=FP16, source="op", **scalars):
+        """Add an op that takes earlier ones (by order) or values from outside, and return its order."""
+        order = len(self.ops)
+        self.ops[order] = OpCall(
+            op=name,
+            order=order,
+            module="block",
+            type="Block",
+            call=0,
+            nth=order,
+            phase="forward",
+            source=None,
+            inputs=tuple(self._tensor(i, taken, source) for i, taken in enumerate(inputs)),
+            outputs=(dataclasses.replace(stats(*made), dtype=dtype),),
+            scalars=tuple(scalars.items()),
+        )
+        return order
+
+    def _tensor(self, position, taken, source):
+        name = ("self", "other", "third")[position]
+        if isinstance(taken, int):
+            return OpTensor(name=name, stats=self.ops[taken].outputs[0], producer=taken, origin="op")
+        return OpTensor(name=name, stats=stats(*taken), origin=source)
+
+    def finding(self, *, exact=None, twin_is_finite=True, turned=False, length=None, full_rows=None):
+        """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
+        *_, last = self.ops.values()
+        made = last.outputs[0].census
+        exam = Exam(
+            num_bad=made.num_bad,
+            numel=last.outputs[0].numel,
+            kinds=made.kinds,
+            samples=(),
+            first_index=None,
+            worst_index=None,
+            num_exact_finite=0 if exact is None else 1,
+            exact_absmax=exact,
+            exact_at_worst=exact,
+            length=length,
+            num_full_rows=full_rows,
+            operands=tuple(_operand(tensor, last.outputs[0].dtype) for tensor in last.inputs),
+        )
+        op = dataclasses.replace(last, exam=exam)
+        twin = dataclasses.replace(last, outputs=(stats(1.0 if twin_is_finite else NAN),))
+        return Finding(op=op, twin=twin, turned=turned, ops=self.ops, low=FP16)
+
+
+def _operand(tensor, dtype):
+    numbers = tensor.stats
+    return Operand(
+        name=tensor.name,
+        dtype=dtype.name,
+        shape=numbers.shape,
+        absmax=numbers.absmax,
+        min=numbers.min,
+        max=numbers.max,
+        census=numbers.census,
+        at_worst=numbers.absmax if numbers.finite else None,
+    )
+
+
+def gradient_finding(recipe, forward, *, incoming, outgoing, twins_are_finite=False):
+    """A backward op of the op `forward` of a recipe, with the gradients that came in and went out."""
+    made, given = stats(*outgoing), stats(*incoming)
+    exam = Exam(
+        num_bad=made.census.num_bad,
+        numel=made.numel,
+        kinds=made.census.kinds,
+        samples=(),
+        first_index=None,
+        worst_index=None,
+        num_exact_finite=0,
+        exact_absmax=None,
+        exact_at_worst=None,
+        length=None,
+        num_full_rows=None,
+        operands=(_operand(OpTensor(name="grad_output", stats=given), FP32),),
+    )
+    op = dataclasses.replace(recipe.ops[forward], phase="backward", exam=exam, forward=forward)
+    return GradientFinding(
+        op=op,
+        forward=recipe.ops[forward],
+        twins_are_finite=twins_are_finite,
+        cured_by_scale=False,
+        loss_scale=1.0,
+        ops=recipe.ops,
+        low=FP16,
+    )

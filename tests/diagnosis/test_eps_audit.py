@@ -1,0 +1,198 @@
+"""The eps audit on real runs: constants are found, in the format that they were really used in, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nandoctor.autocast.policy import make_policy
+from nandoctor.diagnosis.eps_audit import audit
+from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.report import EpsUse
+from nandoctor.replaying.module_constants import list_constants
+from nandoctor.replaying.optimizer_slots import measure_slots
+from nandoctor.replaying.runner import Setup, Watch, run
+
+
+class Made(nn.Module):
+    """A module whose forward is one function of its fp16 input."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        self.enter = nn.Linear(8, 8, bias=False)
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, self.enter(x))
+
+
+def trace_ops(model, x):
+    setup = Setup(
+        model=model,
+        batch={"x": x},
+        used=frozenset({"x"}),
+        forward=lambda batch: model(batch["x"]),
+        device=torch.device("cpu"),
+        description="model(x)",
+    )
+    policy = make_policy("cuda", FP16)
+    return run(setup, policy, training=True, seed=0, low=FP16, watch=Watch(ops=True)).trace.ops
+
+
+def audited(function, x=None, **attributes):
+    model = Made(function, **attributes)
+    batch = torch.linspace(-1, 1, 16).view(2, 8) if x is None else x
+    return audit(trace_ops(model, batch), list_constants(model))
+
+
+def only(uses):
+    (use,) = uses
+    return use
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.leaky_relu(x, 0.01),
+        lambda m, x: F.dropout(x, 0.01),
+        lambda m, x: x * 1e-3,
+        lambda m, x: x.add(x, alpha=1e-3),
+        lambda m, x: x + 0.5,
+        lambda m, x: x / 1e-2,
+        lambda m, x: x + 1e-3 * x.float().mean(),  # a number that was computed
+        lambda m, x: x.masked_fill(x < 0, 1e-3) @ x.T,
+        lambda m, x: x.clamp(-1e-3, 0.5),
+        lambda m, x: torch.lerp(x, x, 1e-3),
+    ],
+)
+def test_what_is_no_eps_is_not_listed(function):
+    assert audited(function) == ()
+
+
+def test_attributes_that_only_look_like_an_eps_are_not_listed():
+    model = Made(lambda m, x: x, num_steps=0.01, reps=0.001, epsilon_greedy=0.5, eps_name="small")
+    assert list_constants(model) == ()
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "value"),
+    [
+        (lambda m, x: x / (x.abs() + 1e-8), "add", 1e-8),
+        (lambda m, x: x / x.abs().clamp(min=1e-8), "clamp", 1e-8),
+        (lambda m, x: x / torch.maximum(x.abs(), torch.tensor(1e-8)), "maximum", 1e-8),
+        (lambda m, x: x / x.masked_fill(x == 0, 1e-8), "masked_fill", 1e-8),
+        (lambda m, x: torch.log(torch.where(x > 0, x, 1e-8)), "where", 1e-8),
+        (lambda m, x: F.pairwise_distance(x, x, eps=1e-8), "pairwise_distance", 1e-8),
+    ],
+)
+def test_a_constant_of_an_fp16_tensor_is_zero(function, op, value):
+    use = only(audited(function))
+    assert (use.op, use.dtype, use.rounded, use.effect) == (op, FP16, 0.0, "zero")
+    assert use.value == pytest.approx(value)
+    assert "test_eps_audit.py" in use.source.file
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda m, x: F.layer_norm(x, (8,), eps=1e-12), "layer_norm"),
+        (lambda m, x: F.layer_norm(x, (8,)), "layer_norm"),  # the default, which the dispatcher does not hand on
+        (lambda m, x: F.rms_norm(x, (8,), eps=1e-12), "rms_norm"),
+        (lambda m, x: F.group_norm(x, 2, eps=1e-12), "group_norm"),
+        (lambda m, x: F.batch_norm(x, None, None, training=True, eps=1e-12), "batch_norm"),
+        (lambda m, x: F.cosine_similarity(x, x, eps=1e-12), "cosine_similarity"),
+        (lambda m, x: F.normalize(x), "clamp_min"),
+        (lambda m, x: torch.rsqrt(x.pow(2).sum(-1) + 1e-12), "add"),
+        (lambda m, x: x / (x.softmax(-1) + 1e-12), "add"),
+    ],
+)
+def test_a_constant_of_an_op_that_autocast_runs_in_fp32_is_held(function, op):
+    use = only(audited(function))
+    assert (use.op, use.dtype, use.effect) == (op, FP32, "normal")
+
+
+def test_the_share_that_absorbs_a_constant_is_counted():
+    x = torch.eye(8)[:2] * 0
+    x[:, :4] = 100.0
+
+    def add(m, y):
+        return 1 / (torch.cat([y.new_zeros(4), y.new_full((4,), 100.0)]) + 1e-3)
+
+    use = only(audited(add, x))
+    assert (use.absorbed_share, use.effect) == (0.5, "normal")
+
+
+def test_the_share_that_a_clamp_replaces_is_counted():
+    def divide(m, y):
+        return 1 / torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=y.dtype).clamp(min=1e-3)
+
+    assert only(audited(divide)).bound_share == 0.25
+
+
+def test_a_bound_just_below_one_is_one_in_fp16():
+    first, second = audited(lambda m, x: torch.log(1 - x.sigmoid().clamp(1e-3, 1 - 1e-5)))
+    assert (first.name, first.effect) == ("min", "normal")
+    assert (second.name, second.value, second.rounded, second.effect) == ("1 - max", 1e-5, 0.0, "zero")
+
+
+def test_an_attribute_and_the_op_that_used_it_are_one():
+    use = only(audited(lambda m, x: x / (x.abs() + m.small_eps), small_eps=1e-6))
+    assert (use.place, use.name, use.op, use.dtype, use.effect) == ("module", "small_eps", "add", FP16, "subnormal")
+    assert use.rel_err == pytest.approx(0.01328, abs=1e-5)
+
+
+def test_an_attribute_that_no_op_used_has_no_format():
+    use = only(audited(lambda m, x: x, eps=1e-6))
+    assert (use.place, use.dtype, use.effect) == ("module", None, None)
+
+
+def test_a_line_that_ran_in_two_formats_is_two_rows_and_every_further_call_joins_its_row():
+    def divide(m, y):
+        for tensor in (y, y.float(), y):
+            y = tensor / (tensor.abs() + 1e-8)
+        return y
+
+    rows = {(use.dtype, use.effect): use.num_uses for use in audited(divide)}
+    assert rows == {(FP16, "zero"): 2, (FP32, "normal"): 1}
+
+
+def test_layers_alike_are_one_row():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(8, eps=1e-6) for _ in range(5))
+
+        def forward(self, x):
+            for norm in self.norms:
+                x = norm(x)
+            return x
+
+    model = Stack()
+    use = only(audit(trace_ops(model, torch.randn(2, 8)), list_constants(model)))
+    assert (use.module, use.name, use.type, use.num_uses) == ("norms.0", "eps", "LayerNorm", 5)
+
+
+@pytest.mark.parametrize(("dtype", "effect", "share"), [(torch.float16, "zero", 1.0), (torch.float32, "normal", 0.75)])
+def test_an_optimizers_eps_is_judged_in_the_format_of_its_state(dtype, effect, share):
+    model = nn.Linear(2, 2, bias=False).to(dtype)
+    values = torch.tensor([[0.0, 1.0], [4.0, 9.0]], dtype=dtype)
+    slots = measure_slots([SecondMoment(index=0, name="", eps=1e-8, values=values)], model, FP16)
+    use = only(audit((), (), slots, (1e-8,)))
+    assert (use.place, use.effect, use.absorbed_share) == ("optimizer", effect, share)
+
+
+def test_an_optimizer_without_a_step_yet_shows_its_eps_alone():
+    assert only(audit((), (), (), (1e-8,))) == EpsUse(place="optimizer", module="", type="", name="eps", value=1e-8)
+
+
+def test_torchs_own_layers_are_known_by_the_op_that_they_end_in():
+    class Odd(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(nn.LayerNorm(2), nn.BatchNorm1d(2), nn.CosineSimilarity(), Odd(2))
+    assert [use.op for use in list_constants(model)] == ["layer_norm", "batch_norm", "cosine_similarity", None]

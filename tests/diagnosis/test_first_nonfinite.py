@@ -1,0 +1,149 @@
+"""Where a non-finite value first came to light, on traces made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from made_traces import GOOD, INF, NAN, call, reference, stats, trace
+
+from nandoctor.diagnosis.first_nonfinite import find_sightings, needs_census
+from nandoctor.evidence.formats import FP16
+
+BAD = stats(NAN, 1.0)
+MASK = stats(0.0, -INF)
+HEALTHY = reference(call("", 0, 5), call("first", 1, 2), call("last", 3, 4))
+
+
+def find_first(sick, healthy):
+    """The first sighting, None where there is none."""
+    return next(iter(find_sightings(sick, healthy)), None)
+
+
+def place(sighting):
+    """What a sighting says: what, whose, seen where."""
+    owner = sighting.owner.module if sighting.owner else None
+    return sighting.where, owner, sighting.seen_in.module if sighting.seen_in else None
+
+
+def without_census(stats_):
+    return dataclasses.replace(stats_, census=None)
+
+
+def test_nothing_is_found_where_everything_is_finite():
+    assert find_first(HEALTHY, HEALTHY) is None
+
+
+def test_the_output_of_a_module():
+    sick = trace(
+        call("", 0, 5, outputs=(BAD,)), call("first", 1, 2, outputs=(GOOD, BAD)), call("last", 3, 4, inputs=(BAD,))
+    )
+    sighting = find_first(sick, HEALTHY)
+    assert place(sighting) == ("output", "first", None)
+    assert sighting.value is BAD
+
+
+def test_an_inner_module_returns_before_the_one_around_it():
+    sick = trace(call("", 0, 5, outputs=(BAD,)), call("a", 1, 4, outputs=(BAD,)), call("a.b", 2, 3, outputs=(BAD,)))
+    assert place(find_first(sick, HEALTHY)) == ("output", "a.b", None)
+
+
+def test_a_value_made_between_two_modules_belongs_to_the_forward_around_them():
+    sick = trace(call("", 0, 7), call("a", 1, 6), call("a.b", 2, 3), call("a.c", 4, 5, inputs=(BAD,), outputs=(BAD,)))
+    assert place(find_first(sick, HEALTHY)) == ("between", "a", "a.c")
+
+
+def test_a_value_made_in_the_forward_of_the_root_before_its_first_module():
+    sick = trace(call("", 0, 3), call("a", 1, 2, inputs=(BAD,)))
+    assert place(find_first(sick, HEALTHY)) == ("between", "", "a")
+
+
+def test_a_value_made_after_the_last_module_belongs_to_the_module_that_returns_it():
+    sick = trace(call("", 0, 5, outputs=(BAD,)), call("a", 1, 4, outputs=(BAD,)), call("a.b", 2, 3))
+    assert place(find_first(sick, HEALTHY)) == ("output", "a", None)
+
+
+def test_the_call_number_counts():
+    sick = trace(call("", 0, 5), call("layer", 1, 2), call("layer", 3, 4, number=1, outputs=(BAD,)), output=(BAD,))
+    assert find_first(sick, HEALTHY).owner.key == ("layer", 1)
+
+
+def test_the_parent_of_a_repeated_call_is_the_call_around_it():
+    sick = trace(
+        call("", 0, 9),
+        call("a", 1, 4),
+        call("a.b", 2, 3),
+        call("a", 5, 8, number=1),
+        call("a.b", 6, 7, number=1, inputs=(BAD,)),
+    )
+    assert find_first(sick, HEALTHY).owner.key == ("a", 1)
+
+
+def test_a_bad_batch_comes_before_everything():
+    sick = trace(call("", 0, 1, inputs=(BAD,), outputs=(BAD,)), batch=(GOOD, BAD), output=(BAD,))
+    assert place(find_first(sick, reference(output=(BAD,)))) == ("batch", None, None)
+
+
+def test_a_bad_loss_comes_after_everything():
+    assert place(find_first(trace(call("", 0, 1), loss=BAD), HEALTHY)) == ("loss", None, None)
+
+
+def test_what_never_returned_shows_only_its_inputs():
+    sick = trace(call("", 0, None), call("a", 1, 2, outputs=(BAD,)), call("b", 3, None, inputs=(BAD,)), raised="stop")
+    assert place(find_first(sick, HEALTHY)) == ("output", "a", None)
+
+
+MASKED = (
+    call("", 0, 5),
+    call("bias", 1, 2, outputs=(MASK,)),
+    call("softmax", 3, 4, inputs=(MASK,)),
+)
+
+
+def test_a_mask_that_fp32_has_too_and_survives_is_meant():
+    assert find_first(trace(*MASKED), reference(*MASKED)) is None
+
+
+def test_the_disease_behind_a_meant_mask_is_found():
+    sick = trace(*MASKED[:2], call("softmax", 3, 4, inputs=(MASK,), outputs=(BAD,)), output=(BAD,))
+    assert place(find_first(sick, reference(*MASKED))) == ("output", "softmax", None)
+
+
+def test_a_mask_is_not_meant_where_fp32_fails_as_well():
+    sick = trace(*MASKED[:2], call("softmax", 3, 4, inputs=(MASK,), outputs=(BAD,)), output=(BAD,))
+    failing = reference(*sick.calls, output=(BAD,))
+    assert place(find_first(sick, failing)) == ("output", "bias", None)
+
+
+def test_a_nan_where_fp32_has_a_mask_is_not_meant():
+    sick = trace(call("", 0, 5), call("bias", 1, 2, outputs=(stats(0.0, NAN),)), call("softmax", 3, 4, inputs=(BAD,)))
+    assert place(find_first(sick, reference(*MASKED))) == ("output", "bias", None)
+
+
+def test_before_the_census_any_bad_value_at_the_place_of_a_mask_counts_as_meant():
+    sick = trace(call("", 0, 3), call("bias", 1, 2, outputs=(without_census(stats(0.0, NAN)),)))
+    assert find_first(sick, reference(*MASKED)) is None
+
+
+def test_another_tensor_of_the_same_call_is_not_meant():
+    sick = trace(call("", 0, 5), call("bias", 1, 2, outputs=(MASK, stats(-INF, path="scores"))))
+    assert find_first(sick, reference(*MASKED)).value.path == "scores"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "asks"),
+    [
+        (without_census(BAD), True),
+        (without_census(stats(1e-7, 1.0)), True),
+        (BAD, False),
+        (stats(1.0, 2.0), False),
+    ],
+)
+def test_a_census_is_asked_for_where_there_is_none_of_what_is_bad_or_flushed(tensor, asks):
+    assert needs_census(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
+
+
+def test_later_sightings_follow_in_the_order_of_execution():
+    sick = trace(call("", 0, 3, outputs=(BAD,)), call("a", 1, 2, inputs=(BAD,), outputs=(BAD,)), loss=BAD)
+    expected = [("between", "", "a"), ("output", "a", None), ("output", "", None), ("loss", None, None)]
+    assert [place(sighting) for sighting in find_sightings(sick, HEALTHY)] == expected

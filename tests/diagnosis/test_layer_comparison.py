@@ -1,0 +1,83 @@
+"""Two runs side by side: rows, headroom, relative error, and what fp16 cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from made_traces import GOOD, INF, NAN, call, reference, stats, trace
+
+from nandoctor.diagnosis.layer_comparison import align, first_unholdable, relative_error
+from nandoctor.evidence.formats import BF16, FP16
+
+
+def test_rows_stand_in_the_order_of_return_and_the_unfinished_come_last():
+    run = trace(call("", 0, None), call("a", 1, 4), call("a.b", 2, 3), call("c", 5, None), raised="stop")
+    assert [row.module for row in align(run, reference(), FP16)] == ["a.b", "a", "", "c"]
+
+
+def test_calls_are_compared_by_module_and_number():
+    run = trace(call("a", 0, 1, outputs=(stats(1.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
+    other = reference(call("a", 0, 1, outputs=(stats(2.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
+    assert [row.rel_err for row in align(run, other, FP16)] == [0.5, 0.0]
+
+
+def test_a_call_that_the_other_run_never_made_has_no_error():
+    (row,) = align(trace(call("a", 0, 1)), reference(), FP16)
+    assert row.rel_err is None
+
+
+def test_headroom_is_that_of_the_largest_output_in_the_low_format():
+    run = trace(call("a", 0, 1, outputs=(stats(1.0), stats(-65504.0 / 4))), call("b", 2, 3, outputs=(stats(NAN),)))
+    a, b = align(run, reference(), FP16)
+    assert a.headroom_bits == pytest.approx(2.0)
+    assert b.headroom_bits is None
+    assert align(run, reference(), BF16)[0].headroom_bits > 100
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 9.0], [3.0, 4.0], 1.0),
+        ([NAN, 4.0], [3.0, 2.0], 1.0),
+        ([1.0, INF], [2.0, INF], 0.5),
+        ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], math.inf),
+        ([NAN], [1.0], None),
+        ([], [], None),
+    ],
+)
+def test_the_relative_error_is_over_what_is_finite_in_both(values, others, expected):
+    assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)
+
+
+def test_the_error_of_huge_values_does_not_overflow():
+    assert relative_error((stats(3e38),), (stats(1e38),)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [stats(2.0, path="aux"), stats(2.0, shape=(1, 1)), dataclasses.replace(stats(2.0), sample=None)],
+    ids=["another place", "another shape", "no sample"],
+)
+def test_only_the_same_tensors_are_compared(other):
+    assert relative_error((stats(1.0),), (other,)) is None
+
+
+def test_the_first_output_that_fp16_cannot_hold_goes_by_the_order_of_return():
+    run = reference(
+        call("", 0, 5, outputs=(stats(1e6),)), call("a", 1, 2), call("b", 3, 4, outputs=(GOOD, stats(-65520.0)))
+    )
+    assert first_unholdable(run, FP16).module == "b"
+    assert first_unholdable(run, BF16) is None
+
+
+def test_65519_is_held_by_rounding():
+    assert first_unholdable(reference(call("a", 0, 1, outputs=(stats(65519.0),))), FP16) is None
+
+
+def test_calls_without_a_finite_output_or_that_never_returned_are_passed_over():
+    run = reference(call("", 0, None), call("a", 1, 2, outputs=(stats(NAN),)))
+    assert first_unholdable(run, FP16) is None

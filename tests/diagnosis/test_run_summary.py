@@ -1,0 +1,82 @@
+"""What the report keeps of two runs: the first sighting, the runs row by row, the table."""
+
+from __future__ import annotations
+
+import pytest
+from made_traces import INF, NAN, call, reference, stats, trace
+
+from nandoctor.diagnosis.first_nonfinite import find_sightings
+from nandoctor.diagnosis.run_summary import describe_first, summarize_runs, tabulate
+from nandoctor.evidence.formats import FP16, FP32
+
+BAD = stats(1.0, INF, NAN, shape=(3, 1))
+BIG = stats(1.0, 1e6, 2.0, shape=(3, 1))
+IN = stats(7.0)
+
+
+def first(sick, healthy):
+    return describe_first(find_sightings(sick, healthy)[0], sick, healthy)
+
+
+def test_the_output_of_a_module_comes_with_what_fp32_has_there():
+    sick = trace(call("", 0, 3), call("head", 1, 2, inputs=(IN,), outputs=(BAD,), state=(BAD,)))
+    healthy = reference(call("", 0, 3), call("head", 1, 2, outputs=(BIG,)))
+    found = first(sick, healthy)
+    assert (found.run, found.phase, found.module, found.type, found.where) == (
+        "autocast",
+        "forward",
+        "head",
+        "Head",
+        "output",
+    )
+    assert (found.kinds, found.num_bad, found.numel) == (("nan", "+inf"), 2, 3)
+    assert (found.first_index, found.samples) == ((1,), (1, 2))
+    assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), BAD, (BAD,), 1e6)
+
+
+def test_a_value_made_between_modules_is_compared_where_it_was_seen():
+    sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(BAD,)))
+    healthy = reference(call("", 0, 3), call("head", 1, 2, number=2, inputs=(BIG,)))
+    found = first(sick, healthy)
+    assert (found.module, found.type, found.where, found.seen_in) == ("", "Net", "between", "head (call 2)")
+    assert (found.inputs, found.would_be) == ((IN,), 1e6)
+
+
+@pytest.mark.parametrize(
+    ("sick", "phase", "module"),
+    [(trace(batch=(BAD,)), "input", ""), (trace(loss=BAD), "loss", "<loss>")],
+    ids=["batch", "loss"],
+)
+def test_the_batch_and_the_loss_belong_to_no_module(sick, phase, module):
+    found = first(sick, reference())
+    assert (found.phase, found.module, found.inputs, found.would_be) == (phase, module, (), None)
+
+
+def test_nothing_is_said_of_fp32_where_it_never_made_the_call():
+    assert first(trace(call("head", 0, 1, outputs=(BAD,))), reference()).would_be is None
+
+
+def runs():
+    low = trace(call("", 0, 5, outputs=(BAD,)), call("a", 1, 2), call("only.low", 3, 4), output=(BAD,))
+    return summarize_runs(low, reference(call("", 0, 3), call("a", 1, 2, outputs=(BIG,))), FP16)
+
+
+def test_each_run_keeps_its_own_facts():
+    both = runs()
+    assert (both.autocast.dtype, both.fp32.dtype) == (FP16, FP32)
+    assert (both.autocast.finite, both.fp32.finite) == (False, True)
+    assert (both.autocast.policy, both.fp32.policy) == ("cuda", "fp32")
+    assert [row.module for row in both.autocast.modules] == ["a", "only.low", ""]
+    assert both.first_unholdable == "a"
+    assert both.fp32.modules[0].headroom_bits < 0
+
+
+def test_the_table_has_one_row_for_each_call_with_both_runs():
+    a, only_low, root = tabulate(runs())
+    assert (a["module"], a["absmax"], a["fp32_absmax"], a["fp32_finite"]) == ("a", 1.0, 1e6, True)
+    assert (only_low["fp32_absmax"], only_low["fp32_finite"], only_low["rel_err"]) == (None, None, None)
+    assert (root["finite"], root["num_bad"]) == (False, 2)
+
+
+def test_without_runs_the_table_is_empty():
+    assert tabulate(None) == []

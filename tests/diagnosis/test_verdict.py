@@ -1,0 +1,173 @@
+"""The verdict and the sentence that says it, on traces made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from made_traces import INF, NAN, call, reference, stats, trace
+
+from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.diagnosis.first_nonfinite import find_sightings
+from nandoctor.diagnosis.verdict import advise, describe_bad, judge, judge_backward, write_headline
+from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.report import Cause, Diagnosis, Origin, Reproduction
+
+BAD = stats(NAN, 1.0, path="logit")
+SICK = trace(call("", 0, 3, outputs=(BAD,)), call("head", 1, 2, outputs=(BAD,)), output=(BAD,))
+SOUND = reference(call("", 0, 3), call("head", 1, 2))
+LOST = Reproduction(grade="finite", num_bad_saved=4)
+FOUND = Reproduction(grade="exact", num_bad_saved=4)
+NO_REFERENCE = Reproduction(grade="no-reference")
+CAUSE = Cause(code="matmul-overflow", title="A product overflowed", explanation="The batch is bad.", evidence=())
+
+
+def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
+    """A conclusion whose one origin lies in this phase."""
+    origin = Origin(
+        phase=phase,
+        module=module,
+        type="Head",
+        call=0,
+        op="linear",
+        source=None,
+        kinds=("nan",),
+        num_bad=1,
+        numel=2,
+        first_index=(0,),
+        samples=(0,),
+        would_be=None,
+        inputs=(),
+        output=BAD,
+    )
+    sightings = find_sightings(sick, healthy)
+    return Conclusion(diagnoses=(Diagnosis(origin=origin, cause=CAUSE),), sighting=sightings[0] if sightings else None)
+
+
+FAILING = reference(*SICK.calls, output=(BAD,))
+FINITE = trace(*SOUND.calls, output=(stats(1.0),))
+WRONG = trace(*SOUND.calls, output=(stats(2.0),))
+
+
+@pytest.mark.parametrize(
+    ("run", "other", "conclusion", "reproduction", "verdict"),
+    [
+        (SICK, SOUND, concluded(), FOUND, "precision"),
+        (SICK, FAILING, concluded(), FOUND, "numerics"),
+        (SICK, SOUND, concluded("state"), FOUND, "state"),
+        (SICK, FAILING, concluded("state"), FOUND, "state"),
+        (SICK, FAILING, concluded("input"), FOUND, "input"),
+        (SICK, SOUND, concluded("loss"), FOUND, "precision"),
+        (SICK, SOUND, Conclusion(complete=False), FOUND, "precision"),
+        (SICK, SOUND, Conclusion(), FOUND, "healthy"),
+        (FINITE, SOUND, Conclusion(), NO_REFERENCE, "healthy"),
+        (FINITE, SOUND, Conclusion(), LOST, "not-reproduced"),
+        (WRONG, SOUND, concluded(), NO_REFERENCE, "silent"),
+        (WRONG, SOUND, Conclusion(), NO_REFERENCE, "healthy"),
+        (FINITE, SOUND, concluded(), NO_REFERENCE, "healthy"),
+    ],
+)
+def test_the_verdict(run, other, conclusion, reproduction, verdict):
+    assert judge(run, other, conclusion, reproduction) == verdict
+
+
+GRADIENTS = trace(*SOUND.calls, bad_gradients=(BAD,))
+
+
+@pytest.mark.parametrize(
+    ("run", "other", "cured_by_scale", "verdict"),
+    [
+        (FINITE, SOUND, False, "healthy"),
+        (GRADIENTS, SOUND, True, "loss-scale"),
+        (GRADIENTS, SOUND, False, "precision"),
+        (GRADIENTS, reference(*SOUND.calls, bad_gradients=(BAD,)), False, "numerics"),
+    ],
+)
+def test_the_verdict_on_gradients(run, other, cured_by_scale, verdict):
+    assert judge_backward(run, other, cured_by_scale=cured_by_scale) == verdict
+
+
+BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(BAD,)), output=(BAD,))
+REPEATED = trace(call("", 0, 5), call("head", 1, 2), call("head", 3, 4, number=1, outputs=(BAD,)), output=(BAD,))
+IN_ROOT = trace(call("", 0, 1, outputs=(BAD,)), output=(BAD,))
+IN_LOSS = trace(call("", 0, 1), loss=BAD)
+START = " is the first to go non-finite under fp16 autocast: NaN in 1 of 2 elements; "
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict", "expected"),
+    [
+        (SICK, "precision", f"head (Head){START}fp32 stays finite."),
+        (SICK, "numerics", f"head (Head){START}fp32 goes non-finite as well."),
+        (SICK, "silent", f"head (Head){START}it is swallowed later, and the finite fp16 output is wrong."),
+        (REPEATED, "precision", f"head, call 1 (Head){START}fp32 stays finite."),
+        (IN_ROOT, "precision", f"The model's own forward (Net){START}fp32 stays finite."),
+        (IN_LOSS, "precision", f"The loss{START}fp32 stays finite."),
+        (
+            BETWEEN,
+            "precision",
+            f"A value made in the model's own forward (Net), on its way into head,{START}fp32 stays finite.",
+        ),
+    ],
+)
+def test_the_headline_names_the_place_and_the_damage(run, verdict, expected):
+    assert write_headline(verdict, run, concluded(sick=run)) == expected
+
+
+@pytest.mark.parametrize(
+    ("verdict", "conclusion", "expected"),
+    [
+        ("healthy", Conclusion(), "Nothing non-finite"),
+        ("not-reproduced", Conclusion(), "something of the failing step is missing"),
+        ("input", concluded("input"), CAUSE.explanation),
+        ("state", concluded("state"), CAUSE.explanation),
+        ("precision", concluded("backward"), "the gradient of linear in head is the first that is not"),
+        ("precision", Conclusion(), "no traced operation made it so"),
+        ("silent", concluded(sick=FINITE), "A value overflowed in head (linear) under fp16 autocast and was swallowed"),
+    ],
+)
+def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected):
+    assert expected in write_headline(verdict, SICK, conclusion)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (stats(NAN, INF, -INF, 1.0), "NaN and +Inf and -Inf in 3 of 4 elements"),
+        (stats(NAN, 1.0, 1.0, shape=(3, 1)), "NaN in 1 of 3 elements (sample 0)"),
+        (stats(1.0, NAN, INF, shape=(3, 1)), "NaN and +Inf in 2 of 3 elements (samples 1, 2)"),
+        (stats(NAN, NAN, shape=(2, 1)), "NaN in 2 of 2 elements"),
+        (stats(NAN, 1.0, shape=(2,)), "NaN in 1 of 2 elements"),
+    ],
+)
+def test_the_damage_names_the_samples_where_they_are_few(tensor, expected):
+    assert describe_bad(tensor) == expected
+
+
+SUMMARY = DumpSummary(
+    path="dump.pth",
+    nbytes=1,
+    layout="plain",
+    num_weights=1,
+    num_parameters=1,
+    prefix="",
+    arrays=(),
+    scalars=(),
+    bad_weights=(),
+    bad_buffers=(),
+    missing=("Save the random state.",),
+)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "conclusion", "words"),
+    [
+        ("precision", concluded(), ["matmul-overflow", "-o report.html"]),
+        ("input", concluded("input"), ["matmul-overflow", "samples named above"]),
+        ("state", Conclusion(), ["Go back to a checkpoint"]),
+        ("healthy", Conclusion(), ["the backward pass"]),
+        ("not-reproduced", Conclusion(), ["--mode, --seed", "Save the random state."]),
+    ],
+)
+def test_what_to_do_next(verdict, conclusion, words):
+    steps = advise(verdict, conclusion, SUMMARY)
+    assert len(steps) == len(words)
+    assert all(word in step for word, step in zip(words, steps, strict=True))

@@ -1,0 +1,84 @@
+"""The published schema is that of the records; `UPDATE_README=1 python -m pytest tests/evidence/test_schema.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jsonschema
+import pytest
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.json_schema import describe_schema
+from nandoctor.evidence.report import SCHEMA, Report
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.serialization import to_plain
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "report.schema.json"
+MADE = describe_schema(Report, title=SCHEMA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A leaf."""
+
+    kind: Literal["leaf"] = "leaf"
+    size: float
+    spot: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A branch
+    of two lines."""
+
+    leaves: tuple[Leaf, ...]
+    branches: tuple[Branch, ...] = ()
+    format: FloatFormat | None = None
+
+
+SMALL = describe_schema(Branch, title="tree/1")
+
+
+def test_published_schema_is_the_one_of_the_records():
+    text = json.dumps(MADE, indent=1) + "\n"
+    if os.environ.get("UPDATE_README"):
+        PUBLISHED.write_text(text, encoding="utf-8")
+    assert PUBLISHED.read_text(encoding="utf-8") == text
+
+
+def test_schema_is_a_schema():
+    jsonschema.Draft202012Validator.check_schema(MADE)
+    jsonschema.Draft202012Validator.check_schema(describe_schema(Comparison, title="comparison"))
+
+
+@pytest.mark.parametrize(
+    ("data", "valid"),
+    [
+        ({"leaves": []}, True),
+        ({"leaves": [{"kind": "leaf", "size": 1.5, "spot": [1, "x"]}], "format": "float16"}, True),
+        ({"leaves": [{"kind": "leaf", "size": "nan"}], "branches": [{"leaves": []}], "new": 1}, True),
+        ({}, False),
+        ({"leaves": [{"kind": "leaf"}]}, False),
+        ({"leaves": [{"size": 1.0}]}, False),
+        ({"leaves": [{"kind": "root", "size": 1.0}]}, False),
+        ({"leaves": [{"kind": "leaf", "size": "much"}]}, False),
+        ({"leaves": [{"kind": "leaf", "size": 1.0, "spot": [1]}]}, False),
+        ({"leaves": [], "format": "float12"}, False),
+        ({"leaves": [], "branches": [{}]}, False),
+    ],
+)
+def test_schema_accepts_what_the_records_hold_and_nothing_else(data, valid):
+    assert jsonschema.Draft202012Validator(SMALL).is_valid(data) is valid
+
+
+def test_docstrings_are_the_descriptions():
+    assert SMALL["$defs"]["Branch"]["description"] == "A branch of two lines."
+
+
+def test_made_reports_are_accepted():
+    leaf = Leaf(size=float("inf"), spot=(1, "x"))
+    jsonschema.validate(to_plain(Branch(leaves=(leaf,), branches=(Branch(leaves=()),))), SMALL)

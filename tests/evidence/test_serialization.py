@@ -1,0 +1,164 @@
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nandoctor.errors import ReportError
+from nandoctor.evidence.dump_summary import ArraySummary
+from nandoctor.evidence.formats import FORMATS, FP16, FloatFormat
+from nandoctor.evidence.report import Reproduction
+from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.trace import Census, TensorStats
+
+COUNTS = st.integers(min_value=0)
+NUMBERS = st.none() | st.floats(allow_nan=False)
+INDICES = st.tuples() | st.tuples(COUNTS) | st.tuples(COUNTS, COUNTS)
+
+CENSUSES = st.builds(
+    Census,
+    num_nan=COUNTS,
+    num_posinf=COUNTS,
+    num_neginf=COUNTS,
+    num_zero=COUNTS,
+    num_subnormal=COUNTS,
+    smallest=NUMBERS,
+    flushed_share=st.floats(0, 1),
+    first_bad_index=st.none() | INDICES,
+    samples=INDICES,
+)
+TENSORS = st.builds(
+    TensorStats,
+    path=st.text(),
+    shape=INDICES,
+    dtype=st.sampled_from(list(FORMATS.values())),
+    numel=COUNTS,
+    finite=st.booleans(),
+    **dict.fromkeys(("min", "max", "absmax", "p05", "median", "p95"), NUMBERS),
+    census=st.none() | CENSUSES,
+    sample=st.none(),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Everything:
+    """Every kind of hint that a record may have."""
+
+    tensors: tuple[TensorStats, ...]
+    pair: tuple[str, int]
+    value: float
+    flag: bool
+    mixed: float | int | str | None = None
+    nothing: None = None
+    anything: Any = None
+    low: FloatFormat = FP16
+
+
+EVERYTHING = st.builds(
+    Everything,
+    tensors=st.lists(TENSORS, max_size=3).map(tuple),
+    pair=st.tuples(st.text(), st.integers()),
+    value=st.floats(allow_nan=False),
+    flag=st.booleans(),
+    mixed=st.none() | st.floats(allow_nan=False) | st.integers() | st.text(),
+    anything=st.none() | st.text() | st.dictionaries(st.text(), st.integers()),
+)
+
+
+def tensor(**changes):
+    return replace(TensorStats(path="[0]", shape=(2, 3), dtype=FP16, numel=6, finite=True), **changes)
+
+
+def alike(a, b):
+    """Equality that tells 1 from 1.0 and sees through nothing else."""
+    return a == b and repr(a) == repr(b)
+
+
+@given(EVERYTHING)
+def test_records_survive_json(record):
+    text = json.dumps(to_plain(record), allow_nan=False)
+    assert alike(from_plain(Everything, json.loads(text)), record)
+
+
+def test_nonfinite_numbers_are_words_that_come_back():
+    plain = to_plain(tensor(min=-math.inf, max=math.inf, median=math.nan))
+    assert (plain["min"], plain["max"], plain["median"]) == ("-inf", "inf", "nan")
+    back = from_plain(TensorStats, plain)
+    assert (back.min, back.max) == (-math.inf, math.inf)
+    assert math.isnan(back.median)
+
+
+def test_a_string_that_spells_nan_stays_a_string():
+    assert from_plain(TensorStats, to_plain(tensor(path="nan"))).path == "nan"
+
+
+def test_the_sample_is_neither_written_nor_read():
+    plain = to_plain(tensor(sample=np.ones(4096)))
+    assert "sample" not in plain
+    assert from_plain(TensorStats, {**plain, "sample": [1.0]}).sample is None
+
+
+def test_formats_go_by_their_names():
+    assert to_plain(tensor())["dtype"] == "float16"
+    assert from_plain(TensorStats, to_plain(tensor())).dtype is FP16
+
+
+def test_keys_of_a_later_version_are_passed_over():
+    assert from_plain(TensorStats, {**to_plain(tensor()), "skewness": 3}) == tensor()
+
+
+def test_a_whole_number_will_do_for_a_float():
+    back = from_plain(TensorStats, {**to_plain(tensor()), "max": 3})
+    assert type(back.max) is float
+
+
+def test_fields_with_a_default_may_be_missing():
+    assert from_plain(Reproduction, {"grade": "finite"}) == Reproduction(grade="finite")
+
+
+@pytest.mark.parametrize(
+    ("cls", "change", "message"),
+    [
+        (TensorStats, {"numel": True}, r"TensorStats\.numel should be a whole number, not True"),
+        (TensorStats, {"numel": 6.0}, r"TensorStats\.numel should be a whole number, not 6\.0"),
+        (TensorStats, {"finite": 1}, r"TensorStats\.finite should be true or false, not 1"),
+        (TensorStats, {"path": None}, r"TensorStats\.path should be a string, not None"),
+        (TensorStats, {"max": "huge"}, r"TensorStats\.max should be a number, not 'huge'"),
+        (TensorStats, {"max": True}, r"TensorStats\.max should be a number, not True"),
+        (TensorStats, {"max": 10**400}, r"TensorStats\.max should be a number, not 1000"),
+        (TensorStats, {"max": []}, r"TensorStats\.max should be a number, not \[\]"),
+        (TensorStats, {"shape": [2, "x"]}, r"TensorStats\.shape\[1\] should be a whole number, not 'x'"),
+        (TensorStats, {"shape": 2}, r"TensorStats\.shape should be a list, not 2"),
+        (TensorStats, {"dtype": "float9"}, r"TensorStats\.dtype should be one of float16, .*, not 'float9'"),
+        (TensorStats, {"dtype": ["float16"]}, r"TensorStats\.dtype should be one of"),
+        (TensorStats, {"census": []}, r"TensorStats\.census should be an object, not \[\]"),
+        (TensorStats, {"census": {"num_nan": 1}}, r"TensorStats\.census\.num_posinf is missing"),
+        (Everything, {"pair": ["a"]}, r"Everything\.pair should be a list of 2, not \['a'\]"),
+        (Everything, {"nothing": 1}, r"Everything\.nothing should be null, not 1"),
+        (Everything, {"tensors": [{}]}, r"Everything\.tensors\[0\]\.path is missing"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_place(cls, change, message):
+    whole = {
+        TensorStats: tensor(),
+        Everything: Everything(tensors=(), pair=("a", 1), value=0.5, flag=True),
+    }[cls]
+    with pytest.raises(ReportError, match=message):
+        from_plain(cls, {**to_plain(whole), **change})
+
+
+def test_a_choice_is_one_of_its_words():
+    data = to_plain(ArraySummary(name="x", shape=(1,), dtype="int64", role=None, num_nan=0, num_posinf=0, num_neginf=0))
+    assert from_plain(ArraySummary, {**data, "role": "target"}).role == "target"
+    with pytest.raises(ReportError, match=r"ArraySummary\.role should be one of input, target, output, unknown"):
+        from_plain(ArraySummary, {**data, "role": "guest"})
+
+
+def test_a_long_wrong_value_is_cut_in_the_message():
+    with pytest.raises(ReportError) as caught:
+        from_plain(TensorStats, {**to_plain(tensor()), "numel": "x" * 10_000})
+    assert len(caught.value.message) < 200

@@ -1,0 +1,185 @@
+"""What counts as a cure: finite, and in agreement with fp32. Things that only look like cures do not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.autocast.policy import REFERENCE, make_policy
+from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamples, OpSite, SetArgument, UseFormat
+from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.fixes.verify import Budget, BudgetSpent, Purse, Trials
+from nandoctor.replaying.runner import CLOSELY, Setup, Watch, run
+
+FP16_AUTOCAST = make_policy("cuda", FP16)
+
+
+class Attention(nn.Module):
+    """Causal attention by hand, [n, t, 8] -> same; the scores of large inputs pass 65504."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8, bias=False)
+        self.key = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k = self.query(x), self.key(x)
+        scores = q @ k.transpose(-2, -1)
+        hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        scores = (scores / 8**0.5).masked_fill(hidden, float("-inf"))
+        return self.head(scores.softmax(-1) @ x)
+
+
+@pytest.fixture
+def setup():
+    torch.manual_seed(0)
+    model = Attention()
+    x = torch.randn(2, 6, 8)
+    x[1] *= 600
+    return Setup(
+        model=model,
+        batch={"x": x},
+        used=frozenset({"x"}),
+        forward=lambda batch: model(batch["x"]),
+        device=torch.device("cpu"),
+        description="",
+    )
+
+
+def make_trials(setup, *, max_trials=None, time_s=None, numerics=False):
+    def run_step(edits, precision):
+        policy = REFERENCE if precision == "fp32" else FP16_AUTOCAST
+        return run(setup, policy, training=True, seed=0, low=FP16, watch=Watch(), edits=edits)
+
+    return Trials(run_step, Purse(Budget(max_trials=max_trials, time_s=time_s)), numerics=numerics)
+
+
+def site_of(setup, op, nth=0):
+    trace = run(setup, FP16_AUTOCAST, training=True, seed=0, low=FP16, watch=CLOSELY).trace
+    found = [o for o in trace.ops if o.op == op][nth]
+    return OpSite(module=found.module, type=found.type, op=op, nth=found.nth, source=found.source)
+
+
+def test_the_step_fails_and_fp32_of_the_scores_cures_it(setup):
+    trials = make_trials(setup)
+    assert not trials.judge().outcome.finite
+    judgement = trials.judge(KeepOp(site=site_of(setup, "matmul")))
+    assert judgement.cures
+    assert judgement.outcome.max_rel_err < 0.01
+
+
+@pytest.mark.parametrize("op", ["softmax", "masked_fill", "div"])
+def test_nan_to_num_on_the_scores_is_finite_and_no_cure(setup, op):
+    """0 in place of NaN, and large numbers in place of Inf, let a query see what it must not, or not what it must."""
+    argument = "self"
+    edit = ClampArgument(site=site_of(setup, op), argument=argument, low=-65504.0, high=65504.0, nan=True)
+    judgement = make_trials(setup).judge(edit)
+    assert judgement.outcome.finite
+    assert not judgement.cures
+
+
+def test_a_clamp_that_never_binds_is_no_cure(setup):
+    edit = ClampArgument(site=site_of(setup, "matmul"), argument="self", low=-1e30, high=1e30)
+    judgement = make_trials(setup).judge(edit)
+    assert not judgement.outcome.finite
+    assert not judgement.cures
+
+
+def test_a_clamp_that_cuts_values_off_is_no_cure(setup):
+    edit = ClampArgument(site=site_of(setup, "matmul"), argument="self", low=-0.1, high=0.1)
+    judgement = make_trials(setup).judge(edit)
+    assert judgement.outcome.finite
+    assert judgement.outcome.max_rel_err > 0.1
+    assert not judgement.cures
+
+
+def test_leaving_the_sample_out_is_judged_against_fp32_without_it(setup):
+    judgement = make_trials(setup).judge(KeepSamples(samples=(0,)))
+    assert judgement.cures
+    assert not make_trials(setup).cures(KeepSamples(samples=(1,)))
+
+
+def test_nothing_is_run_twice(setup):
+    trials = make_trials(setup)
+    edit = KeepModule(module="", children=False)
+    assert trials.cures(edit)
+    runs = trials.num_run
+    assert trials.cures(edit)
+    assert trials.num_run == runs
+    assert trials.num_judged == 1
+
+
+@pytest.mark.parametrize("budget", [{"max_trials": 2}, {"time_s": 0.0}])
+def test_a_budget_ends_it(setup, budget):
+    trials = make_trials(setup, **budget)
+    names = iter(("", "query", "key", "head"))
+    with pytest.raises(BudgetSpent):
+        [trials.judge(KeepModule(module=name)) for name in names]
+    assert list(names)
+
+
+def test_a_spent_budget_is_told(tmp_path):
+    report = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=5).report
+    assert any("budget" in note for note in report.notes)
+    unspent = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=0).report
+    assert not any("No change was found" in note for note in unspent.notes)  # nobody looked
+    assert nandoctor.replay("sample_dumps/residual_stream.pth", prescribe=False).report.prescriptions == ()
+
+
+class Noisy(nn.Module):
+    """Divides fp32's own rounding noise by a tiny eps: fp32 is no truth there, float64 is."""
+
+    def __init__(self):
+        super().__init__()
+        self.even = nn.Linear(2, 4, bias=False)
+
+    def forward(self, x):
+        h = self.even(x)
+        spread = h.std(dim=0, keepdim=True)
+        return (h - h.mean(dim=0, keepdim=True)) / (spread + 1e-8)
+
+
+def test_what_fp32_itself_is_unsure_of_need_not_agree():
+    torch.manual_seed(0)
+    model = Noisy()
+    setup = Setup(
+        model=model,
+        batch={"x": torch.full((3, 2), 0.3)},
+        used=frozenset({"x"}),
+        forward=lambda batch: model(batch["x"]),
+        device=torch.device("cpu"),
+        description="",
+    )
+    trials = make_trials(setup)
+    assert not trials.judge().outcome.finite
+    edit = SetArgument(site=site_of(setup, "add"), argument="other", was=1e-8, value=1e-4)
+    assert trials.cures(edit)
+
+
+def test_numerics_is_judged_against_fp32_with_the_same_change():
+    class Logs(nn.Module):
+        def forward(self, x):
+            return torch.log(x)
+
+    model = Logs()
+    x = torch.tensor([[0.0, 1.0, 1e-3]])
+    setup = Setup(
+        model=model,
+        batch={"x": x},
+        used=frozenset({"x"}),
+        forward=lambda batch: model(batch["x"]),
+        device=torch.device("cpu"),
+        description="",
+    )
+    site = site_of(setup, "log")
+    trials = make_trials(setup, numerics=True)
+    assert trials.cures(ClampArgument(site=site, argument="self", low=1e-6))
+    blunt = trials.judge(ClampArgument(site=site, argument="self", low=0.5))  # changes the log of 1e-3, which was fine
+    assert blunt.outcome.finite
+    assert not blunt.cures
+    assert not trials.cures(KeepModule(module=""))
+    assert not trials.cures(UseFormat(format=BF16))
+    assert math.isfinite(blunt.outcome.max_rel_err)

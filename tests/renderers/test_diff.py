@@ -1,0 +1,105 @@
+"""Two reports side by side, and how that is printed."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import factory
+import pytest
+from rich.console import Console
+
+from nandoctor.diagnosis.compare_reports import compare
+from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.serialization import from_plain
+from nandoctor.renderers.diff import comparison_json, print_comparison
+
+
+def test_a_report_does_not_differ_from_itself():
+    comparison = compare(factory.cured(), factory.cured())
+    assert (comparison.outcome, comparison.changes, comparison.layers) == ("same-failure", (), ())
+    assert comparison.headline == "The same failure in both: eps-underflow."
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (factory.precision, factory.healthy, "cured"),
+        (factory.healthy, factory.precision, "broken"),
+        (factory.precision, lambda: factory.precision(bad_from=3), "moved"),
+        (factory.precision, factory.numerics, "moved"),
+        (factory.healthy, factory.not_reproduced, "both-sound"),
+        (factory.weights_only, factory.weights_only, "same-failure"),
+    ],
+)
+def test_outcomes(before, after, outcome):
+    assert compare(before(), after()).outcome == outcome
+
+
+def test_a_cure_shows_in_verdict_place_and_layers():
+    comparison = compare(factory.precision(), factory.healthy())
+    changes = {change.name: (change.before, change.after) for change in comparison.changes}
+    assert changes["verdict"] == ("precision", "healthy")
+    assert changes["first non-finite"] == ("encoder.blocks.2.attention", None)
+    assert changes["samples"] == ("2", None)
+    first = comparison.layers[0]
+    assert (first.label, first.finite_before, first.finite_after) == ("encoder.blocks.2.attention", False, True)
+    assert comparison.num_shared == 26
+    assert all(layer.finite_before != layer.finite_after for layer in comparison.layers)
+
+
+def test_layers_are_told_by_how_much_they_grew():
+    before, after = (factory.report(factory.network(20, growth=growth)) for growth in (1.0, 1.1))
+    comparison = compare(before, after)
+    assert comparison.layers[0].growth == pytest.approx(1.1**19)
+    assert all(layer.growth >= 2**0.5 for layer in comparison.layers)
+    assert "the tightest layer has" in comparison.headline
+
+
+def test_another_format_changes_the_headroom_and_not_the_ranges():
+    comparison = compare(factory.healthy(), replace(factory.report(factory.network(20, low=BF16))))
+    assert comparison.layers == ()
+    assert {change.name for change in comparison.changes} == {"format"}
+    assert "bits of room" in comparison.headline
+
+
+def test_calls_that_only_one_made_are_listed():
+    comparison = compare(factory.healthy(20), factory.healthy(24))
+    assert (comparison.only_before, len(comparison.only_after)) == ((), 5)
+    assert compare(factory.healthy(), factory.weights_only()).num_shared == 0
+
+
+def printed(comparison, *, width=80, **options):
+    console = Console(file=io.StringIO(), width=width, **options)
+    print_comparison(comparison, console)
+    return console.file.getvalue()
+
+
+def test_a_difference_fits_one_screen():
+    text = printed(compare(factory.precision(400, bad_from=250), factory.healthy(300)))
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith(" CURED  The failure is gone")
+    assert "verdict           precision -> healthy" in text
+    assert "the first 12" in text
+    assert "only before  encoder.blocks.75.norm, " in text
+
+
+def test_no_difference_says_so():
+    assert "None of the 26 calls that both made changed" in printed(compare(factory.healthy(), factory.healthy()))
+
+
+def test_hostile_names_do_not_reach_the_terminal():
+    hostile = replace(factory.precision(), dump=factory.dump(path="\x1b[31m[red]x\n"))
+    text = printed(compare(hostile, factory.healthy()), force_terminal=True, color_system=None)
+    assert "\x1b" not in text
+    assert r"\x1b[31m[red]x\n" in text
+
+
+def test_json_comes_back_as_the_comparison():
+    comparison = compare(factory.cured(), factory.healthy())
+    data = json.loads(comparison_json(comparison))
+    assert data["schema"] == "nandoctor.comparison/1"
+    assert from_plain(Comparison, data) == comparison

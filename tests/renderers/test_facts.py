@@ -1,0 +1,169 @@
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.evidence.formats import BF16, FP16, FP32
+from nandoctor.evidence.report import Reproduction
+from nandoctor.renderers.facts import MEANINGS, describe_reproduction, tell
+
+
+def facts(report):
+    return {fact.label: fact.text for fact in tell(report)}
+
+
+def with_first(**changes):
+    report = factory.precision()
+    return facts(replace(report, first_nonfinite=replace(report.first_nonfinite, **changes)))
+
+
+def test_the_first_bad_layer_in_full():
+    assert facts(factory.precision()) == {
+        "replay": "agrees with the saved logit: the same 1024 of 4096 elements are non-finite, exact",
+        "first bad": "encoder.blocks.2.attention (MultiheadAttention, call 0), in its output",
+        "extent": "NaN in 8192 of 65536 elements (fp16 [4, 16, 32, 32]), sample 2, first at [2, 0, 0, 0]",
+        "went in": "finite fp16, absmax 0.31",
+        "in fp32": "fp16 can hold 65504; fp32 gives 81234 here, 1.24 times too much",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"grade": "exact", "num_bad_saved": 0}, "agrees with the saved logit: finite in both, exact"),
+        (
+            {"grade": "same-mask", "max_rel_err": 0.0123},
+            "agrees with the saved logit: the same 512 of 4096 elements are non-finite, "
+            "the finite ones within 1.23 % of the largest",
+        ),
+        (
+            {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
+            "agrees with the saved logit: the same 4096 of 4096 elements are non-finite, no finite ones to compare",
+        ),
+        (
+            {"grade": "elsewhere", "num_bad_replayed": 300},
+            "disagrees with the saved logit: 512 of 4096 elements are non-finite there, 300 in the replay",
+        ),
+        (
+            {"grade": "finite", "num_bad_replayed": 0, "attempts": ("train mode, seed 0: finite", "eval: finite")},
+            "disagrees with the saved logit: 512 of 4096 elements are non-finite there, none in the replay "
+            "(tried train mode, seed 0: finite; eval: finite)",
+        ),
+        (
+            {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
+            "agrees in part with the saved logit: finite in both, the finite ones within 80 % of the largest",
+        ),
+        ({"grade": "no-reference"}, "nothing like the saved logit to compare with, so the replay stands unchecked"),
+        (
+            {"grade": "no-reference", "output": None},
+            "no saved output to compare with, so the replay stands unchecked",
+        ),
+    ],
+)
+def test_grades_in_words(changes, text):
+    whole = Reproduction(grade="exact", output="logit", num_bad_saved=512, num_bad_replayed=512, numel=4096)
+    assert describe_reproduction(replace(whole, **changes)) == text
+
+
+def test_a_grade_without_numbers_still_reads():
+    text = describe_reproduction(Reproduction(grade="elsewhere"))
+    assert text == "disagrees with the saved output: ? of ? elements are non-finite there, ? in the replay"
+
+
+def test_a_value_between_modules():
+    assert facts(factory.residual())["first bad"] == (
+        "encoder.blocks.1 (Block, call 0), in its own forward: seen going into encoder.blocks.2.norm"
+    )
+
+
+def test_the_root_has_no_path():
+    assert with_first(module="", type="UNet")["first bad"] == "the model (UNet, call 0), in its output"
+
+
+def test_a_bad_batch():
+    told = facts(factory.bad_input())
+    assert told["first bad"] == "image, in the saved batch"
+    assert "went in" not in told
+    assert "in fp32" not in told
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ((2,), ", sample 2,"),
+        ((0, 3), ", samples 0 and 3,"),
+        ((0, 1, 2, 3), ", every sample,"),
+        ((), "(fp16 [4, 16, 32, 32]), first at"),
+    ],
+)
+def test_samples(samples, text):
+    assert text in with_first(samples=samples)["extent"]
+
+
+def test_many_samples_are_counted():
+    value = factory.tensor(bad=factory.census(9), shape=(64, 8))
+    told = with_first(value=value, samples=tuple(range(0, 18, 2)))
+    assert "samples 0, 2, 4 and 6 more" in told["extent"]
+
+
+@pytest.mark.parametrize(
+    ("would_be", "dtype", "text"),
+    [
+        (65519.0, FP16, "finite, absmax 65519, which fp16 can hold (up to 65504)"),
+        (65520.0, FP16, "fp16 can hold 65504; fp32 gives 65520 here, 1.0002 times too much"),
+        (1e3, BF16, "finite, absmax 1000, which bf16 can hold (up to 3.39e+38)"),
+        (12.5, FP32, "finite, absmax 12.5"),
+        (0.0, FP16, "finite, absmax 0, which fp16 can hold (up to 65504)"),
+    ],
+)
+def test_what_fp32_gives(would_be, dtype, text):
+    value = factory.tensor(bad=factory.census(8192), dtype=dtype)
+    assert with_first(would_be=would_be, value=value)["in fp32"] == text
+
+
+def test_fp32_non_finite_as_well():
+    assert facts(factory.numerics())["in fp32"] == "non-finite at this place as well"
+
+
+def test_several_inputs_are_named():
+    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", bad=factory.census(4)))
+    assert with_first(inputs=inputs)["went in"] == (
+        "[0][0] finite fp16, absmax 0.5 and .mask non-finite fp16, no finite value"
+    )
+
+
+def test_bad_buffers_are_listed():
+    assert facts(factory.state())["bad buffers"] == (
+        "norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) and 2 more"
+    )
+
+
+def test_weights_alone():
+    assert facts(factory.weights_only()) == {
+        "replay": "no saved output to compare with, so the replay stands unchecked",
+        "bad weights": "head.weight (3 of 4096)",
+    }
+
+
+def test_the_first_value_too_large_and_an_early_end():
+    runs = factory.network(8)
+    runs = replace(
+        runs, first_unholdable="encoder.blocks.1.norm", autocast=replace(runs.autocast, raised="boom\n" * 99)
+    )
+    told = facts(factory.report(runs))
+    assert told["too large"] == "encoder.blocks.1.norm is the first whose fp32 value fp16 cannot hold"
+    assert told["raised"].startswith(r"the fp16 run stopped early: boom\nboom")
+    assert len(told["raised"]) < 200
+
+
+def test_the_first_value_too_large_is_no_news_where_it_is_the_first_bad_one():
+    made = factory.precision()
+    assert "too large" not in facts(replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.label)))
+
+
+def test_every_verdict_has_a_meaning():
+    from typing import get_args
+
+    from nandoctor.evidence.report import Verdict
+
+    assert MEANINGS.keys() == set(get_args(Verdict))

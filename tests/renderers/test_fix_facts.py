@@ -1,0 +1,145 @@
+"""Cures and trials in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.report import EpsUse, Island, IslandSearch, TrialOutcome
+from nandoctor.renderers.fix_facts import (
+    describe_eps,
+    describe_islands,
+    describe_outcome,
+    list_constants,
+    list_cures,
+    tell_cures,
+)
+
+
+def facts(report):
+    return [(fact.label, fact.text) for fact in tell_cures(report)]
+
+
+def test_nothing_was_tried_and_nothing_is_said():
+    assert facts(factory.precision()) == []
+    assert list_cures(factory.precision()) == ()
+
+
+def test_the_first_cure_is_told_in_full_and_the_others_counted():
+    assert facts(factory.cured())[:4] == [
+        ("cure", "An eps that fp16 holds at net.py:45: tried, finite, within 0.062 % of fp32"),
+        ("patch", "- return x / torch.sqrt(variance + 1e-8)"),
+        ("", "+ return x / torch.sqrt(variance + 1e-5)"),
+        (
+            "or",
+            "encoder.blocks.2.attention in fp32: finite, within 0.062 % of fp32; 1 more in the report (-o report.html)",
+        ),
+    ]
+
+
+def test_a_lost_constant_is_told_where_it_is_not_the_cause():
+    assert "eps" not in dict(facts(factory.cured()))
+    other = replace(factory.cured(), cause=replace(factory.cured().cause, code="matmul-overflow"))
+    assert dict(facts(other))["eps"].startswith("1e-8 in add of encoder.blocks.2.attention (net.py:45) is zero in fp16")
+
+
+def test_trials_tell_what_is_finite_and_what_is_not():
+    assert facts(factory.cured())[-2:] == [
+        ("trials", "precision  finite: bf16"),
+        ("", "samples    finite: without 2"),
+    ]  # the mode made no difference
+    made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
+    assert facts(made)[-1] == ("trials", "the step fails in all other circumstances that were tried")
+
+
+def test_a_trial_that_is_far_from_fp32_says_so():
+    made = factory.cured()
+    far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
+    assert facts(replace(made, counterfactuals=(far,)))[-1] == ("trials", "precision  finite: bf16 (4.7 % off fp32)")
+
+
+def test_constants_are_a_table():
+    assert list_constants(factory.cured())[0] == (
+        "1e-8",
+        "encoder.blocks.2.attention",
+        "net.py:45",
+        "add",
+        "is zero in fp16, and lost in 100 % of what it is added to",
+    )
+    many = replace(factory.cured(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
+    assert [row[1] for row in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
+
+
+def test_a_trial_that_is_finite_and_far_from_fp32_says_how_far():
+    made = factory.cured()
+    far = replace(made.counterfactuals[0], setting="fp16", outcome=TrialOutcome(finite=True, max_rel_err=1.2))
+    told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
+    assert "precision  finite: fp16 (120 % off fp32), bf16" in told
+
+
+def test_what_did_not_cure_comes_last_and_says_so():
+    cures = list_cures(factory.cured())
+    assert [cure.verified for cure in cures] == [True, True, True, False]
+    failed = replace(factory.cured(), prescriptions=factory.cured().prescriptions[-1:])
+    assert facts(failed)[0] == ("cure", "none of 1 tried held: Clamp what add returns")
+
+
+def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
+    made = factory.cured()
+    long = replace(made.prescriptions[0], patch="\n".join(f"+ line {i}" for i in range(30)))
+    made = replace(made, prescriptions=(long,))
+    lines = [text for label, text in facts(made) if label in ("patch", "")][:13]
+    assert (len(lines), lines[-1]) == (13, "... 18 more lines in the report (-o report.html)")
+    assert len(list_cures(made)[0].patch) == 30
+
+
+def test_a_patch_cannot_move_the_cursor():
+    made = factory.cured()
+    hostile = replace(made.prescriptions[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
+    cure = list_cures(replace(made, prescriptions=(hostile,)))[0]
+    assert cure.title == r"\x1b[2J"
+    assert cure.patch == (r"    x\x1b[2J", r"y\u202e")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        (TrialOutcome(finite=True, max_rel_err=0.0125), "finite, within 1.25 % of fp32"),
+        (TrialOutcome(finite=True, max_rel_err=0.0), "finite, equal to fp32"),
+        (TrialOutcome(finite=True, max_rel_err=None), "finite, nothing to compare with fp32"),
+        (TrialOutcome(finite=False, max_rel_err=None), "still non-finite"),
+    ],
+)
+def test_outcomes(outcome, text):
+    assert describe_outcome(outcome) == text
+
+
+def test_islands():
+    island = Island(modules=("a", "b"), minimal=True)
+    search = IslandSearch(islands=(island, replace(island, modules=("c",))), num_modules=9, num_probes=5, complete=True)
+    assert describe_islands(search) == "a and b; or c (none can be left out; found in 5 runs)"
+    cut = replace(search, islands=(replace(island, minimal=False),), complete=False)
+    assert describe_islands(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
+    own = replace(search, islands=(replace(island, modules=("(own ops)",)), replace(island, modules=("x (own ops)",))))
+    assert describe_islands(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
+
+
+USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "1e-8 in norm.eps was not seen in use"),
+        ({"dtype": FP16, "effect": "zero"}, "1e-8 in norm.eps is zero in fp16"),
+        ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
+         "1e-8 in norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "1e-8 in norm.eps is subnormal in fp16 and 19 % off"),
+        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "1e-8 in add of norm is zero in fp16"),
+    ],
+)  # fmt: skip
+def test_small_constants(changes, text):
+    assert describe_eps(replace(USE, **changes)) == text

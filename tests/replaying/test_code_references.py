@@ -1,0 +1,153 @@
+"""Code that a dump names: imported only where the file cannot make it up, and never for the sake of looking."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.dumps.recorded_format import Reference
+from nandoctor.errors import ModelError
+from nandoctor.replaying.code_references import describe_change, find_loss, find_model, hash_of
+
+CODE = """
+from pathlib import Path
+import torch
+Path(__file__).with_suffix(".imported").touch()
+
+class Net(torch.nn.Module):
+    def __init__(self, width=2, dropout=0.1):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    class Inner(torch.nn.Module):
+        pass
+
+class Plain:
+    pass
+
+def make_model():
+    return Net()
+
+def loss(output, batch):
+    return (output - batch).sum()
+"""
+DUMP = Path("runs/my dump.pth")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with a script and a package of a name that nobody else has."""
+    folder = tmp_path / "project"
+    (folder / "parts_of_the_test").mkdir(parents=True)
+    (folder / "script_of_the_test.py").write_text(CODE)
+    (folder / "parts_of_the_test" / "__init__.py").write_text("")
+    (folder / "parts_of_the_test" / "base.py").write_text(CODE)
+    (folder / "parts_of_the_test" / "net.py").write_text("from .base import Net as Base\nclass Net(Base):\n    pass\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0].endswith("_of_the_test")]:
+        del sys.modules[name]
+
+
+def script(name="Net", **fields):
+    return Reference(**{"module": "__main__", "name": name, "file": "script_of_the_test.py", **fields})
+
+
+def test_a_class_of_the_working_directory_is_built_with_its_arguments(project):
+    model = find_model(script(arguments={"width": 3}), DUMP)()
+    assert (type(model).__name__, model.linear.in_features) == ("Net", 3)
+    assert type(find_model(script("Net.Inner"), DUMP)()).__name__ == "Inner"
+
+
+def test_a_module_of_a_package_keeps_its_place_in_it(project):
+    reference = Reference(module="parts_of_the_test.net", name="Net", file="parts_of_the_test/net.py")
+    assert type(find_model(reference, DUMP)()).__module__ == "parts_of_the_test.net"
+
+
+def test_a_class_of_an_installed_package_is_built(project):
+    reference = Reference(
+        module="torch.nn.modules.linear", name="Linear", arguments={"in_features": 2, "out_features": 1}
+    )
+    assert find_model(reference, DUMP)().weight.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        (script("make_model"), "defines no class of that name"),
+        (script("Missing"), "defines no class of that name"),
+        (script(file="../elsewhere.py"), "is not in the working directory"),
+        (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
+        (script(file="missing.py"), "is not in the working directory"),
+        (script(arguments={"width": torch.ones(1)}), "its arguments are no plain data"),
+        (Reference(module="script_of_the_test", name="Net"), "no installed package has it"),
+        (Reference(module="os", name="_wrap_close"), "no installed package has it"),
+        (Reference(module="torch.nn.modules.linear;print()", name="Linear"), "no installed package has it"),
+        (Reference(module="no_such_package", name="Net"), "no installed package has it"),
+    ],
+)
+def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
+    with pytest.raises(ModelError, match=why) as caught:
+        find_model(reference, DUMP)
+    assert "nandoctor replay 'runs/my dump.pth' --model " in caught.value.remedy
+    assert not (project / "script_of_the_test.imported").exists()
+
+
+def test_a_class_that_is_no_module_is_not_called(project):
+    with pytest.raises(ModelError, match="it is no Module class"):
+        find_model(script("Plain"), DUMP)
+
+
+def test_the_command_has_the_arguments(project):
+    with pytest.raises(ModelError) as caught:
+        find_model(script("make_model", arguments={"width": 3, "kind": "deep net"}), DUMP)
+    assert caught.value.remedy.endswith(
+        "--model script_of_the_test.py:make_model --model-arg width=3 --model-arg 'kind=deep net'"
+    )
+
+
+def test_a_model_from_a_console_has_to_be_named(project):
+    with pytest.raises(ModelError, match="does not say which class"):
+        find_model(None, DUMP)
+
+
+def test_the_loss_is_used_while_its_source_is_that_of_the_training(project):
+    source = project / "script_of_the_test.py"
+    reference = script("loss", sha256=hash_of(source))
+    loss, notes = find_loss(reference)
+    assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
+    source.write_text(CODE + "\n")
+    (project / "script_of_the_test.imported").unlink()
+    loss, (note,) = find_loss(reference)
+    assert loss is None
+    assert "has changed" in note
+    assert "--loss script_of_the_test.py:loss" in note
+    assert not (project / "script_of_the_test.imported").exists()
+
+
+@pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
+def test_a_loss_from_elsewhere_is_only_named(project, fields):
+    reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
+    loss, (note,) = find_loss(reference)
+    assert loss is None
+    assert "--loss" in note
+
+
+def test_what_changed_since_the_training_is_told(project):
+    model = find_model(script(), DUMP)()
+    structure = str(find_model(script(arguments={"dropout": 0.5}), DUMP)())
+    notes = describe_change(script(sha256="0" * 64, structure=structure), model)
+    assert notes == [
+        "script_of_the_test.py has changed since the training, by its sha256.",
+        "The model is not built as it was in the training: (dropout): Dropout(p=0.5, inplace=False) is now "
+        "(dropout): Dropout(p=0.1, inplace=False).",
+    ]
+    known = script(sha256=hash_of(project / "script_of_the_test.py"), structure=str(model))
+    assert describe_change(known, model) == []
+    assert describe_change(None, nn.Linear(1, 1)) == []

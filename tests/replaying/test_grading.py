@@ -1,0 +1,146 @@
+"""How a replayed output is compared with the saved one: which tensor, which grade, which numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Pair, Prediction
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import DumpError
+from nandoctor.replaying.grading import grade, saved_outputs
+
+NAN, INF = math.nan, math.inf
+SAVED = torch.tensor([[1.0, NAN], [INF, -4.0]])
+
+
+def dump_of(**arrays):
+    return Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays=arrays)
+
+
+def grade_of(replayed, saved=SAVED, name="logit", key=None):
+    return grade((name, saved), replayed, key)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "expected"),
+    [
+        (SAVED.tolist(), "exact"),
+        ([[1.5, NAN], [INF, -4.0]], "same-mask"),
+        ([[1.0, INF], [INF, -4.0]], "same-mask"),
+        ([[1.0, NAN], [-INF, -4.0]], "same-mask"),
+        ([[NAN, NAN], [INF, -4.0]], "elsewhere"),
+        ([[1.0, 2.0], [INF, -4.0]], "elsewhere"),
+        ([[1.0, 2.0], [3.0, -4.0]], "finite"),
+    ],
+)
+def test_grades_of_a_bad_saved_output(replayed, expected):
+    assert grade_of(torch.tensor(replayed)).grade == expected
+
+
+@pytest.mark.parametrize(
+    ("replayed", "expected"), [([1.0, 2.0], "exact"), ([1.0, 2.5], "same-mask"), ([1.0, NAN], "elsewhere")]
+)
+def test_grades_of_a_finite_saved_output(replayed, expected):
+    assert grade_of(torch.tensor(replayed), torch.tensor([1.0, 2.0])).grade == expected
+
+
+def test_nans_of_any_bits_are_one():
+    bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert grade_of(bits.flip(0), bits).grade == "exact"
+
+
+def test_the_error_is_that_of_the_finite_elements_over_the_largest():
+    reproduction = grade_of(torch.tensor([[1.5, NAN], [INF, -4.0]]))
+    assert reproduction.max_rel_err == pytest.approx(0.5 / 4)
+    assert (reproduction.num_bad_saved, reproduction.num_bad_replayed, reproduction.numel) == (2, 2, 4)
+    assert reproduction.output == "logit"
+
+
+def test_there_is_no_error_where_nothing_is_finite():
+    assert grade_of(torch.full((3,), NAN), torch.full((3,), NAN)).max_rel_err is None
+
+
+def test_the_error_of_a_saved_output_of_zeros_is_absolute():
+    assert grade_of(torch.tensor([0.25, 0.0]), torch.zeros(2)).max_rel_err == 0.25
+
+
+def test_the_replay_is_rounded_to_what_was_saved():
+    saved = torch.tensor([0.1, 70000.0]).half()
+    assert grade_of(torch.tensor([0.1, 70000.0]), saved).grade == "exact"
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2), (1, 2, 2, 1)])
+def test_dimensions_of_one_do_not_count(shape):
+    assert grade_of(SAVED.reshape(shape)).grade == "exact"
+
+
+def other(tensor):
+    """A tensor of the same shape with other values."""
+    return torch.zeros_like(tensor)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"logit": SAVED, "aux": other(SAVED)},
+        {"aux": other(SAVED), "logits": SAVED},
+        {"heads": {"logit": SAVED, "aux": other(SAVED)}},
+        Prediction(SAVED, [other(SAVED)]),
+        (other(SAVED)[0], SAVED),
+        Pair(other(SAVED)[:1], SAVED),
+        [SAVED, torch.nested.nested_tensor([SAVED], layout=torch.jagged)],
+    ],
+    ids=["dict", "plural", "nested dict", "dataclass", "tuple by shape", "named tuple by shape", "beside a nested one"],
+)
+def test_the_counterpart_is_found_by_name_then_by_shape(output):
+    assert grade_of(output).grade == "exact"
+
+
+@pytest.mark.parametrize(
+    "output",
+    [None, 3, {"logit": SAVED[:1]}, (SAVED, SAVED), {}],
+    ids=["nothing", "a number", "another shape", "two of that shape", "empty"],
+)
+def test_without_one_counterpart_there_is_no_reference(output):
+    reproduction = grade_of(output)
+    assert (reproduction.grade, reproduction.output, reproduction.numel) == ("no-reference", "logit", None)
+
+
+def test_without_a_saved_output_there_is_no_reference():
+    assert grade(None, SAVED).grade == "no-reference"
+
+
+def test_the_field_that_the_user_names_is_the_counterpart():
+    output = {"main": other(SAVED), "refined": SAVED}
+    assert grade_of(output).grade == "no-reference"
+    assert grade_of(output, key="refined").grade == "exact"
+
+
+@pytest.mark.parametrize(
+    ("names", "key", "expected"),
+    [
+        (["image", "logit"], None, ["logit"]),
+        (["logits", "aux_logits", "image"], None, ["logits", "aux_logits"]),
+        (["logits", "aux_logits"], "aux_logits", ["aux_logits", "logits"]),
+        (["image", "thing"], "thing", ["thing"]),
+        (["image", "logit"], "refined", ["logit"]),
+        (["image", "mask"], None, []),
+    ],
+)
+def test_saved_outputs_go_by_name_the_users_first(names, key, expected):
+    assert saved_outputs(dump_of(**dict.fromkeys(names, torch.ones(2))), key) == expected
+
+
+def test_a_bad_array_of_no_known_role_is_taken_for_the_output():
+    arrays = {"image": SAVED, "thing": SAVED, "other": torch.ones(2), "count": torch.arange(3)}
+    assert saved_outputs(dump_of(**arrays), None) == ["thing"]
+
+
+def test_an_output_that_is_not_there_lists_what_is():
+    with pytest.raises(DumpError, match="no array 'thing'") as caught:
+        saved_outputs(dump_of(image=SAVED, mask=SAVED), "thing")
+    assert "image, mask" in caught.value.remedy

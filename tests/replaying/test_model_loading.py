@@ -1,0 +1,338 @@
+"""Finding, building and loading a model: what works, and what is said where it does not."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.errors import ModelError
+from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
+
+
+@pytest.fixture(autouse=True)
+def imports_are_restored(monkeypatch):
+    """What a model's file imports and puts on the path stays there; not so from test to test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("nandoctor.replaying.model_loading._entered_folders", set())
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a source file under the test's folder and returns its path."""
+
+    def write_file(name, source):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write_file
+
+
+MODEL_FILE = """
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self, width=3, *, bias=True):
+            super().__init__()
+            self.head = nn.Linear(width, width, bias=bias)
+
+    class Holder:
+        net = Net(2)
+        width = 7
+
+    def make_model(width=5):
+        return Net(width)
+
+    def make_config():
+        return {"width": 3}
+
+    def make_trouble():
+        raise ValueError("no such backbone")
+
+    model = Net(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "arguments", "width"),
+    [
+        ("Net", {}, 3),
+        ("Net", {"width": 6, "bias": False}, 6),
+        ("make_model", {}, 5),
+        ("make_model", {"width": 8}, 8),
+        ("model", {}, 4),
+        ("Holder.net", {}, 2),
+    ],
+)
+def test_a_spec_names_a_class_a_function_or_a_module(write, attribute, arguments, width):
+    path = write("net.py", MODEL_FILE)
+    model = build_model(f"{path}:{attribute}", arguments)
+    assert model.head.weight.shape == (width, width)
+    assert (model.head.bias is None) == ("bias" in arguments)
+
+
+def test_a_path_is_looked_up_from_the_given_folder(write, tmp_path):
+    write("sub/net.py", MODEL_FILE)
+    assert build_model("sub/net.py:Net", {}, directory=tmp_path).head.in_features == 3
+
+
+def test_a_package_is_looked_up_from_the_given_folder(write, tmp_path):
+    write("project_pkg/__init__.py", "")
+    write("project_pkg/net.py", MODEL_FILE)
+    assert build_model("project_pkg.net:Net", {}, directory=tmp_path).head.in_features == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("train.py", "does not say where to look and what to take"),
+        ("make_model", "does not say where to look and what to take"),
+        (":make_model", "does not say where to look and what to take"),
+        ("net.py:", "does not say where to look and what to take"),
+        ("nett.py:Net", r"There is no file .*nett\.py\. \(nearest: net\.py\)"),
+        ("nowhere/net.py:Net", r"There is no file .*nowhere/net\.py\."),
+        (".:Net", "There is no file|raised"),
+        ("net.py:make_modle", r"has no 'make_modle'\. \(nearest: make_model\)"),
+        ("net.py:Holder.nett", r"has no 'Holder\.nett'\. \(nearest: net\)"),
+        ("no_such_package_at_all:Net", "raised ModuleNotFoundError: No module named 'no_such_package_at_all'"),
+        ("net.py:Holder.width", "is a int, not a Module"),
+        ("net.py:make_config", "returned a dict, not a Module"),
+        ("net.py:make_trouble", r"make_trouble\(\) raised ValueError at .*net\.py:20: no such backbone"),
+    ],
+)
+def test_a_spec_that_leads_nowhere_says_so(write, tmp_path, spec, message):
+    write("net.py", MODEL_FILE)
+    with pytest.raises(ModelError, match=message) as caught:
+        build_model(spec, {}, directory=tmp_path)
+    assert caught.value.remedy.endswith(".")
+
+
+def test_missing_arguments_show_the_signature(write):
+    path = write("net.py", "def make(width, depth=2): ...")
+    with pytest.raises(ModelError, match=r"make\(width, depth=2\) raised TypeError: .*'width'") as caught:
+        build_model(f"{path}:make", {})
+    assert "--model-arg K=V" in caught.value.remedy
+
+
+def test_a_module_takes_no_arguments(write):
+    path = write("net.py", MODEL_FILE)
+    with pytest.raises(ModelError, match="takes no arguments: width"):
+        build_model(f"{path}:model", {"width": 3})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_thing", r"raised ModuleNotFoundError at .*broken\.py:1: No module named 'no_such_thing'"),
+        ("x = 1\nraise RuntimeError('boom')", r"raised RuntimeError at .*broken\.py:2: boom"),
+        ("import sys\nsys.exit('usage: train')", r"raised SystemExit at .*broken\.py:2: usage: train"),
+        ("import argparse\n\nargparse.ArgumentParser().parse_args(['--x'])", r"raised SystemExit at .*broken\.py:3: 2"),
+        ("def half(:", "raised SyntaxError"),
+    ],
+)
+def test_an_import_that_fails_says_where(write, source, message):
+    path = write("broken.py", source)
+    with pytest.raises(ModelError, match=message) as caught:
+        find_attribute(f"{path}:model")
+    assert "__main__" in caught.value.remedy
+    assert "broken" not in sys.modules
+
+
+def test_a_file_imports_its_siblings(write):
+    write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
+    path = write("net.py", "from blocks import Block\ndef make(): return Block(2, 2)")
+    assert type(build_model(f"{path}:make", {})).__name__ == "Block"
+
+
+def test_a_file_may_import_a_sibling_as_late_as_when_the_model_is_built(write):
+    write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
+    path = write("net.py", "def make():\n    from blocks import Block\n    return Block(2, 2)")
+    assert type(build_model(f"{path}:make", {})).__name__ == "Block"
+
+
+def test_dataclasses_and_pickling_work_in_an_imported_file(write):
+    path = write(
+        "net.py",
+        """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from typing import ClassVar
+
+        @dataclass(slots=True)
+        class Output:
+            kinds: ClassVar[int] = 3
+            logit: float = 0.0
+        """,
+    )
+    output = find_attribute(f"{path}:Output")(logit=2.0)
+    assert pickle.loads(pickle.dumps(output)).logit == 2.0
+
+
+def test_a_changed_file_is_read_again(write):
+    path = write("net.py", "width = 1")
+    assert find_attribute(f"{path}:width") == 1
+    path.write_text("width = 2222")
+    assert find_attribute(f"{path}:width") == 2222
+
+
+@pytest.mark.parametrize("layout", ["utils.py", "utils/__init__.py", "utils/parts.py"])
+def test_two_projects_with_files_of_the_same_names_keep_apart(write, tmp_path, layout):
+    module = "utils.parts" if "parts" in layout else "utils"
+    for project in ("first", "second"):
+        write(f"{project}/{layout}", f"name = {project!r}")
+        write(f"{project}/model.py", f"from {module} import name\nclass Where: ...\nWhere.name = name")
+    seen = []
+    for project in ("first", "second", "first"):
+        where = find_attribute("model.py:Where", directory=tmp_path / project)
+        assert pickle.loads(pickle.dumps(where)) is where
+        seen.append(where.name)
+    assert seen == ["first", "second", "first"]
+
+
+@pytest.mark.parametrize("stem", ["types", "torch", "numpy"])
+def test_a_file_called_like_an_installed_module_does_not_take_its_place(write, stem):
+    known = sys.modules[stem]
+    path = write(f"{stem}.py", "import types\nimport torch\nclass Net(torch.nn.Identity): ...\ntypes.SimpleNamespace()")
+    for _ in range(2):
+        assert isinstance(build_model(f"{path}:Net", {}), nn.Identity)
+    assert sys.modules[stem] is known
+
+
+def test_building_leaves_the_random_state_alone(write):
+    path = write("net.py", MODEL_FILE)
+    before = torch.get_rng_state()
+    build_model(f"{path}:Net", {})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_live_module_is_copied():
+    model = nn.Linear(2, 2)
+    copy = build_model(model, {})
+    nn.init.zeros_(copy.weight)
+    assert copy is not model
+    assert model.weight.abs().sum() > 0
+
+
+def test_a_live_module_that_cannot_be_copied_says_what_to_pass_instead():
+    model = nn.Linear(2, 2)
+    model.cache = torch.ones(1, requires_grad=True) * 2
+    with pytest.raises(ModelError, match="Linear cannot be copied") as caught:
+        build_model(model, {})
+    assert "function that builds" in caught.value.remedy
+
+
+def test_a_class_is_built_with_the_arguments():
+    assert build_model(nn.Linear, {"in_features": 2, "out_features": 3}).weight.shape == (3, 2)
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, and an entry of the state dict that is no tensor."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.encoder = nn.Linear(width, width)
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state): ...
+
+
+def state_of(model, prefix=""):
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    return {prefix + name: tensor.clone() + 1 for name, tensor in state.items()}
+
+
+def test_weights_and_buffers_are_loaded():
+    model, state = Net(), state_of(Net())
+    assert load_state(model, state) == []
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.", "student.backbone."])
+def test_a_prefix_of_the_dump_is_taken_off(prefix):
+    model, state = Net(), state_of(Net(), prefix)
+    assert load_state(model, state) == [f"The prefix {prefix!r} was taken off the dump's names."]
+    assert torch.equal(model.head.weight, state[f"{prefix}head.weight"])
+
+
+def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
+    state = state_of(Net(), "model.") | {"criterion.class_weights_of_the_loss": torch.ones(3)}
+    assert load_state(Net(), state) == ["The prefix 'model.' was taken off the dump's names, 1 other tensors left out."]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])
+def test_a_prefix_of_the_model_is_put_on(wrap):
+    model, state = wrap(Net()), state_of(Net())
+    (note,) = load_state(model, state)
+    assert "was put before the dump's names" in note
+    assert torch.equal(next(iter(model.children())).head.weight, state["head.weight"])
+
+
+def test_missing_and_unexpected_names_come_with_the_nearest():
+    state = state_of(Net())
+    state["haed.weight"] = state.pop("head.weight")
+    with pytest.raises(ModelError) as caught:
+        load_state(Net(), state)
+    assert "do not fit Net (4 of 5 tensors do)" in caught.value.message
+    assert "1 missing from the dump: head.weight (nearest: haed.weight)" in caught.value.message
+    assert "1 not in the model: haed.weight (nearest: head.weight)" in caught.value.message
+    assert "--no-strict" in caught.value.remedy
+
+
+def test_long_lists_of_names_are_cut():
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
+    with pytest.raises(ModelError, match=r"18 missing from the dump: .*, and 13 more"):
+        load_state(model, {"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)})
+
+
+def test_shapes_are_compared():
+    with pytest.raises(ModelError) as caught:
+        load_state(Net(3), state_of(Net(4)))
+    assert "3 of another shape (dump for model): encoder.weight (4, 4) for (3, 3)" in caught.value.message
+    assert "--model-arg" in caught.value.remedy
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_of_another_model_is_refused(strict):
+    with pytest.raises(ModelError, match="0 of 2 tensors do") as caught:
+        load_state(nn.Linear(2, 2), {"conv.kernel": torch.ones(3)}, strict=strict)
+    assert "another model" in caught.value.remedy
+
+
+def test_an_empty_state_is_refused():
+    with pytest.raises(ModelError, match="0 of 2 tensors do"):
+        load_state(nn.Linear(2, 2), {}, strict=False)
+
+
+def test_what_fits_is_loaded_if_asked_for():
+    model, state = Net(3), state_of(Net(3))
+    state["head.weight"] = torch.ones(7, 7)
+    del state["steps"]
+    notes = load_state(model, state, strict=False)
+    assert torch.equal(model.encoder.weight, state["encoder.weight"])
+    assert [note.partition(":")[0] for note in notes] == ["--no-strict", "--no-strict"]
+    assert "1 missing from the dump: steps" in notes[0]
+    assert "head.weight (7, 7) for (1, 3)" in notes[1]
+
+
+def test_lazy_modules_take_the_shapes_of_the_dump():
+    model = nn.Sequential(nn.LazyLinear(2))
+    assert load_state(model, {"0.weight": torch.ones(2, 5), "0.bias": torch.ones(2)}) == []
+    assert model(torch.ones(1, 5)).tolist() == [[6.0, 6.0]]
+
+
+def test_a_model_without_weights_takes_an_empty_state():
+    assert load_state(nn.Identity(), {}) == []

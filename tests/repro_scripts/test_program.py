@@ -1,0 +1,227 @@
+"""Cutting, shrinking, mending and writing, one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import nandoctor
+from nandoctor.errors import NanDoctorError
+from nandoctor.repro_scripts.literals import write_tensor, write_value
+from nandoctor.repro_scripts.minimize import find_failure, shrink
+from nandoctor.repro_scripts.nearest_passing import mend
+from nandoctor.repro_scripts.program import Excerpt, Node, Ref, find_function, kinds_of
+
+INF, NAN = float("inf"), float("nan")
+
+
+def excerpt(function, *leaves, mode="plain", others=(), numbers=None, **kwargs):
+    """One op on leaves x, y, z and what else it takes."""
+    named = dict(zip("xyz", leaves, strict=False))
+    args = (*map(lambda name: Ref(name=name), [*named, *(numbers or {})]), *others)  # noqa: C417
+    node = Node(name="made", function=function, mode=mode, args=args, kwargs=kwargs)
+    return Excerpt(nodes=(node,), result=Ref(name="made"), leaves=named, numbers=numbers or {}, low=torch.float16)
+
+
+def half(*values):
+    return torch.tensor(values, dtype=torch.float16)
+
+
+def smallest(case):
+    return shrink(case, find_failure(case))
+
+
+def test_a_product_is_rounded_once_after_its_sum():
+    x = torch.full((1, 300), 300.0)
+    y = torch.cat([torch.ones(150), -torch.ones(150)]).unsqueeze(1)
+    product = excerpt("torch.matmul", x * 2, y, mode="product")
+    assert product.run()[0].tolist() == [[0.0]]  # 90000 on the way
+    assert product.run()[0].dtype == torch.float16
+    assert product.run_in_fp32()[0].dtype == torch.float32
+
+
+def test_a_finite_excerpt_has_no_failure():
+    assert find_failure(excerpt("torch.add", half(1.0), half(2.0))) is None
+
+
+def test_the_failure_tells_whether_fp32_is_finite():
+    assert find_failure(excerpt("torch.add", half(6e4), half(6e4))).finite_in_fp32
+    assert not find_failure(excerpt("torch.div", half(0.0), half(0.0))).finite_in_fp32
+
+
+def test_dimensions_that_belong_together_shrink_together():
+    x, y = torch.rand(6, 12) + 1, torch.rand(12, 9) + 1
+    y[:, 4] *= 60000
+    found = smallest(excerpt("torch.matmul", x, y, mode="product"))
+    assert found.leaves["x"].shape[1] == found.leaves["y"].shape[0] <= 2
+    assert (found.leaves["x"].shape[0], found.leaves["y"].shape[1]) == (1, 1)
+
+
+def test_a_square_matrix_may_lose_rows_alone():
+    found = smallest(
+        excerpt("torch.nn.functional.linear", torch.full((8, 8), 300.0), torch.full((8, 8), 300.0), mode="product")
+    )
+    assert [leaf.numel() for leaf in found.leaves.values()] == [1, 1]
+
+
+def test_a_sum_keeps_as_many_terms_as_it_takes():
+    found = smallest(excerpt("torch.sum", torch.full((1000, 70), 1000.0, dtype=torch.float16), others=([1],)))
+    assert found.leaves["x"].shape == (1, 66)
+    assert found.leaves["x"].unique().tolist() == [1000.0]
+
+
+def test_sizes_in_the_arguments_shrink_with_the_tensor():
+    x = torch.zeros(4, 6)
+    x[2] = NAN
+    found = smallest(excerpt("torch.nn.functional.layer_norm", x, others=([6],), mode="in_fp32"))
+    assert found.leaves["x"].shape == (1, 1)
+    assert found.nodes[0].args[1] == [1]
+
+
+def test_the_one_row_that_fails_is_what_is_left():
+    x = torch.linspace(1, 2, 40, dtype=torch.float16).view(10, 4)
+    x[7, 2] = 0
+    found = smallest(excerpt("torch.log", x, mode="in_fp32"))
+    assert found.leaves["x"].tolist() == [[0.0]]
+
+
+def test_what_failed_by_range_does_not_become_a_failure_of_its_own():
+    """1 / 1e-5 overflows in fp16 alone; made plainer still, to zero, it would be infinite in fp32 too."""
+    found = smallest(excerpt("torch.reciprocal", half(1e-5, 1.0)))
+    assert find_failure(found).finite_in_fp32
+    assert found.leaves["x"].tolist() == half(1e-5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "expression"),
+    [
+        (excerpt("torch.add", half(6e4), half(3e4)), "x * 0.59"),
+        (excerpt("torch.softmax", torch.full((1, 3), -INF), others=(-1,)), "x.masked_fill(x.isneginf(), 0.0)"),
+        (excerpt("torch.masked_fill", half(1.0), torch.tensor([True]), others=(-INF,)), "torch.zeros_like(y)"),
+        (excerpt("torch.log", torch.tensor([0.0])), "x.clamp(min=1e-08)"),
+        (excerpt("torch.std", torch.tensor([3.0])), "torch.cat([x, x + 1], 0)"),
+        (excerpt("torch.mean", torch.empty(0)), "torch.cat([x, x.new_ones([1])], 0)"),
+        (excerpt("torch.nn.functional.nll_loss", torch.zeros(1, 2), torch.tensor([-100])), "torch.zeros_like(y)"),
+        (excerpt("torch.acos", torch.tensor([2.0])), "x * 0.5"),
+        (excerpt("torch.clone", torch.tensor([NAN])), "x.nan_to_num(0.0, 0.0, 0.0)"),
+    ],
+)
+def test_the_nearest_case_that_passes(case, expression):
+    found = mend(case)
+    assert expression in found.changes.values()
+    assert not kinds_of(found.excerpt.run())
+
+
+def test_a_constant_that_the_format_cannot_hold_becomes_its_largest():
+    found = mend(excerpt("torch.mul", half(1.0), numbers={"constant": -1e9}))
+    assert found.changes == {"constant": "-65504.0"}
+
+
+def test_some_failures_have_no_mend():
+    assert mend(excerpt("torch.full", others=([1], NAN))) is None
+
+
+def test_a_method_that_writes_to_its_tensor_gets_a_copy():
+    x = torch.ones(2)
+    assert find_function("Tensor.add_")(x, 1).tolist() == [2.0, 2.0]
+    assert x.tolist() == [1.0, 1.0]
+
+
+@given(
+    values=st.lists(st.floats(width=16), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_a_literal_gives_every_bit_again(values, dtype):
+    tensor = torch.tensor(values, dtype=dtype)
+    again = eval(write_tensor(tensor), {"torch": torch, "inf": INF, "nan": NAN})
+    assert again.dtype == dtype
+    assert torch.equal(again.nan_to_num(), tensor.nan_to_num())
+    assert torch.equal(again.isnan(), tensor.isnan())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(0, 3),
+        torch.tensor(2.0),
+        torch.zeros(300, 2, dtype=torch.bfloat16),
+        torch.arange(200).view(2, 100),
+        torch.tensor([[True, False]]),
+        torch.tensor([1 + 2j]),
+        torch.randn(7, 30),
+    ],
+    ids=lambda tensor: str(tuple(tensor.shape)),
+)
+def test_a_literal_has_shape_dtype_and_values(tensor):
+    text = write_tensor(tensor)
+    assert max(map(len, text.splitlines())) <= 101
+    again = eval(text, {"torch": torch, "inf": INF, "nan": NAN})
+    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(again, tensor)
+
+
+def test_what_nobody_would_read_is_refused():
+    with pytest.raises(NanDoctorError, match="30000 different values"):
+        write_tensor(torch.arange(30000))
+
+
+@pytest.mark.parametrize("value", [1, -2.5, True, None, "sum", [1, [2.0]], INF, torch.float16, torch.strided])
+def test_plain_arguments_are_written_as_they_are(value):
+    assert eval(write_value(value), {"torch": torch, "inf": INF}) == value
+
+
+def test_an_argument_of_another_kind_is_refused():
+    with pytest.raises(NanDoctorError, match="Generator"):
+        write_value(torch.Generator())
+
+
+def script_of(function, x, folder, loss=None):
+    """The script on a model whose forward is `function` of fp16 values."""
+
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter = nn.Linear(4, 4, bias=False)
+            nn.init.eye_(self.enter.weight)
+
+        def forward(self, x):
+            return function(self.enter(x))
+
+    path = folder / "dump.pth"
+    torch.save({"state_dict": Made().state_dict(), "x": x}, path)
+    return nandoctor.repro(path, model=Made, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "call"),
+    [
+        (lambda y: y.mul_(100), torch.full((2, 4), 1000.0), "torch.mul(x, 100)"),
+        (lambda y: y.chunk(2, -1)[1] * 100, torch.full((2, 4), 1000.0), "torch.mul(x, 100)"),
+        (lambda y: y.new_zeros(2, 4).copy_(y.float() * 100), torch.full((2, 4), 1000.0), ".clone().copy_(src)"),
+        (lambda y: (y.float() * 100).half(), torch.full((2, 4), 1000.0), ".to(low)"),
+        (lambda y: torch.var_mean(y, dim=-1)[0], 1e4 * torch.arange(4.0).expand(2, 4), "torch.var_mean("),
+        (lambda y: torch.einsum("ij,kj->ik", y, y), torch.full((2, 4), 200.0), "torch.einsum('ij,kj->ik', ["),
+        (lambda y: 1 / torch.maximum(y, torch.tensor(1e-9)), torch.zeros(2, 4), "torch.full_like(y, 3e-08)"),
+        (lambda y: torch.cat([y, y]).sum(0).half() * 9, torch.full((2, 4), 9e3), "torch.mul(x, 9)"),
+        (lambda y: torch.log(torch.fft.rfft(y).abs() * 0), torch.ones(2, 4), "torch.log(x.float())"),
+    ],
+)
+def test_ops_of_every_shape_are_cut_out(function, x, call, tmp_path):
+    assert call in script_of(function, x, tmp_path)
+
+
+def test_gradients_of_an_op_that_wrote_in_place(tmp_path):
+    script = script_of(lambda y: (y * 0).sqrt_(), torch.ones(2, 4), tmp_path, loss=lambda out, _: out.float().sum())
+    assert "torch.autograd.grad" in script
+    assert "in the gradients of torch.sqrt" in script
+
+
+def test_a_derivative_that_lost_its_eps_is_shown_with_the_op_that_lost_it(tmp_path):
+    script = script_of(
+        lambda y: torch.sqrt(y * 0 + 1e-9), torch.ones(2, 4), tmp_path, loss=lambda out, _: out.float().sum()
+    )
+    assert "torch.add(x, eps)" in script
+    assert "# Expected: finite" in script

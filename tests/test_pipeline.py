@@ -1,0 +1,308 @@
+"""Whole replays of tiny models: verdict, first bad layer, grade, and how the failing setting is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Chain, Drops, Overflowing, Prediction, Returns
+from torch import nn
+
+from nandoctor.autocast.policy import cuda_autocast
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import DumpError, ModelError
+from nandoctor.evidence.report import Report
+from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.pipeline import replay_dump
+from nandoctor.replaying.settings import Settings
+
+NAN = float("nan")
+IMAGE = torch.ones(4, 4)
+BAD = torch.full((4, 4), NAN)
+
+
+def dump_of(model, *, layout="plain", scalars=None, **arrays):
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    arrays = {name: array.clone() for name, array in arrays.items()}
+    return Dump(path=Path("dump.pth"), nbytes=1, layout=layout, state=state, arrays=arrays, scalars=scalars or {})
+
+
+def replay(model, settings=None, **arrays):
+    """The report on a dump of this model with these arrays, an image of ones unless given."""
+    arrays = arrays or {"image": IMAGE, "logit": BAD}
+    return replay_dump(dump_of(model, **arrays), model, settings or Settings())
+
+
+def poisoned_weight():
+    model = Chain(first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    nn.init.constant_(model.last.bias, NAN)
+    return model
+
+
+def log_of_negative():
+    return Chain(first=nn.Linear(4, 4), log=Returns(lambda x: torch.log(-x.abs() - 1)))
+
+
+class Tiny(nn.Module):
+    """Its output is what fp16 flushes to zero."""
+
+    def forward(self, image):
+        return image * 1e-9
+
+
+BAD_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("make", "image", "verdict", "module"),
+    [
+        (Overflowing, IMAGE, "precision", "scale"),
+        (log_of_negative, IMAGE, "numerics", "log"),
+        (poisoned_weight, IMAGE, "state", "last"),
+        (lambda: nn.Linear(4, 4), BAD_IMAGE, "input", ""),
+    ],
+    ids=["precision", "numerics", "state", "input"],
+)
+def test_the_verdict_and_the_first_bad_module(make, image, verdict, module):
+    report = replay(make(), image=image, logit=BAD)
+    assert (report.verdict, report.first_nonfinite.module) == (verdict, module)
+    assert report.headline
+    assert report.next_steps
+
+
+def test_the_first_bad_layer_comes_with_its_inputs_and_what_fp32_has_there():
+    image = torch.ones(4, 4) / 8
+    image[2] = 1
+    first = replay(Overflowing(), image=image).first_nonfinite
+    assert (first.type, first.call, first.where, first.kinds) == ("Linear", 0, "output", ("+inf",))
+    assert (first.samples, first.first_index, first.num_bad, first.numel) == ((2,), (2, 0), 4, 16)
+    assert first.would_be == 120000.0
+    assert first.inputs[0].absmax == 1.0
+
+
+def test_both_runs_are_there_row_by_row():
+    runs = replay(Overflowing()).runs
+    assert [row.module for row in runs.autocast.modules] == [row.module for row in runs.fp32.modules]
+    assert (runs.autocast.finite, runs.fp32.finite, runs.first_unholdable) == (False, True, "scale")
+    assert runs.autocast.dtype.name == "float16"
+
+
+def test_a_healthy_dump_is_healthy():
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        report = replay(model, image=IMAGE, logit=model(IMAGE))
+    assert (report.verdict, report.reproduction.grade, report.first_nonfinite) == ("healthy", "same-mask", None)
+    assert report.reproduction.max_rel_err < 1e-2
+
+
+def test_a_nan_that_does_not_come_back_says_what_may_be_missing():
+    report = replay(nn.Linear(4, 4))
+    assert (report.verdict, report.reproduction.grade) == ("not-reproduced", "finite")
+    assert "--mode" in report.next_steps[0]
+    assert report.first_nonfinite is None
+
+
+def test_bf16_holds_what_fp16_cannot():
+    report = replay(Overflowing(), Settings(amp_dtype="bfloat16"), image=IMAGE)
+    assert (report.verdict, report.runs.autocast.dtype.name) == ("healthy", "bfloat16")
+
+
+def test_the_native_policy_is_on_record():
+    assert replay(Overflowing(), Settings(policy="native")).runs.autocast.policy == "native"
+
+
+OUTPUTS = {
+    "tensor": lambda x: x,
+    "dict": lambda x: {"logit": x, "aux": x[:1]},
+    "tuple": lambda x: (x[:1], x),
+    "dataclass": lambda x: Prediction(x, [x[:1]]),
+}
+
+
+@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_of_any_structure_are_graded(make):
+    model = Chain(net=Overflowing(), head=Returns(lambda x: make(x["logit"])))
+    report = replay(model, image=IMAGE, logit=BAD)
+    assert (report.reproduction.grade, report.reproduction.output) == ("exact", "logit")
+
+
+def test_the_user_names_the_field_of_the_output():
+    model = Chain(net=Overflowing(), head=Returns(lambda x: {"main": x["logit"], "ema": x["logit"] * 0}))
+    assert replay(model).reproduction.grade == "no-reference"
+    assert replay(model, Settings(output="main")).reproduction.grade == "exact"
+
+
+def poisoned_norm():
+    model = Chain(norm=nn.BatchNorm1d(4), head=nn.Linear(4, 4))
+    model.norm.running_var.fill_(NAN)
+    return model
+
+
+def test_poisoned_buffers_are_found_in_eval_mode_although_train_mode_is_tried_first():
+    report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=BAD)
+    assert (report.verdict, report.first_nonfinite.module) == ("state", "norm")
+    assert report.reproduction.attempts == ("train mode, seed 0: finite", "eval mode, seed 0: exact")
+    assert report.runs.autocast.training is False
+
+
+def test_poisoned_buffers_are_not_blamed_for_what_fails_in_train_mode():
+    model = Chain(norm=nn.BatchNorm1d(4), shift=Returns(lambda x: x + 10), net=Overflowing())
+    model.norm.running_var.fill_(NAN)
+    report = replay(model, image=torch.rand(4, 4), logit=BAD)
+    assert (report.verdict, report.first_nonfinite.module) == ("precision", "net.scale")
+    assert report.runs.autocast.training is True
+
+
+def test_the_mode_that_the_user_names_is_the_only_one_tried():
+    report = replay(poisoned_norm(), Settings(mode="train"), image=torch.rand(4, 4), logit=BAD)
+    assert report.verdict == "not-reproduced"
+    assert report.reproduction.attempts == ("train mode, seed 0: finite",)
+
+
+class LogOfDropout(nn.Module):
+    """NaN exactly where dropout left something, which depends on the seed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, image):
+        return torch.where(self.dropout(image) > 0, NAN, self.head(image))
+
+
+def test_a_few_seeds_are_tried_where_the_model_draws_random_numbers():
+    model, image = LogOfDropout(), torch.ones(4, 64)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        logit = model(image)
+    report = replay(model, image=image, logit=logit)
+    assert report.reproduction.attempts[-1].startswith("train mode, seed 2: ")
+    assert report.reproduction.grade == "same-mask"
+    assert len(report.reproduction.attempts) == 4
+
+
+def test_no_seeds_are_tried_where_nothing_is_random():
+    report = replay(nn.Linear(4, 4))
+    assert report.reproduction.attempts == ("eval mode, seed 0: finite", "train mode, seed 0: finite")
+
+
+def test_the_seed_that_the_user_names_comes_first():
+    report = replay(Drops(4), Settings(seed=7, mode="train"), image=IMAGE, logit=BAD)
+    assert sorted(report.reproduction.attempts) == [f"train mode, seed {seed}: finite" for seed in (10, 7, 8, 9)]
+
+
+class PassesOn(nn.Module):
+    """Hands its argument on to a function that uses it as a dict, which cannot be seen from its forward."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.net = Returns(use)
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+def test_a_call_that_the_model_rejects_is_followed_by_the_next_likeliest():
+    report = replay(PassesOn(lambda inputs: torch.log(-inputs["image"])), image=IMAGE, logit=BAD)
+    assert report.notes[0] == "Called as model({image}) in train mode, seed 0."
+
+
+def test_where_no_call_fits_the_error_is_that_of_the_likeliest():
+    with pytest.raises(ModelError, match=r"raised AttributeError.*'Tensor' object has no attribute 'no_such_thing'"):
+        replay(PassesOn(lambda inputs: inputs.no_such_thing), image=IMAGE, logit=BAD)
+
+
+def test_weights_alone_are_judged_by_themselves():
+    dump = dump_of(poisoned_weight(), layout="weights-only")
+    report = replay_dump(dump, None, Settings())
+    assert (report.verdict, report.runs) == ("state", None)
+    assert report.headline == "1 of 4 saved tensors are non-finite: last.bias."
+    assert (report.origin.phase, report.origin.module, report.cause.code) == ("state", "last", "poisoned-weights")
+    assert report.origin.kinds == ("nan",)
+
+
+def test_buffers_alone_are_told_from_weights():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].running_var.fill_(float("inf"))
+    report = replay_dump(dump_of(model, layout="weights-only"), None, Settings())
+    assert (report.origin.module, report.cause.code) == ("1", "poisoned-buffers")
+
+
+def test_sound_weights_alone_are_nothing_to_replay():
+    with pytest.raises(DumpError, match="nothing to replay") as caught:
+        replay_dump(dump_of(nn.Linear(2, 2), layout="weights-only"), None, Settings())
+    assert "--call" in caught.value.remedy
+
+
+def test_weights_alone_are_replayed_by_a_call_that_makes_its_own_batch():
+    model = Overflowing()
+    settings = Settings(call=lambda model, batch: model(IMAGE))
+    assert replay_dump(dump_of(model, layout="weights-only"), model, settings).verdict == "precision"
+
+
+def test_a_model_that_checks_for_nan_itself_is_replayed_up_to_there():
+    def check(x):
+        if not torch.isfinite(x["logit"]).all():
+            raise FloatingPointError("NaN in the output")
+        return x
+
+    report = replay(Chain(net=Overflowing(), check=Returns(check)))
+    assert (report.verdict, report.first_nonfinite.module) == ("precision", "net.scale")
+    assert report.runs.autocast.raised == "FloatingPointError: NaN in the output"
+
+
+def test_progress_is_told_by_stage():
+    told = []
+    dump = dump_of(Overflowing(), image=IMAGE, logit=BAD)
+    replay_dump(dump, Overflowing(), Settings(), progress=lambda *step: told.append(step))
+    assert told[0] == ("replay under autocast", 0, None)
+    assert ("replay under autocast", 3, None) in told
+    assert ("replay in fp32", 3, 3) in told
+
+
+@pytest.mark.parametrize(
+    ("make", "arrays", "stages"),
+    [
+        (Overflowing, {"logit": BAD}, ["replay under autocast", "replay in fp32"]),
+        (Overflowing, {}, ["replay under autocast", "replay in fp32", "closer look under autocast"]),
+        (nn.ReLU, {"logit": IMAGE}, ["replay under autocast", "replay in fp32"]),
+        (Tiny, {}, ["replay under autocast", "replay in fp32", "closer look under autocast", "closer look in fp32"]),
+    ],
+    ids=["bad", "bad without an output", "healthy", "small"],
+)
+def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
+    model, told = make(), []
+    dump = dump_of(model, image=IMAGE, **arrays)
+    replay_dump(dump, model, Settings(mode="train", prescribe=False), progress=lambda stage, *_: told.append(stage))
+    assert list(dict.fromkeys(told)) == stages
+
+
+def test_the_live_model_is_as_it_was():
+    model = poisoned_norm().eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    replay(model, image=torch.rand(4, 4), logit=BAD)
+    assert not model.training
+    assert all(torch.equal(tensor, before[name]) or name.endswith("var") for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [Overflowing, poisoned_weight, log_of_negative, lambda: nn.Linear(4, 4)])
+def test_a_report_survives_being_written_and_read(make):
+    report = replay(make())
+    assert to_plain(from_plain(Report, to_plain(report))) == to_plain(report)
+
+
+def test_a_saved_random_state_brings_the_dropout_mask_back():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    torch.manual_seed(77)
+    state = torch.get_rng_state()
+    with cuda_autocast():
+        logit = model(IMAGE)
+    dump = dataclasses.replace(dump_of(model, x=IMAGE, logit=logit), rng_states=(state,))
+    reproduction = replay_dump(dump, model, Settings(mode="train")).reproduction
+    assert reproduction.grade == "exact"
+    assert reproduction.attempts == ("train mode, the saved random state: exact",)
+    assert replay_dump(dump, model, Settings(mode="train", seed=1)).reproduction.max_rel_err > 0

@@ -1,0 +1,351 @@
+"""What the tracer records of modules of every kind, and that it leaves no trace of its own."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+
+import pytest
+import torch
+from tiny_models import Chain, FallsBack, Overflowing, Pair, Prediction, Raises, Recursive, Returns
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from nandoctor.evidence.formats import FP16
+from nandoctor.tracing.module_tracer import Tracer, walk_tensors
+
+ONE = torch.ones(2, 3)
+
+
+def trace(model, *args, examine=False, **kwargs):
+    """The recorded calls of one forward."""
+    tracer = Tracer(model, census_for=FP16, examine=examine)
+    with torch.no_grad(), tracer:
+        model(*args, **kwargs)
+    return tracer.calls()
+
+
+def keys(calls):
+    return [call.key for call in calls]
+
+
+def paths(tensors):
+    return [stats.path for stats in tensors]
+
+
+def num_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+OUTPUTS = {
+    "tensor": (lambda x: x, [""]),
+    "dict": (lambda x: {"logit": x, "aux": {"low": x}}, ["logit", "aux.low"]),
+    "ordered dict": (lambda x: OrderedDict(out=x), ["out"]),
+    "tuple": (lambda x: (x, (x, None)), ["[0]", "[1][0]"]),
+    "list": (lambda x: [x], ["[0]"]),
+    "named tuple": (lambda x: Pair(x, x), ["first", "second"]),
+    "struct sequence": (lambda x: x.max(0), ["[0]"]),
+    "dataclass": (lambda x: Prediction(x, [x, x]), ["logit", "hidden[0]", "hidden[1]"]),
+    "dataclass type": (lambda x: Prediction, []),
+    "none": (lambda x: None, []),
+    "int": (lambda x: 3, []),
+    "string": (lambda x: "done", []),
+    "ints and floats": (lambda x: (x.long(), x), ["[1]"]),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_walked_and_their_places_named(make, expected):
+    (call,) = trace(Returns(make), ONE)
+    assert paths(call.outputs) == expected
+    assert call.leave is not None
+
+
+def test_the_output_of_a_transformers_model_is_walked():
+    modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
+    make = modeling_outputs.BaseModelOutputWithPooling
+    (call,) = trace(Returns(lambda x: make(last_hidden_state=x, hidden_states=(x, x))), ONE)
+    assert paths(call.outputs) == ["last_hidden_state", "hidden_states[0]", "hidden_states[1]"]
+
+
+def test_inputs_are_positions_and_keywords():
+    model = Returns(lambda x, **rest: x)
+    (call,) = trace(model, ONE, mask=ONE.bool(), bias={"rel": ONE}, scale=2.0)
+    assert paths(call.inputs) == ["[0]", "bias.rel"]
+
+
+def test_nesting_without_end_is_cut_off():
+    endless = [ONE]
+    endless.append(endless)
+    assert len(list(walk_tensors(endless))) < 20
+
+
+def test_a_generator_is_left_for_the_caller():
+    model = Returns(lambda x: (x * factor for factor in (1, 2)))
+    with Tracer(model, census_for=FP16) as tracer:
+        output = model(ONE)
+    assert [float(item.sum()) for item in output] == [6.0, 12.0]
+    assert tracer.calls()[0].outputs == ()
+
+
+def test_calls_stand_in_the_order_of_entry_with_depth_and_one_clock():
+    calls = trace(Chain(inner=Chain(leaf=nn.ReLU()), last=nn.Tanh()), ONE)
+    assert [(call.module, call.type, call.depth, call.enter, call.leave) for call in calls] == [
+        ("", "Chain", 0, 0, 7),
+        ("inner", "Chain", 1, 1, 4),
+        ("inner.leaf", "ReLU", 2, 2, 3),
+        ("last", "Tanh", 1, 5, 6),
+    ]
+
+
+def test_repeated_calls_are_numbered():
+    calls = trace(Chain("a", "b", "a", a=nn.ReLU(), b=nn.Tanh()), ONE)
+    assert keys(calls) == [("", 0), ("a", 0), ("b", 0), ("a", 1)]
+
+
+def test_a_shared_module_goes_by_its_first_name():
+    shared = nn.ReLU()
+    assert keys(trace(Chain(a=shared, b=shared), ONE)) == [("", 0), ("a", 0), ("a", 1)]
+
+
+def test_a_module_that_calls_itself_is_recorded_inside_out():
+    calls = trace(Recursive(), ONE, 2)
+    assert [(call.call, call.depth, call.enter, call.leave) for call in calls] == [
+        (0, 0, 0, 5),
+        (1, 1, 1, 4),
+        (2, 2, 2, 3),
+    ]
+    assert [call.inputs[0].absmax for call in calls] == [1.0, 0.5, 0.25]
+
+
+def test_inputs_are_read_before_an_in_place_module_writes_over_them():
+    _, relu = trace(Chain(relu=nn.ReLU(inplace=True)), torch.tensor([-4.0, 2.0]))
+    assert (relu.inputs[0].min, relu.outputs[0].min) == (-4.0, 0.0)
+    assert relu.inputs[0].sample.tolist() == [-4.0, 2.0]
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[1:].fill_(9), lambda x: x.detach().mul_(3)])
+def test_a_write_between_two_reads_is_noticed(write):
+    def forward(x):
+        model.before(x)
+        write(x)
+        return model.after(x)
+
+    model = Returns(forward)
+    model.before, model.after = nn.Identity(), nn.Identity()
+    x = torch.tensor([1.0, 2.0])
+    before, after = trace(model, x)[1:]
+    assert before.outputs[0].max == 2.0
+    assert after.inputs[0].max == float(x.max()) > 2.0
+
+
+def test_inference_tensors_are_read_every_time():
+    model = Chain(zero=Returns(lambda x: x.zero_()), last=nn.Identity())
+    with torch.inference_mode():
+        zero, last = trace(model, torch.ones(3))[1:]
+    assert (zero.inputs[0].max, last.inputs[0].max) == (1.0, 0.0)
+
+
+def test_an_exception_passes_through_and_the_open_calls_never_return():
+    model = Chain(first=nn.ReLU(), last=Raises())
+    tracer = Tracer(model, census_for=FP16)
+    with pytest.raises(ValueError, match="refused"), tracer:
+        model(ONE)
+    assert [(call.module, call.leave) for call in tracer.calls()] == [("", None), ("first", 2), ("last", None)]
+
+
+def test_a_caught_exception_ends_the_calls_that_it_passed_and_no_other():
+    calls = trace(FallsBack(), ONE)
+    assert [(call.module, call.depth, call.leave is None) for call in calls] == [
+        ("", 0, False),
+        ("first", 1, True),
+        ("first.inner", 2, True),
+        ("second", 1, False),
+        ("second", 1, False),
+    ]
+
+
+def test_an_exception_in_a_hook_of_the_user_upsets_no_other_call():
+    def refuse(*_):
+        raise ValueError("hook")
+
+    def forward(x):
+        with suppress(ValueError):
+            model.child(x)
+        return model.last(x)
+
+    model = Returns(forward)
+    model.child, model.last = nn.ReLU(), nn.Tanh()
+    model.child.register_forward_pre_hook(refuse)
+    calls = trace(model, ONE)
+    assert [(call.module, call.depth, call.leave) for call in calls] == [("", 0, 4), ("child", 1, None), ("last", 1, 3)]
+
+
+def test_hooks_of_the_user_are_respected():
+    model = Chain(child=nn.Identity(), last=nn.Identity())
+    model.child.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    model.child.register_forward_hook(lambda _, args, output: output * 10)
+    _, child, last = trace(model, ONE)
+    assert (child.inputs[0].max, child.outputs[0].max, last.inputs[0].max) == (2.0, 20.0, 20.0)
+
+
+def test_the_output_of_the_model_is_not_replaced():
+    model = Returns(lambda x: {"logit": x})
+    with Tracer(model, census_for=FP16):
+        assert model(ONE)["logit"] is ONE
+
+
+@pytest.mark.parametrize("model", [Chain(a=nn.ReLU()), FallsBack(), Chain(a=Raises())])
+def test_every_hook_is_gone_afterwards(model):
+    model.register_forward_hook(lambda *_: None)
+    with suppress(ValueError), Tracer(model, census_for=FP16):
+        assert num_hooks(model) > 1
+        model(ONE)
+    assert num_hooks(model) == 1
+
+
+def test_every_hook_is_gone_where_one_module_takes_none():
+    model = Chain(a=nn.ReLU(), b=nn.ReLU())
+    del model.b._forward_hooks
+    with pytest.raises(AttributeError), Tracer(model, census_for=FP16):
+        pass
+    model.b._forward_hooks = OrderedDict()
+    assert num_hooks(model) == 0
+
+
+def test_a_tracer_can_be_followed_by_another():
+    model = Chain(a=nn.ReLU())
+    assert keys(trace(model, ONE)) == keys(trace(model, ONE)) == [("", 0), ("a", 0)]
+
+
+def test_no_tensor_is_kept():
+    kept = []
+    model = Chain(made=Returns(lambda x: x * 2), note=Returns(lambda x: kept.append(weakref.ref(x)) or x + 1))
+    with Tracer(model, census_for=FP16):
+        model(ONE)
+        assert kept[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "asks"), [(math.nan, True), (math.inf, True), (1e-6, True), (0.0, False), (1.0, False)]
+)
+def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
+    (call,) = trace(nn.Identity(), torch.full((4,), value), examine=True)
+    assert (call.outputs[0].census is not None) is asks
+    assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].census is None
+
+
+def test_a_tensor_read_without_a_census_gets_one_when_it_is_read_again_for_one():
+    tensor = torch.tensor([math.nan, 1.0])
+    with Tracer(nn.Identity(), census_for=FP16) as tracer:
+        first, second = tracer.read(tensor), tracer.read(tensor, census=True)
+    assert first[0][1].census is None
+    assert (second[0][1].census.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
+
+
+def test_progress_counts_the_calls_that_returned():
+    counts = []
+    model = Chain(a=nn.ReLU(), b=nn.ReLU())
+    with Tracer(model, census_for=FP16, on_call=counts.append):
+        model(ONE)
+    assert counts == [1, 2, 3]
+
+
+def scripted(model):
+    return torch.jit.script(model)
+
+
+def traced(model):
+    return torch.jit.trace(model, ONE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compile_module", [scripted, traced])
+def test_a_torchscript_module_is_one_call_under_its_own_name(compile_module):
+    part = compile_module(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    calls = trace(Chain(part=part, last=nn.Tanh()), ONE)
+    assert [(call.module, call.type) for call in calls] == [("", "Chain"), ("part", "Sequential"), ("last", "Tanh")]
+    assert calls[1].outputs[0].shape == (2, 2)
+    assert num_hooks(part) == 0
+
+
+def test_parametrised_modules_are_traced():
+    calls = trace(Chain(part=weight_norm(nn.Linear(3, 2))), ONE)
+    assert ("part", "ParametrizedLinear") in [(call.module, call.type) for call in calls]
+    assert next(call for call in calls if call.module == "part").outputs[0].shape == (2, 2)
+
+
+def test_lazy_modules_are_traced():
+    calls = trace(Chain(part=nn.LazyLinear(2)), ONE)
+    assert [(call.module, call.type) for call in calls] == [("", "Chain"), ("part", "Linear")]
+
+
+def test_graph_modules_are_traced():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    assert keys(trace(model, ONE)) == [("", 0), ("0", 0), ("1", 0)]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "one module"])
+def test_compiled_modules_run_eagerly_while_they_are_traced(whole):
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    traced_model = compiled if whole else Chain(part=compiled)
+    last = trace(traced_model, ONE)[-1]
+    assert last.type == "ReLU"
+    assert not graphs
+    compiled(ONE)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.vmap(f)(x),
+        lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.vmap(torch.func.jacrev(f))(x),
+    ],
+    ids=["vmap", "grad", "jvp", "jacrev"],
+)
+def test_modules_under_a_function_transform_are_measured(transform):
+    model = Returns(lambda x: transform(model.child, x))
+    model.child = Chain(leaf=nn.Tanh())
+    leaf = next(call for call in trace(model, torch.full((4, 3), 0.5)) if call.module == "child.leaf")
+    assert leaf.outputs[0].shape == (4, 3)
+    assert leaf.outputs[0].max == pytest.approx(math.tanh(0.5))
+
+
+def test_tensors_of_a_subclass_are_measured_without_its_own_function():
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function in (torch.aminmax, torch.Tensor.clone):
+                raise AssertionError("nandoctor's own operations went through the subclass")
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    (call,) = trace(nn.Identity(), ONE.as_subclass(Refuses))
+    assert call.outputs[0].max == 1.0
+
+
+def test_the_encoder_of_torch_takes_no_short_cut_past_its_layers():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    calls = trace(nn.TransformerEncoder(layer, 1).eval(), torch.ones(1, 3, 8))
+    assert "layers.0.linear1" in [call.module for call in calls]
+
+
+def test_an_overflow_is_seen_at_the_module_that_made_it():
+    _, scale, norm = trace(Overflowing().half(), torch.ones(1, 4, dtype=torch.float16))
+    assert (scale.inputs[0].finite, scale.outputs[0].finite) == (True, False)
+    assert not norm.inputs[0].finite
+
+
+def test_without_measures_the_calls_alone_are_recorded():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    tracer = Tracer(model, census_for=FP16, measures=False)
+    with torch.no_grad(), tracer:
+        model(ONE)
+    assert keys(tracer.calls()) == keys(trace(model, ONE))
+    assert all(call.leave is not None and not call.inputs and not call.outputs for call in tracer.calls())

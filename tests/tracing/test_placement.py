@@ -1,0 +1,126 @@
+"""Where in a tensor its values lie."""
+
+from __future__ import annotations
+
+import base64
+import math
+
+import pytest
+import torch
+
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.trace import SampleStats
+from nandoctor.replaying.thumbnail import take_picture
+from nandoctor.tracing.placement import count_exponents, count_samples, place_bad
+from nandoctor.tracing.tensor_stats import collect, measure
+
+
+def mask(shape, *places):
+    bad = torch.zeros(shape, dtype=torch.bool)
+    for place in places:
+        bad[place] = True
+    return bad
+
+
+def test_nothing_uneven_is_shown_over_the_last_two_dimensions():
+    grid = place_bad(mask((4, 8, 3, 5), 2))
+    assert (grid.dims, grid.sizes, grid.numel) == ((2, 3), (3, 5), 480)
+    assert grid.counts == ((8,) * 5,) * 3
+
+
+def test_a_bad_channel_is_shown_rather_than_the_rows_it_fills():
+    grid = place_bad(mask((2, 6, 3, 5), (slice(None), 4)))
+    assert grid.dims == (1, 3)
+    assert [sum(row) for row in grid.counts] == [0, 0, 0, 0, 30, 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "counts"),
+    [((3,), (0,), ((0, 1, 0),)), ((2, 3), (0, 1), ((0, 0, 0), (1, 1, 1))), ((2, 3, 1), (1, 2), ((0,), (1,), (0,)))],
+)
+def test_few_dimensions(shape, dims, counts):
+    bad = mask(shape, 1) if len(shape) < 3 else mask(shape, (1, 1))
+    grid = place_bad(bad)
+    assert (grid.dims, grid.counts) == (dims, counts)
+
+
+def test_a_scalar_has_no_place():
+    assert place_bad(torch.tensor(True)) is None
+
+
+@pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
+def test_large_dimensions_are_joined_into_cells_and_nothing_is_lost(size):
+    torch.manual_seed(0)
+    bad = torch.rand(2, size, 50) < 0.3
+    grid = place_bad(bad)
+    assert max(len(grid.counts), len(grid.counts[0])) <= 32
+    assert sum(map(sum, grid.counts)) == int(bad.sum())
+    cells = torch.arange(size) * min(size, 32) // size
+    assert [sum(row) for row in grid.counts] == [int(bad[:, cells == cell].sum()) for cell in range(min(size, 32))]
+
+
+def test_samples_are_counted_one_by_one():
+    values = torch.tensor([[1.0, -3.0], [math.nan, 2.0], [math.inf, math.nan], [0.0, 0.0]])
+    assert count_samples(values.abs(), torch.isfinite(values)) == (
+        SampleStats(num_bad=0, absmax=3.0),
+        SampleStats(num_bad=1, absmax=2.0),
+        SampleStats(num_bad=2, absmax=None),
+        SampleStats(num_bad=0, absmax=0.0),
+    )
+    assert count_samples(torch.ones(5), torch.ones(5, dtype=torch.bool)) == ()
+    assert len(count_samples(torch.ones(99, 2), torch.ones(99, 2, dtype=torch.bool))) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_exponents_are_those_of_the_values(dtype):
+    values = torch.tensor([1.0, 1.99, 2.0, 0.5, 0.75, 0.0, math.inf, math.nan, 2.0**-14], dtype=dtype)
+    assert count_exponents(values.abs()) == ((-14, 1), (-1, 2), (0, 2), (1, 1)) or dtype == torch.bfloat16
+    assert sum(count for _, count in count_exponents(values.abs())) == 6
+
+
+def test_subnormals_have_the_exponent_of_their_value():
+    tiny = torch.tensor([2.0**-24, 2.0**-20], dtype=torch.float16)
+    assert count_exponents(tiny) == ((-24, 1), (-20, 1))
+    assert count_exponents(torch.zeros(3)) == ()
+
+
+def stats_of(tensor, **options):
+    return collect([("", measure(tensor, census_for=FP16, **options))])[0]
+
+
+def test_a_census_places_nothing_unless_asked():
+    sound, bad = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
+    assert (stats_of(sound).census.by_sample, stats_of(sound).census.exponents) == ((), ())
+    assert stats_of(bad).census.grid is None
+    assert [sample.num_bad for sample in stats_of(bad).census.by_sample] == [1, 0]
+    assert stats_of(bad, place=True).census.grid.counts == ((0, 1), (0, 0))
+    assert stats_of(sound, survey=True).census.exponents == ((0, 6),)
+    assert len(stats_of(sound, survey=True).census.by_sample) == 2
+
+
+def test_a_picture_is_small_grey_and_stretched():
+    image = torch.zeros(3, 3, 100, 200)
+    image[1, :, :50] = 7.0
+    picture = take_picture({"mask": torch.zeros(3, 5), "image": image}, 1)
+    assert (picture.name, picture.sample, picture.height, picture.width) == ("image", 1, 64, 64)
+    pixels = base64.b64decode(picture.pixels)
+    assert len(pixels) == 64 * 64
+    assert (pixels[0], pixels[-1]) == (255, 0)
+
+
+@pytest.mark.parametrize(
+    ("array", "sample"),
+    [
+        (torch.zeros(2, 64), 0),
+        (torch.zeros(2, 16, 32, 32), 0),
+        (torch.zeros(2, 3, 4, 4), 0),
+        (torch.zeros(2, 3, 9, 9), 2),
+    ],
+)
+def test_what_is_no_image_makes_no_picture(array, sample):
+    assert take_picture({"x": array}, sample) is None
+
+
+def test_a_picture_of_nothing_but_nan_is_black():
+    picture = take_picture({"x": torch.full((1, 1, 8, 8), math.nan)}, 0)
+    assert set(base64.b64decode(picture.pixels)) == {0}

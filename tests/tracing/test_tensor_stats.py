@@ -1,0 +1,252 @@
+"""What is measured of one tensor, against naive counts over plain Python numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
+from nandoctor.tracing.tensor_stats import MAX_SAMPLES_LISTED, SAMPLE_SIZE, collect, format_of, measure
+
+NAN, INF = math.nan, math.inf
+FLOATS = {
+    torch.float16: FP16,
+    torch.bfloat16: BF16,
+    torch.float32: FP32,
+    torch.float64: FP64,
+    torch.float8_e4m3fn: FP8_E4M3,
+    torch.float8_e5m2: FP8_E5M2,
+}
+
+
+def stats_of(tensor, census_for=None):
+    """The statistics of one tensor, None where there is nothing to measure."""
+    reading = measure(tensor, census_for=census_for)
+    return None if reading is None else collect([("here", reading)])[0]
+
+
+def naive_census(values, own, target):
+    """The counts of a census, one Python float at a time."""
+    magnitudes = [abs(value) for value in values if math.isfinite(value) and value != 0]
+    return {
+        "num_nan": sum(math.isnan(value) for value in values),
+        "num_posinf": values.count(INF),
+        "num_neginf": values.count(-INF),
+        "num_zero": values.count(0.0),
+        "num_subnormal": sum(value < own.smallest_normal for value in magnitudes),
+        "smallest": min(magnitudes, default=None),
+        "flushed_share": sum(target.round(value) == 0 for value in magnitudes) / len(values),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "float_format"), FLOATS.items())
+def test_limits_of_a_finite_tensor_need_no_census(dtype, float_format):
+    stats = stats_of(torch.tensor([[-3.0, 0.5], [2.0, 0.0]]).to(dtype))
+    assert (stats.path, stats.shape, stats.numel, stats.dtype) == ("here", (2, 2), 4, float_format)
+    assert (stats.finite, stats.min, stats.max, stats.absmax) == (True, -3.0, 2.0, 3.0)
+    assert stats.census is None
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype is not torch.float8_e4m3fn])
+def test_one_bad_element_anywhere_is_seen(dtype, bad):
+    values = torch.ones(3, 700)
+    values[2, 699] = bad
+    stats = stats_of(values.to(dtype))
+    assert not stats.finite
+    assert stats.absmax is None
+
+
+def test_a_large_finite_fp16_tensor_is_finite_although_its_fp16_sum_is_not():
+    assert stats_of(torch.full((4096,), 60000.0, dtype=torch.float16)).finite
+
+
+def test_limits_of_a_bad_tensor_are_those_of_its_finite_elements():
+    stats = stats_of(torch.tensor([NAN, -7.0, INF, 2.0]), census_for=FP16)
+    assert (stats.finite, stats.min, stats.max, stats.absmax) == (False, -7.0, 2.0, 7.0)
+
+
+def test_a_tensor_without_a_finite_element_has_no_limits():
+    stats = stats_of(torch.tensor([NAN, INF]), census_for=FP16)
+    assert (stats.min, stats.max, stats.absmax, stats.median) == (None, None, None, None)
+    assert stats.census.smallest is None
+
+
+SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e-8, 2.0**-24, 2.0**-25, 6e-8, 1e-40, 6e-5, 65504.0, 1e30])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("target", [FP16, BF16, FP8_E4M3], ids=str)
+@settings(max_examples=25)
+@given(values=st.lists(SPECIAL | st.floats(width=32), min_size=1, max_size=12))
+def test_the_census_is_that_of_a_naive_count(dtype, target, values):
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+    census = stats_of(tensor, census_for=target).census
+    expected = naive_census(tensor.tolist(), FLOATS[dtype], target)
+    assert {name: getattr(census, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_census_of_fp8_is_that_of_a_naive_count(dtype):
+    every_code = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    census = stats_of(every_code, census_for=FP16).census
+    expected = naive_census(every_code.double().tolist(), FLOATS[dtype], FP16)
+    assert {name: getattr(census, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "bad", "first", "samples"),
+    [
+        ((4, 3, 2), [(2, 1, 1), (3, 0, 0)], (2, 1, 1), (2, 3)),
+        ((4,), [(1,), (3,)], (1,), (1, 3)),
+        ((), [()], (), ()),
+        ((1, 5), [(0, 4)], (0, 4), (0,)),
+        ((2, 2), [], None, ()),
+    ],
+)
+def test_the_first_bad_index_and_the_bad_samples(shape, bad, first, samples):
+    tensor = torch.zeros(shape)
+    for index in bad:
+        tensor[index] = NAN
+    census = stats_of(tensor, census_for=FP16).census
+    assert (census.first_bad_index, census.samples, census.num_bad) == (first, samples, len(bad))
+
+
+def test_no_more_than_a_screenful_of_samples_is_listed():
+    census = stats_of(torch.full((500, 2), INF), census_for=FP16).census
+    assert census.samples == tuple(range(MAX_SAMPLES_LISTED))
+    assert census.num_posinf == 1000
+
+
+def layouts():
+    plain = torch.arange(24.0).reshape(1, 2, 3, 4)
+    yield "transposed", plain.transpose(1, 3)
+    yield "channels_last", plain.to(memory_format=torch.channels_last)
+    yield "strided", plain[..., ::2]
+    yield "expanded", torch.tensor([5.0]).expand(3, 4)
+    yield "view", plain[:, 1]
+    yield "parameter", torch.nn.Parameter(plain)
+    yield "subclass", plain.as_subclass(type("Tagged", (torch.Tensor,), {}))
+    yield "requires grad", plain.clone().requires_grad_() * 2
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(tensor, id=name) for name, tensor in layouts()])
+def test_any_strides_give_the_numbers_in_logical_order(tensor):
+    stats = stats_of(tensor, census_for=FP16)
+    assert stats.shape == tuple(tensor.shape)
+    assert (stats.min, stats.max) == (tensor.detach().min(), tensor.detach().max())
+    assert np.array_equal(stats.sample, tensor.detach().flatten().numpy())
+
+
+def test_the_first_bad_index_is_logical_in_channels_last():
+    tensor = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensor[1, 0, 3, 4] = tensor[1, 2, 0, 0] = NAN
+    assert stats_of(tensor, census_for=FP16).census.first_bad_index == (1, 0, 3, 4)
+
+
+def nothing_to_measure():
+    eye = torch.eye(3)
+    yield "int", torch.arange(3)
+    yield "bool", torch.tensor([True])
+    yield "empty", torch.empty(0, 3)
+    yield "coo", eye.to_sparse()
+    yield "csr", eye.to_sparse_csr()
+    yield "mkldnn", eye.to_mkldnn()
+    yield "quantised", torch.quantize_per_tensor(eye, 0.1, 0, torch.quint8)
+    yield "meta", torch.empty(3, device="meta")
+    yield "nested without rows", torch.nested.nested_tensor([])
+    yield "masked", torch.masked.masked_tensor(eye, eye > 0)
+    yield "lazy", torch.nn.LazyLinear(3).weight
+    with FakeTensorMode():
+        yield "fake", torch.empty(3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("census_for", [None, FP16])
+def test_what_holds_no_plain_numbers_is_left_in_peace(census_for):
+    measured = [name for name, tensor in nothing_to_measure() if measure(tensor, census_for=census_for) is not None]
+    assert measured == []
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    ("dtype", "part"), [(torch.complex32, FP16), (torch.complex64, FP32), (torch.complex128, FP64)]
+)
+def test_a_complex_tensor_is_measured_by_its_parts(dtype, part):
+    stats = stats_of(torch.tensor([3 - 4j, complex(INF, 0)]).to(dtype).conj(), census_for=FP16)
+    assert (stats.shape, stats.numel, stats.dtype) == ((2, 2), 4, part)
+    assert (stats.max, stats.census.num_posinf, stats.census.first_bad_index) == (4.0, 1, (1, 0))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_measured_over_all_its_rows(layout):
+    tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.tensor([[NAN, -8.0, 0.0]])], layout=layout)
+    stats = stats_of(tensor, census_for=FP16)
+    assert (stats.numel, stats.absmax, stats.census.num_nan) == (9, 8.0, 1)
+    assert stats.census.samples == ()
+
+
+def test_a_tensor_under_vmap_is_measured_with_its_mapped_dimension():
+    seen = []
+
+    def double(row):
+        seen.append(measure(row, census_for=FP16))
+        return row * 2
+
+    torch.vmap(double)(torch.tensor([[1.0, 2.0], [INF, 4.0]]))
+    (stats,) = collect([("", seen[0])])
+    assert (stats.shape, stats.census.first_bad_index, stats.absmax) == ((2, 2), (1, 0), 4.0)
+
+
+def test_inference_tensors_are_measured():
+    with torch.inference_mode():
+        assert stats_of(torch.tensor([1.0, NAN]), census_for=FP16).census.num_nan == 1
+
+
+def test_a_small_tensor_is_its_own_sample_whatever_is_written_to_it_later():
+    tensor = torch.arange(6.0)
+    reading = measure(tensor)
+    tensor.zero_()
+    assert collect([("", reading)])[0].sample.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("width", [64, 100, 256, 1000])
+def test_the_sample_of_a_large_tensor_is_spread_over_rows_and_columns(width):
+    columns = torch.arange(float(width)).expand(1000, width)
+    for positions, size in ((columns, width), (torch.arange(1000.0)[:, None].expand(1000, width), 1000)):
+        sample = stats_of(positions).sample
+        counts, _ = np.histogram(sample, bins=8, range=(0, size))
+        assert len(sample) == SAMPLE_SIZE
+        assert counts.min() > 0.8 * SAMPLE_SIZE / 8
+        assert counts.max() < 1.2 * SAMPLE_SIZE / 8
+
+
+def test_samples_of_equal_shapes_are_taken_at_equal_places():
+    tensor = torch.rand(100, 100)
+    first, second = stats_of(tensor), stats_of(tensor.t().contiguous().t())
+    assert np.array_equal(first.sample, second.sample)
+
+
+def test_quantiles_are_those_of_the_nonzero_finite_magnitudes():
+    values = torch.cat([torch.zeros(50), torch.arange(1.0, 102.0) * -1, torch.tensor([INF, NAN])])
+    stats = stats_of(values)
+    assert (stats.p05, stats.median, stats.p95) == (6.0, 51.0, 96.0)
+
+
+def test_collect_keeps_places_in_order_and_double_precision():
+    readings = [("a", measure(torch.tensor([1e300], dtype=torch.float64))), ("b", measure(torch.tensor([2.0])))]
+    assert [(stats.path, stats.absmax) for stats in collect(readings)] == [("a", 1e300), ("b", 2.0)]
+    assert collect([]) == ()
+
+
+def test_formats_of_dtypes():
+    assert format_of(torch.bfloat16) is BF16
+    assert format_of(torch.complex128) is FP64
+    assert format_of(torch.int64) is None
