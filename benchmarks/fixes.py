@@ -1,4 +1,4 @@
-"""What is cured on the corpus of sick models, how many runs it takes, and what the search for fp32 islands costs.
+"""What is cured on the corpus of sick models, how many runs it takes, and what the search for fp32 sets costs.
 
 In: `python benchmarks/remedies.py`. Out: a table of every case, a summary, and the search on a network of 62 modules.
 """
@@ -39,8 +39,8 @@ def main() -> None:
     for case in all_cases():
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            report = diagnose(case, Path(folder), prescribe=True)
-        cures = [item for item in report.prescriptions if item.verified]
+            report = diagnose(case, Path(folder), fixes=True)
+        cures = [item for item in report.fixes if item.verified]
         tally.update([report.verdict] + ([f"{report.verdict} cured"] if cures else []))
         title = cures[0].title if cures else "-"
         elapsed_s = time.perf_counter() - started

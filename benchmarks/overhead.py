@@ -69,7 +69,7 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
             model(**workload.batch)
 
     def traced() -> None:
-        with torch.no_grad(), Tracer(model, census_for=FP16) as tracer:
+        with torch.no_grad(), Tracer(model, counts_for=FP16) as tracer:
             model(**workload.batch)
         tracer.calls()
 
@@ -150,12 +150,12 @@ def _print_diagnoses(workload: Workload) -> None:
     with _dump_of(workload, sick) as path:
         variants = {
             "plain": forward,
-            "a middle layer overflows": partial(_replay, path, sick, "precision", prescribe=False),
+            "a middle layer overflows": partial(_replay, path, sick, "precision", fixes=False),
             "the same, cures tried": partial(_replay, path, sick, "precision"),
         }
         _print_ratios("plain fp32 forward", variants, REPEATS // 3)
     with _dump_of(workload, model) as path:
-        steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, prescribe=False)
+        steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
         variants = {"plain": step, "only the gradients are bad": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
 

@@ -145,7 +145,7 @@ def _other_names(op: str) -> set[str]:
 
 
 def ask_nandoctor(case: Case) -> Claim:
-    """By way of a dump file, as a user would: two precisions, every op, an exam."""
+    """By way of a dump file, as a user would: two precisions, every op, an analysis."""
     with tempfile.TemporaryDirectory() as folder:
         report = diagnose(case, Path(folder))
     if report.origin is None:
@@ -342,10 +342,10 @@ def ask_torchlens(case: Case) -> Claim:
         trace = torchlens.trace(step, list(batch.values()), capture=saving)
         _backward(case, trace[trace.output_layers[0]].out)
     backward = bisect_nan_backward(trace)
-    if backward.birth is None:  # it cannot tell for every node; whoever looks at the gradients knows as much
+    if backward.nonfinite_source is None:  # it cannot tell for every node; whoever looks at the gradients knows as much
         return Claim(alarm=backward.found or not _finite([weight.grad for weight in step.parameters()]))
-    birth = backward.birth
-    return _claim_of_torchlens(birth.module, birth.source_line, birth.grad_fn_class)
+    nonfinite_source = backward.nonfinite_source
+    return _claim_of_torchlens(nonfinite_source.module, nonfinite_source.source_line, nonfinite_source.grad_fn_class)
 
 
 @contextlib.contextmanager

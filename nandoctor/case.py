@@ -16,7 +16,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
-from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Origin, Prescription, Report
+from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.pipeline import audit_dump, examine_dump, replay_dump
 from nandoctor.renderers.save import save_report
@@ -54,7 +54,7 @@ def replay(
 
     `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC; without it the
     project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `output`,
-    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `survey`, `model_args`, `prescribe`, `max_trials`,
+    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `per_sample`, `model_args`, `fixes`, `max_trials`,
     `time`.
 
     Raises:
@@ -80,7 +80,7 @@ def repro(
             project's own code.
     """
     dump, settings = _read(dump, options)
-    found = examine_dump(dump, _anchor(model), override(settings, {"prescribe": False}), progress=progress)
+    found = examine_dump(dump, _anchor(model), override(settings, {"fixes": False}), progress=progress)
     return make_script(found.report, found.step, dump)
 
 
@@ -126,7 +126,7 @@ def describe(tensor: torch.Tensor) -> str:
     from nandoctor.renderers.tensors import describe_tensor
     from nandoctor.tracing.tensor_stats import collect, measure
 
-    reading = measure(tensor, census_for=FORMATS["float16"])
+    reading = measure(tensor, counts_for=FORMATS["float16"])
     if reading is None:
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: no floating-point values"
     return describe_tensor(collect([("", reading)])[0])
@@ -163,9 +163,9 @@ class Case:
         return self.report.cause
 
     @property
-    def prescriptions(self) -> tuple[Prescription, ...]:
+    def fixes(self) -> tuple[Fix, ...]:
         """The changes that were tried on the failing step, what cures first."""
-        return self.report.prescriptions
+        return self.report.fixes
 
     def table(self) -> Any:
         """One row per module call, both runs side by side: a pandas DataFrame, or a list of dicts without pandas."""
@@ -180,7 +180,7 @@ class Case:
         """One of the plots: "ranges", "exponents", "divergence", "samples", "origin".
 
         Raises:
-            NanDoctorError: there is no such kind, or only a replay with `survey=True` has the numbers for it.
+            NanDoctorError: there is no such kind, or only a replay with `per_sample=True` has the numbers for it.
         """
         from nandoctor.renderers.plots.kinds import draw
 

@@ -21,7 +21,7 @@ from nandoctor.errors import NanDoctorError
 if TYPE_CHECKING:
     from nandoctor.case import Case
     from nandoctor.evidence.report import EpsUse, Report
-    from nandoctor.evidence.rounding import Fate
+    from nandoctor.evidence.rounding import RoundedConstant
     from nandoctor.replaying.reproduction import Progress
 
 EXIT_NOT_REPRODUCED = 3
@@ -32,7 +32,7 @@ DumpPath = click.Path(path_type=Path)
 _REPORT_ENDINGS = (".json", ".html", ".md")
 _PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 _KINDS = ("ranges", "exponents", "divergence", "samples", "origin")
-_SURVEYED = frozenset({"exponents", "samples", "origin"})  # these draw what only a survey counts
+_PER_SAMPLE = frozenset({"exponents", "samples", "origin"})  # these draw what only per-sample statistics hold
 
 
 class _Verbs(click.Group):
@@ -88,12 +88,14 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
         click.option("--mode", type=click.Choice(["train", "eval"]), help="Default: train, then eval."),
         click.option("--device", metavar="cpu|cuda", help="Where to replay (default cpu)."),
         click.option("--seed", type=int, help="For dropout and the like (default 0, then a few more)."),
-        click.option("--no-prescribe", is_flag=True, help="Only say what it is: try no cures."),
+        click.option("--no-fixes", is_flag=True, help="Only say what it is: try no cures."),
         click.option("--max-trials", type=click.IntRange(min=0), metavar="N", help="Runs to spend on cures (200)."),
         click.option("--time", type=float, metavar="SECONDS", help="Time to spend on cures (300)."),
         click.option("--no-strict", is_flag=True, help="Load the weights that fit, leave the rest."),
         click.option("--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."),
-        click.option("--survey", is_flag=True, help="Count samples and exponents in every layer; keep a thumbnail."),
+        click.option(
+            "--per-sample", is_flag=True, help="Count samples and exponents in every layer; keep a thumbnail."
+        ),
     ]
     for option in reversed(options):
         verb = option(verb)
@@ -123,7 +125,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     if check:
         sys.exit(_check(dump, options))
     if quiet and not as_json and not outputs:
-        options["no_prescribe"] = True  # the one line has no room for a cure
+        options["no_fixes"] = True  # the one line has no room for a cure
     report = _replay(dump, options, quiet=quiet).report
     if as_json:
         from nandoctor.renderers.jsonfile import dumps
@@ -158,7 +160,7 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     samples     which samples are bad, or near the limit, in which layer
     origin      where in the tensor the damage was born
     """  # noqa: D301  (click wants the escape itself)
-    options["survey"] |= kind in _SURVEYED
+    options["per_sample"] |= kind in _PER_SAMPLE
     report = _read_or_replay(source, options)
     from nandoctor.renderers.plots.figures import save_figure
     from nandoctor.renderers.plots.kinds import draw
@@ -260,27 +262,27 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     """  # noqa: D301
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
-    from nandoctor.renderers.eps import dumps_eps, print_fates, print_outlook, print_uses
+    from nandoctor.renderers.eps import dumps_eps, print_outlook, print_rounded, print_uses
 
-    fates = _fates(values)
+    rounded_constants = _rounded(values)
     uses = _list_eps(dump, options) if dump is not None or options["model"] is not None else ()
     if as_json:
-        click.echo(dumps_eps(fates, uses))
+        click.echo(dumps_eps(rounded_constants, uses))
         return
-    print_fates(fates, _console())
+    print_rounded(rounded_constants, _console())
     if dump is not None:
         print_uses(uses, _console())
     elif options["model"] is not None:
         print_outlook(uses, _console())
 
 
-def _fates(values: tuple[float, ...]) -> list[Fate]:
-    from nandoctor.evidence.rounding import SHOWN_FORMATS, find_fate
+def _rounded(values: tuple[float, ...]) -> list[RoundedConstant]:
+    from nandoctor.evidence.rounding import SHOWN_FORMATS, round_constant
 
     for value in values:
         if value == 0 or not math.isfinite(value):
             raise NanDoctorError(f"{value} is no eps.", remedy="Give a finite number other than zero: 1e-8.")
-    return [find_fate(value, shown) for value in values for shown in SHOWN_FORMATS]
+    return [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
 
 
 def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
@@ -298,7 +300,7 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
         from nandoctor.renderers.jsonfile import read_report
 
         return read_report(source)
-    return _replay(source, {**options, "no_prescribe": True}).report
+    return _replay(source, {**options, "no_fixes": True}).report
 
 
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
@@ -312,7 +314,7 @@ def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case
 def _check(dump: Path, options: dict[str, Any]) -> int:
     """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
     try:
-        verdict = _replay(dump, {**options, "no_prescribe": True}, quiet=True).verdict
+        verdict = _replay(dump, {**options, "no_fixes": True}, quiet=True).verdict
     except click.UsageError:
         raise
     except Exception as error:
@@ -328,10 +330,10 @@ def _given_settings(options: dict[str, Any]) -> dict[str, Any]:
         given["model_args"] = dict(_parse_argument(text) for text in given["model_args"])
     if options["no_strict"]:
         given["strict"] = False
-    if options["no_prescribe"]:
-        given["prescribe"] = False
-    if options["survey"]:
-        given["survey"] = True
+    if options["no_fixes"]:
+        given["fixes"] = False
+    if options["per_sample"]:
+        given["per_sample"] = True
     return given
 
 

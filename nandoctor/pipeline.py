@@ -16,7 +16,7 @@ from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
 from nandoctor.diagnosis.eps_audit import audit
-from nandoctor.diagnosis.first_nonfinite import needs_census
+from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
 from nandoctor.diagnosis.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
@@ -98,7 +98,7 @@ def _examine_dump(dump: Dump, model: ModelSource | None, settings: Settings, pro
     findings = _examine(replay, attempt, loss_scale)
     slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
     findings = _look_at_optimizer(findings, slots)
-    remedies = _treat(replay, attempt, findings, slots, settings, loss_scale) if settings.prescribe else Remedies()
+    remedies = _treat(replay, attempt, findings, slots, settings, loss_scale) if settings.fixes else Remedies()
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes, *kept_from_it)
     report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
@@ -107,7 +107,7 @@ def _examine_dump(dump: Dump, model: ModelSource | None, settings: Settings, pro
         report=replace(
             report,
             eps_audit=constants,
-            picture=_take_picture(report, attempt.setup) if settings.survey else None,
+            picture=_take_picture(report, attempt.setup) if settings.per_sample else None,
         ),
         step=attempt.step(replay.policy, loss_scale),
     )
@@ -181,15 +181,15 @@ def _write_report(
         verdict=verdict,
         headline=write_headline(verdict, trace, shown),
         reproduction=attempt.reproduction,
-        first_nonfinite=describe_first(shown.sighting, trace, reference) if shown.sighting else None,
+        first_nonfinite=describe_first(shown.first_nonfinite, trace, reference) if shown.first_nonfinite else None,
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
         chain=shown.chain,
         bad_gradients=findings.bad_gradients,
-        prescriptions=remedies.prescriptions,
+        fixes=remedies.fixes,
         counterfactuals=remedies.counterfactuals,
-        island_search=remedies.island_search,
+        fp32_sets=remedies.fp32_sets,
         headroom=find_near_misses(reference, low),
         runs=runs,
         dump=summary,
@@ -275,9 +275,9 @@ def _examine_forward(replay: Replay, attempt: Attempt) -> tuple[Trace, Trace, Co
 
 def _counted(replay: Replay, attempt: Attempt, trace: Trace, policy: Policy) -> Trace:
     """The trace, with exact counts wherever it asks for them."""
-    if not needs_census(trace, replay.low):
+    if not needs_counts(trace, replay.low):
         return trace
-    return replay.run_again("closer look", attempt, policy, Watch(census=True))
+    return replay.run_again("closer look", attempt, policy, Watch(counts=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +302,8 @@ def _examine_backward(replay: Replay, attempt: Attempt, loss_scale: float, *, so
         cured = not unscaled.bad_gradients
     return _Backward(
         trace=trace,
-        verdict=judge_backward(trace, reference, cured_by_scale=cured),
-        conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, cured_by_scale=cured),
+        verdict=judge_backward(trace, reference, fixed_by_scale=cured),
+        conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, fixed_by_scale=cured),
     )
 
 
@@ -340,5 +340,5 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
 
 def _count(tensor: torch.Tensor, low: FloatFormat) -> TensorStats | None:
     """The exact counts of one saved tensor, None where it is stored in a way that shows no numbers."""
-    reading = measure(tensor, census_for=low)
+    reading = measure(tensor, counts_for=low)
     return None if reading is None else collect([("", reading)])[0]

@@ -7,13 +7,13 @@ import math
 import numpy as np
 
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.trace import Census, ModuleCall, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, NonfiniteCounts, TensorStats, Trace
 
 NAN, INF = math.nan, math.inf
 
 
 def stats(*values, path="", shape=None):
-    """The statistics of a tensor of these values, with a census."""
+    """The statistics of a tensor of these values, with a counts."""
     finite = [value for value in values if math.isfinite(value)]
     bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
     magnitudes = sorted(abs(value) for value in finite if value)
@@ -28,7 +28,7 @@ def stats(*values, path="", shape=None):
         absmax=max(map(abs, finite), default=None),
         p05=magnitudes[0] if magnitudes else None,
         median=magnitudes[len(magnitudes) // 2] if magnitudes else None,
-        census=Census(
+        counts=NonfiniteCounts(
             num_nan=sum(math.isnan(value) for value in values),
             num_posinf=values.count(INF),
             num_neginf=values.count(-INF),

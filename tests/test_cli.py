@@ -221,12 +221,12 @@ def test_every_kind_of_plot_is_drawn_from_a_dump(kind, workplace):
     assert (workplace / f"sick.{kind}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_that_needs_a_survey_says_so():
+def test_a_plot_that_needs_a_per_sample_says_so():
     run("replay", *SICK, "-o", "report.json")
     result = run("plot", "report.json", "--kind", "exponents")
     assert result.exit_code == 1
-    assert "--survey" in result.stderr
-    run("replay", *SICK, "--survey", "-o", "report.json")
+    assert "--per-sample" in result.stderr
+    run("replay", *SICK, "--per-sample", "-o", "report.json")
     assert run("plot", "report.json", "--kind", "exponents").exit_code == 0
 
 

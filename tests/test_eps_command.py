@@ -42,7 +42,7 @@ def test_a_value_is_shown_in_every_format_on_one_screen():
 def test_a_value_as_json_has_no_infinity_in_it():
     data = json.loads(invoke("--json", "1000").stdout)
     assert data["schema"] == "nandoctor.eps/1"
-    shown = {fate["format"]: fate for fate in data["values"]}
+    shown = {rounded["format"]: rounded for rounded in data["values"]}
     assert shown["float8_e4m3fn"]["effect"] == "overflow"
     assert shown["float8_e5m2"]["absorbed_from"] == 8192.0
     assert shown["float16"]["rounded"] == 1000.0

@@ -276,7 +276,7 @@ def test_progress_is_told_by_stage():
 def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []
     dump = dump_of(model, image=IMAGE, **arrays)
-    replay_dump(dump, model, Settings(mode="train", prescribe=False), progress=lambda stage, *_: told.append(stage))
+    replay_dump(dump, model, Settings(mode="train", fixes=False), progress=lambda stage, *_: told.append(stage))
     assert list(dict.fromkeys(told)) == stages
 
 

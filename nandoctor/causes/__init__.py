@@ -27,7 +27,7 @@ from nandoctor.causes import (
     reduction_overflow,
     where_gradient_trap,
 )
-from nandoctor.causes.base import Doses, Finding, GradientFinding
+from nandoctor.causes.base import Candidate, Finding, GradientFinding
 from nandoctor.evidence.report import Cause
 
 FORWARD_RULES: tuple[Callable[[Finding], Cause | None], ...] = (
@@ -58,7 +58,7 @@ BACKWARD_RULES: tuple[Callable[[GradientFinding], Cause | None], ...] = (
 )
 """For the backward pass, likewise."""
 
-SUGGESTIONS: Mapping[str, Callable[[Any], Iterable[Doses]]] = {
+SUGGESTIONS: Mapping[str, Callable[[Any], Iterable[Candidate]]] = {
     rule.CODE: rule.suggest
     for rule in (
         division_by_zero,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nandoctor.evidence.edits import ClampArgument, Edit, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
-from nandoctor.evidence.trace import Exam, OpCall, Operand, OpTensor
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor
 
 
 def words(text: str) -> frozenset[str]:
@@ -49,7 +49,7 @@ FILLS = words("full full_like new_full fill masked_fill where scalar_tensor cons
 """Ops that put a given number in places."""
 
 
-Doses = tuple[Edit, ...]
+Candidate = tuple[Edit, ...]
 """One change in several strengths, the first that cures being the one to take."""
 
 
@@ -62,15 +62,15 @@ class Finding:
 
     op: OpCall
     twin: OpCall | None
-    turned: bool
+    had_inf_input: bool
     ops: Mapping[int, OpCall]
     low: FloatFormat
 
     @property
-    def exam(self) -> Exam:
-        """The exam of the op, which every finding has."""
-        assert self.op.exam is not None
-        return self.op.exam
+    def analysis(self) -> OpAnalysis:
+        """The analysis of the op, which every finding has."""
+        assert self.op.analysis is not None
+        return self.op.analysis
 
     @property
     def format(self) -> FloatFormat:
@@ -80,7 +80,7 @@ class Finding:
     @property
     def overflowed(self) -> bool:
         """Whether unlimited range would have kept at least one of the bad elements finite."""
-        return self.exam.num_exact_finite > 0
+        return self.analysis.num_exact_finite > 0
 
     @property
     def twin_is_finite(self) -> bool:
@@ -89,7 +89,7 @@ class Finding:
 
     def operand(self, name: str) -> Operand | None:
         """The examined input of this name."""
-        return next((operand for operand in self.exam.operands if operand.name == name), None)
+        return next((operand for operand in self.analysis.operands if operand.name == name), None)
 
     def sources(self, tensor: OpTensor) -> Iterator[OpCall]:
         """The op that made `tensor`, and behind ops that only move or cast values the one before, and so on."""
@@ -112,22 +112,22 @@ class GradientFinding:
     """A backward op that made non-finite gradients of finite ones.
 
     `forward` is the op it belongs to, None for a custom Function. `twins_are_finite` tells whether the fp32 run's
-    gradients are finite at the same op, `cured_by_scale` whether all gradients are at loss scale 1.
+    gradients are finite at the same op, `fixed_by_scale` whether all gradients are at loss scale 1.
     """
 
     op: OpCall
     forward: OpCall | None
     twins_are_finite: bool
-    cured_by_scale: bool
+    fixed_by_scale: bool
     loss_scale: float
     ops: Mapping[int, OpCall]
     low: FloatFormat
 
     @property
-    def exam(self) -> Exam:
-        """The exam of the op, which every finding has."""
-        assert self.op.exam is not None
-        return self.op.exam
+    def analysis(self) -> OpAnalysis:
+        """The analysis of the op, which every finding has."""
+        assert self.op.analysis is not None
+        return self.op.analysis
 
 
 def writes_infinity(op: OpCall) -> bool:
@@ -137,16 +137,16 @@ def writes_infinity(op: OpCall) -> bool:
 
 def is_constant(tensor: OpTensor) -> bool:
     """Whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
-    census = tensor.stats.census if tensor.stats is not None else None
-    return tensor.origin == "unknown" and census is not None and not census.num_nan
+    counts = tensor.stats.counts if tensor.stats is not None else None
+    return tensor.origin == "unknown" and counts is not None and not counts.num_nan
 
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
     """Whether this is the logarithm of a mask of zeros and ones that was no floating-point tensor before."""
-    if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.exam is None:
+    if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.analysis is None:
         return False
-    mask, cast = op.exam.operands[0], ops[op.inputs[0].producer]
-    is_indicator = mask.min == 0 and mask.max == 1 and mask.census.smallest == 1
+    mask, cast = op.analysis.operands[0], ops[op.inputs[0].producer]
+    is_indicator = mask.min == 0 and mask.max == 1 and mask.counts.smallest == 1
     return is_indicator and cast.op in CASTS and all(tensor.stats is None for tensor in cast.inputs)
 
 
@@ -181,14 +181,16 @@ def ancestors(
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     """What came in, and how much of what went out is bad."""
-    incoming = max((operand.absmax for operand in finding.exam.operands if operand.absmax is not None), default=None)
-    exam = finding.exam
+    incoming = max(
+        (operand.absmax for operand in finding.analysis.operands if operand.absmax is not None), default=None
+    )
+    analysis = finding.analysis
     return (
         Evidence(name="grad_output_absmax", value=incoming, text=f"the incoming gradient reaches {number(incoming)}"),
         Evidence(
             name="num_bad",
-            value=exam.num_bad,
-            text=f"{exam.num_bad} of {exam.numel} outgoing elements are {' or '.join(exam.kinds)}",
+            value=analysis.num_bad,
+            text=f"{analysis.num_bad} of {analysis.numel} outgoing elements are {' or '.join(analysis.kinds)}",
         ),
     )
 
@@ -207,8 +209,8 @@ def number(value: float | None) -> str:
 
 def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
     """By how much the exact value passes the format's limit, and how many elements do."""
-    exam, limit = finding.exam, finding.format.max
-    exact = exam.exact_absmax or 0.0
+    analysis, limit = finding.analysis, finding.format.max
+    exact = analysis.exact_absmax or 0.0
     return (
         Evidence(
             name="would_be",
@@ -216,7 +218,11 @@ def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
             text=f"the largest would be {number(exact)}, {exact / limit:.3g} times what {finding.format} can hold "
             f"({number(limit)})",
         ),
-        Evidence(name="num_bad", value=exam.num_bad, text=f"{exam.num_bad} of {exam.numel} elements are non-finite"),
+        Evidence(
+            name="num_bad",
+            value=analysis.num_bad,
+            text=f"{analysis.num_bad} of {analysis.numel} elements are non-finite",
+        ),
     )
 
 
@@ -225,7 +231,7 @@ def site_of(op: OpCall) -> OpSite:
     return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
 
 
-def clamp_doses(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Doses:
+def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Candidate:
     """The argument of an op clamped to each of the `bounds`, (low, high)."""
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import DIVISIONS, NORMALISATIONS, Doses, Finding, clamp_doses
+from nandoctor.causes.base import DIVISIONS, NORMALISATIONS, Candidate, Finding, clamp_candidate
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
 
@@ -33,8 +33,8 @@ def diagnose(finding: Finding) -> Cause | None:
     if finding.overflowed:
         return None
     denominator = _denominator(finding)
-    if denominator is not None and denominator.census.num_zero:
-        return _explain(finding, denominator.name, denominator.census.num_zero)
+    if denominator is not None and denominator.counts.num_zero:
+        return _explain(finding, denominator.name, denominator.counts.num_zero)
     if finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
         return _explain(finding, "other", 1)
     return None
@@ -51,9 +51,9 @@ def _explain(finding: Finding, name: str, zeros: int) -> Cause:
 
 def _explain_norm(finding: Finding) -> Cause | None:
     """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
-    if finding.turned or finding.overflowed:
+    if finding.had_inf_input or finding.overflowed:
         return None
-    num_bad = finding.exam.num_bad
+    num_bad = finding.analysis.num_bad
     return Cause(
         code=CODE,
         title=TITLE,
@@ -63,7 +63,7 @@ def _explain_norm(finding: Finding) -> Cause | None:
 
 
 def _denominator(finding: Finding) -> Operand | None:
-    op, operands = finding.op.op, finding.exam.operands
+    op, operands = finding.op.op, finding.analysis.operands
     if op in ("rsqrt", "reciprocal") or (op == "pow" and any(value < 0 for _, value in finding.op.scalars)):
         return operands[0] if operands else None
     if op == "_weight_norm":  # g * v / norm(v)
@@ -73,8 +73,8 @@ def _denominator(finding: Finding) -> Operand | None:
     return None
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Clamp what is below the line; where it may be negative, that does not agree with fp32 and is refused."""
     denominator = _denominator(finding)
     if denominator is not None:
-        yield clamp_doses(finding.op, denominator.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])
+        yield clamp_candidate(finding.op, denominator.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

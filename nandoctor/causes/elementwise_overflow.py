@@ -33,7 +33,7 @@ def diagnose(finding: Finding) -> Cause | None:
         Evidence(
             name=f"worst_{operand.name}", value=operand.at_worst, text=f"{operand.name} is {number(operand.at_worst)}"
         )
-        for operand in finding.exam.operands
+        for operand in finding.analysis.operands
         if operand.at_worst is not None
     )
     made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
@@ -42,7 +42,7 @@ def diagnose(finding: Finding) -> Cause | None:
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
-        f"{number(finding.exam.exact_at_worst)} at the worst element; {finding.format} holds at most "
+        f"{number(finding.analysis.exact_at_worst)} at the worst element; {finding.format} holds at most "
         f"{number(finding.format.max)}.",
         evidence=(*overflow_evidence(finding), *operands),
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import REDUCTIONS, Doses, Finding, site_of
+from nandoctor.causes.base import REDUCTIONS, Candidate, Finding, site_of
 from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Cause, Evidence
 
@@ -31,18 +31,20 @@ def diagnose(finding: Finding) -> Cause | None:
     """A reduction or loss that is NaN although everything in it is finite."""
     op = finding.op.op
     averages = op in REDUCTIONS or "loss" in op or "cross_entropy" in op
-    if not averages or finding.turned or finding.overflowed or finding.exam.kinds != ("nan",):
+    if not averages or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
         return None
     return Cause(
         code=CODE,
         title=TITLE,
         explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
         evidence=(
-            Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} averages are 0/0"),
+            Evidence(
+                name="num_bad", value=finding.analysis.num_bad, text=f"{finding.analysis.num_bad} averages are 0/0"
+            ),
         ),
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Count an average over nothing as zero."""
     yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)

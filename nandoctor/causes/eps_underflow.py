@@ -29,7 +29,7 @@ from nandoctor.causes.base import (
     DIVISIONS,
     LOGARITHMS,
     MOVES,
-    Doses,
+    Candidate,
     Finding,
     GradientFinding,
     ancestors,
@@ -146,15 +146,15 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(
             name=f"zeros_{operand.name}",
-            value=operand.census.num_zero,
-            text=f"{operand.census.num_zero} elements of {operand.name} are exactly zero",
+            value=operand.counts.num_zero,
+            text=f"{operand.counts.num_zero} elements of {operand.name} are exactly zero",
         )
-        for operand in finding.exam.operands
-        if operand.census.num_zero
+        for operand in finding.analysis.operands
+        if operand.counts.num_zero
     )
 
 
-def suggest(finding: Finding | GradientFinding) -> Iterator[Doses]:
+def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     """A constant that the format holds, and the line that uses it in fp32."""
     singular = finding.op if isinstance(finding, Finding) else finding.forward
     assert singular is not None

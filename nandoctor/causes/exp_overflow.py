@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import EXPONENTIALS, PRODUCTS, Doses, Finding, clamp_doses, number, overflow_evidence
+from nandoctor.causes.base import EXPONENTIALS, PRODUCTS, Candidate, Finding, clamp_candidate, number, overflow_evidence
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 
@@ -39,7 +39,7 @@ def diagnose(finding: Finding) -> Cause | None:
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:
         return None
-    largest = max(finding.exam.operands, key=_magnitude, default=None)
+    largest = max(finding.analysis.operands, key=_magnitude, default=None)
     for tensor in finding.op.inputs:
         if largest is None or tensor.name != largest.name:
             continue
@@ -58,7 +58,7 @@ def _grows(finding: Finding) -> bool:
     if finding.op.op == "pow":
         exponent = finding.operand("exponent")
         return finding.overflowed and exponent is not None
-    argument = finding.exam.operands[0].max if finding.exam.operands else None
+    argument = finding.analysis.operands[0].max if finding.analysis.operands else None
     return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
 
 
@@ -69,7 +69,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
         code=CODE,
         title=TITLE,
         explanation=f"{exponential.op} of values up to {number(largest)} makes {finding.op.op} reach "
-        f"{number(finding.exam.exact_absmax)}, and {finding.format} holds at most {number(finding.format.max)}.",
+        f"{number(finding.analysis.exact_absmax)}, and {finding.format} holds at most {number(finding.format.max)}.",
         evidence=(
             *overflow_evidence(finding),
             Evidence(
@@ -79,11 +79,11 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Clamp the exponent below what fp32 holds, or what fp16 holds."""
     exponential = next(_exponentials(finding), None)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
-        yield clamp_doses(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
+        yield clamp_candidate(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
 
 
 def _exponentials(finding: Finding) -> Iterator[OpCall]:

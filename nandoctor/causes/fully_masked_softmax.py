@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import SOFTMAXES, Doses, Finding, site_of
+from nandoctor.causes.base import SOFTMAXES, Candidate, Finding, site_of
 from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Cause, Evidence
 
@@ -29,7 +29,7 @@ TITLE = "Every position of a softmax is masked"
 
 def diagnose(finding: Finding) -> Cause | None:
     """A softmax over rows of -inf."""
-    rows = finding.exam.num_full_rows
+    rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
     return Cause(
@@ -40,6 +40,6 @@ def diagnose(finding: Finding) -> Cause | None:
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Let such rows attend evenly, and take zeros for their result."""
     yield (UnmaskRows(site=site_of(finding.op)),)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Doses, GradientFinding, gradient_evidence, number
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, number
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
 
@@ -43,7 +43,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     )
 
 
-def suggest(finding: GradientFinding) -> Iterator[Doses]:
+def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument of the forward op off the point where the derivative is infinite."""
     if finding.forward is not None:
         yield clamp_into_domain(finding.forward)

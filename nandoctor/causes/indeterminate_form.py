@@ -13,7 +13,7 @@ Why it happens
 Fix
     Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
 Known problems
-    An infinity that overflowed is not meant: its birth is reported, and this op only passes it on.
+    An infinity that overflowed is not meant: its nonfinite_source is reported, and this op only passes it on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Iterator
 
 from nandoctor.causes.base import (
     FILLS,
-    Doses,
+    Candidate,
     Finding,
     GradientFinding,
-    clamp_doses,
+    clamp_candidate,
     feeds_product,
     gradient_evidence,
     site_of,
@@ -41,27 +41,27 @@ TITLE = "An operation on infinities that has no value"
 def diagnose(finding: Finding) -> Cause | None:
     """NaN made of infinities."""
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
-    if written and not finding.turned and feeds_product(finding.op, finding.ops.values()):
+    if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops.values()):
         return _explain_written(finding, "reaches a product, whose sums it spoils")
-    if written and (finding.exam.kinds == ("+inf",) or finding.op.op in FILLS):
+    if written and (finding.analysis.kinds == ("+inf",) or finding.op.op in FILLS):
         return _explain_written(finding, "is never removed")
-    if "nan" not in finding.exam.kinds or not (finding.turned or written):
+    if "nan" not in finding.analysis.kinds or not (finding.had_inf_input or written):
         return None
-    infinite = sum(operand.census.num_posinf + operand.census.num_neginf for operand in finding.exam.operands)
+    infinite = sum(operand.counts.num_posinf + operand.counts.num_neginf for operand in finding.analysis.operands)
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} makes NaN of infinities: {finding.exam.num_bad} elements have no value.",
+        explanation=f"{finding.op.op} makes NaN of infinities: {finding.analysis.num_bad} elements have no value.",
         evidence=(Evidence(name="num_infinite", value=infinite + len(written), text=f"{infinite} infinities went in"),),
     )
 
 
 def _explain_written(finding: Finding, what: str) -> Cause:
-    num_bad = finding.exam.num_bad
+    num_bad = finding.analysis.num_bad
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The {' or '.join(finding.exam.kinds)} that {finding.op.op} writes here {what}.",
+        explanation=f"The {' or '.join(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
         evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} non-finite values were written"),),
     )
 
@@ -78,7 +78,7 @@ def diagnose_gradient(finding: GradientFinding) -> Cause | None:
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
     for name, value in finding.op.scalars:
         if math.isinf(value):
@@ -87,6 +87,6 @@ def suggest(finding: Finding) -> Iterator[Doses]:
                 for finite in (1e4, 1e3)
             )
     limit = finding.format.max
-    for operand in finding.exam.operands if finding.op.op == "mul" else ():
-        if operand.census.num_posinf or operand.census.num_neginf:
-            yield clamp_doses(finding.op, operand.name, [(-limit, limit)])
+    for operand in finding.analysis.operands if finding.op.op == "mul" else ():
+        if operand.counts.num_posinf or operand.counts.num_neginf:
+            yield clamp_candidate(finding.op, operand.name, [(-limit, limit)])

@@ -30,7 +30,7 @@ def diagnose(finding: Finding) -> Cause | None:
     if finding.op.op not in PRODUCTS | CASTS:
         return None
     target = finding.format
-    for operand in finding.exam.operands:
+    for operand in finding.analysis.operands:
         wider = format_of(operand).max > target.max
         if wider and operand.absmax is not None and not target.holds(operand.absmax):
             tensor = next(t for t in finding.op.inputs if t.name == operand.name)

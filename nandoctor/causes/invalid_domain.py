@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import CASTS, FILLS, MOVES, PRODUCTS, REDUCTIONS, Doses, Finding, clamp_doses, number
+from nandoctor.causes.base import CASTS, FILLS, MOVES, PRODUCTS, REDUCTIONS, Candidate, Finding, clamp_candidate, number
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 
@@ -57,9 +57,9 @@ def diagnose(finding: Finding) -> Cause | None:
     op = finding.op.op
     is_open = op in _OPEN_DOMAINS
     domain = _OPEN_DOMAINS.get(op) or _DOMAINS.get(op)
-    if domain is None or finding.turned or not finding.exam.operands:
+    if domain is None or finding.had_inf_input or not finding.analysis.operands:
         return None
-    if "nan" not in finding.exam.kinds and not is_open:
+    if "nan" not in finding.analysis.kinds and not is_open:
         return None
     argument = _argument(finding)
     outside = None if argument is None else _outside(argument, domain, is_open=is_open)
@@ -73,16 +73,18 @@ def diagnose(finding: Finding) -> Cause | None:
         f"reaches {number(outside)}.",
         evidence=(
             Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
-            Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements are NaN"),
+            Evidence(
+                name="num_bad", value=finding.analysis.num_bad, text=f"{finding.analysis.num_bad} elements are NaN"
+            ),
         ),
     )
 
 
 def diagnose_pole(finding: Finding) -> Cause | None:
     """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
-    operands, op = finding.exam.operands, finding.op.op
+    operands, op = finding.analysis.operands, finding.op.op
     taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
-    if op in _NO_FUNCTIONS or finding.turned or finding.overflowed or not taken or len(taken) < len(operands):
+    if op in _NO_FUNCTIONS or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
         return None
     values = ", ".join(map(number, taken))
     return Cause(
@@ -97,7 +99,7 @@ def _argument(finding: Finding) -> Operand | None:
     """The operand that the domain is about."""
     if finding.op.op in _NAMES:
         return finding.operand(_NAMES[finding.op.op])
-    return finding.exam.operands[-1 if "xlogy" in finding.op.op else 0]
+    return finding.analysis.operands[-1 if "xlogy" in finding.op.op else 0]
 
 
 def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -> float | None:
@@ -110,12 +112,12 @@ def _outside(argument: Operand, domain: tuple[float, float], *, is_open: bool) -
     return argument.max if argument.max > high or (is_open and argument.max == high) else None
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Clamp the argument into the domain."""
     yield clamp_into_domain(finding.op)
 
 
-def clamp_into_domain(op: OpCall) -> Doses:
+def clamp_into_domain(op: OpCall) -> Candidate:
     """The argument of a function clamped to where it, and its derivative, is finite; empty for an unknown one."""
     domain = _OPEN_DOMAINS.get(op.op) or _DOMAINS.get(op.op)
     if domain is None or not op.inputs:
@@ -123,4 +125,4 @@ def clamp_into_domain(op: OpCall) -> Doses:
     low, high = domain
     argument = op.inputs[-1 if "xlogy" in op.op else 0].name
     ends = [(low + margin, None if math.isinf(high) else high - margin) for margin in _MARGINS]
-    return clamp_doses(op, argument, ends)
+    return clamp_candidate(op, argument, ends)

@@ -26,7 +26,7 @@ from nandoctor.causes.base import (
     CASTS,
     LOGARITHMS,
     MOVES,
-    Doses,
+    Candidate,
     Finding,
     ancestors,
     site_of,
@@ -53,17 +53,17 @@ _HIDDEN_LOGARITHMS = {
 
 def diagnose(finding: Finding) -> Cause | None:
     """A logarithm whose argument is zero, in the open or by construction."""
-    if writes_infinity(finding.op) and finding.exam.kinds == ("-inf",):
-        return _explain(finding.exam.num_bad, _WRITTEN)
-    if finding.op.op in _HIDDEN_LOGARITHMS and finding.exam.kinds in (("+inf",), ("-inf",)):
-        return _explain(finding.exam.num_bad, f"{finding.op.op} is infinite: {_HIDDEN_LOGARITHMS[finding.op.op]}.")
+    if writes_infinity(finding.op) and finding.analysis.kinds == ("-inf",):
+        return _explain(finding.analysis.num_bad, _WRITTEN)
+    if finding.op.op in _HIDDEN_LOGARITHMS and finding.analysis.kinds in (("+inf",), ("-inf",)):
+        return _explain(finding.analysis.num_bad, f"{finding.op.op} is infinite: {_HIDDEN_LOGARITHMS[finding.op.op]}.")
     return _diagnose_logarithm(finding)
 
 
 def diagnose_constant(tensor: OpTensor) -> Cause | None:
     """A -inf of the code's own, in a tensor that it made of numbers, and of which the loss is made."""
-    census = tensor.stats.census if tensor.stats is not None else None
-    return _explain(census.num_neginf, _WRITTEN) if census is not None and census.kinds == ("-inf",) else None
+    counts = tensor.stats.counts if tensor.stats is not None else None
+    return _explain(counts.num_neginf, _WRITTEN) if counts is not None and counts.kinds == ("-inf",) else None
 
 
 def _explain(num_infinite: int, explanation: str) -> Cause:
@@ -73,12 +73,12 @@ def _explain(num_infinite: int, explanation: str) -> Cause:
 
 def _diagnose_logarithm(finding: Finding) -> Cause | None:
     op = finding.op.op
-    operands = finding.exam.operands
+    operands = finding.analysis.operands
     if op not in LOGARITHMS or finding.overflowed or not operands:
         return None
     argument = operands[-1]
     singular = -1.0 if "log1p" in op else 0.0
-    meets = argument.min == singular if singular else argument.census.num_zero > 0
+    meets = argument.min == singular if singular else argument.counts.num_zero > 0
     if "logit" in op:
         meets = meets or argument.max == 1.0
     if not meets:
@@ -87,18 +87,19 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{op} meets its singular point in {finding.exam.num_bad} of {finding.exam.numel} elements{where}.",
+        explanation=f"{op} meets its singular point in {finding.analysis.num_bad} of "
+        f"{finding.analysis.numel} elements{where}.",
         evidence=(
             Evidence(
                 name="num_zero",
-                value=argument.census.num_zero,
-                text=f"{argument.census.num_zero} of the argument's elements are exactly zero",
+                value=argument.counts.num_zero,
+                text=f"{argument.counts.num_zero} of the argument's elements are exactly zero",
             ),
         ),
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """The logarithm of a softmax or sigmoid in one function; else its argument clamped to where it is finite."""
     for source in _behind(finding):
         if source.op in _HAS_STABLE_LOG:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Doses, GradientFinding, gradient_evidence, number
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, number
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause, Evidence
 
@@ -29,7 +29,7 @@ TITLE = "The loss scale was too large"
 
 def diagnose(finding: GradientFinding) -> Cause | None:
     """An overflow that scale 1 does not have."""
-    if not finding.cured_by_scale:
+    if not finding.fixed_by_scale:
         return None
     scale = Evidence(
         name="loss_scale", value=finding.loss_scale, text=f"the loss scale was {number(finding.loss_scale)}"
@@ -44,6 +44,6 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     )
 
 
-def suggest(finding: GradientFinding) -> Iterator[Doses]:
+def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """The scale that GradScaler will come to by halving."""
     yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import CASTS, FILLS, Doses, Finding, clamp_doses, number, site_of, words
+from nandoctor.causes.base import CASTS, FILLS, Candidate, Finding, clamp_candidate, number, site_of, words
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
@@ -36,7 +36,7 @@ _VERY_NEGATIVE = -1e4
 
 def diagnose(finding: Finding) -> Cause | None:
     """A fill or an addition that turns a large negative constant into -inf."""
-    if finding.op.op not in _OPS | CASTS or finding.exam.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
+    if finding.op.op not in _OPS | CASTS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
         return None
     constant = min(_constants(finding), default=None)
     if constant is None or (finding.format.holds(constant) and not finding.overflowed):
@@ -48,14 +48,16 @@ def diagnose(finding: Finding) -> Cause | None:
         f"{number(-finding.format.max)}; a row that is masked throughout has nothing finite left.",
         evidence=(
             Evidence(name="constant", value=constant, text=f"the mask's constant is {number(constant)}"),
-            Evidence(name="num_bad", value=finding.exam.num_bad, text=f"{finding.exam.num_bad} elements became -inf"),
+            Evidence(
+                name="num_bad", value=finding.analysis.num_bad, text=f"{finding.analysis.num_bad} elements became -inf"
+            ),
         ),
     )
 
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
-    if finding.op.op == "mul" and not any(_is_indicator(operand) for operand in finding.exam.operands):
+    if finding.op.op == "mul" and not any(_is_indicator(operand) for operand in finding.analysis.operands):
         return []
     return written + [
         tensor.stats.min
@@ -77,13 +79,13 @@ def _is_indicator(operand: Operand) -> bool:
     return bool(operand.shape) and operand.min is not None and operand.min >= 0 and (operand.max or 0.0) <= 1
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """The lowest number of the scores' own format, or one that fits beside others."""
     for name, value in finding.op.scalars:
         if -math.inf < value <= _VERY_NEGATIVE:
             site = site_of(finding.op)
-            doses = (None, _VERY_NEGATIVE) if finding.op.op in FILLS else (_VERY_NEGATIVE,)
-            yield tuple(SetArgument(site=site, argument=name, was=value, value=dose) for dose in doses)
+            candidate = (None, _VERY_NEGATIVE) if finding.op.op in FILLS else (_VERY_NEGATIVE,)
+            yield tuple(SetArgument(site=site, argument=name, was=value, value=strength) for strength in candidate)
     for tensor in finding.op.inputs:
         if tensor.stats is not None and _is_mask(tensor):
-            yield clamp_doses(finding.op, tensor.name, [(_VERY_NEGATIVE, None)])
+            yield clamp_candidate(finding.op, tensor.name, [(_VERY_NEGATIVE, None)])

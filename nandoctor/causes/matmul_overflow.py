@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import MOVES, PRODUCTS, Doses, Finding, number, overflow_evidence, site_of, words
+from nandoctor.causes.base import MOVES, PRODUCTS, Candidate, Finding, number, overflow_evidence, site_of, words
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -36,24 +36,25 @@ def diagnose(finding: Finding) -> Cause | None:
     """A product whose exact value is finite and does not fit."""
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
-    length = finding.exam.length
+    length = finding.analysis.length
     terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
     sizes = tuple(
         Evidence(
             name=f"absmax_{operand.name}", value=operand.absmax, text=f"{operand.name} reaches {number(operand.absmax)}"
         )
-        for operand in finding.exam.operands[:2]
+        for operand in finding.analysis.operands[:2]
     )
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The {finding.op.op} gives {number(finding.exam.exact_absmax)}; {finding.format} holds at most "
+        explanation=f"The {finding.op.op} gives {number(finding.analysis.exact_absmax)}; {finding.format} "
+        f"holds at most "
         f"{number(finding.format.max)}, so the result is rounded to Inf.",
         evidence=(*overflow_evidence(finding), *terms, *sizes),
     )
 
 
-def suggest(finding: Finding) -> Iterator[Doses]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Scale before the product, where a multiplication or division by a number follows it."""
     if finding.op.op not in _TAKES_FACTOR:
         return

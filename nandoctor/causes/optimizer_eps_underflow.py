@@ -29,25 +29,25 @@ TITLE = "The optimizer divides by an eps that is zero"
 
 def diagnose(slot: OptimizerSlot) -> Cause | None:
     """Second moments of zero that the optimizer's eps was to guard."""
-    census, dtype = slot.moment.census, slot.moment.dtype
-    if census is None or not census.num_zero or dtype.round(slot.eps) != 0:
+    counts, dtype = slot.moment.counts, slot.moment.dtype
+    if counts is None or not counts.num_zero or dtype.round(slot.eps) != 0:
         return None
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The optimizer's eps of {number(slot.eps)} is zero in {dtype}, and so are {census.num_zero} of "
+        explanation=f"The optimizer's eps of {number(slot.eps)} is zero in {dtype}, and so are {counts.num_zero} of "
         f"the {slot.moment.numel} second moments of {slot.parameter or 'a parameter'}: its step divides by zero there.",
         evidence=(
             Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {number(slot.eps)}"),
             Evidence(
                 name="num_zero",
-                value=census.num_zero,
-                text=f"{census.num_zero} of {slot.moment.numel} second moments are exactly zero",
+                value=counts.num_zero,
+                text=f"{counts.num_zero} of {slot.moment.numel} second moments are exactly zero",
             ),
             Evidence(
                 name="smallest",
-                value=census.smallest,
-                text=f"the smallest of the others is {number(census.smallest)}",
+                value=counts.smallest,
+                text=f"the smallest of the others is {number(counts.smallest)}",
             ),
         ),
     )

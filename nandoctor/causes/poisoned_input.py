@@ -10,7 +10,7 @@ Evidence it needs
 Why it happens
     A corrupt file, a division by the standard deviation of a constant channel, a missing value in a table.
 Fix
-    Mend the loading and the normalisation; refuse such samples where they are loaded.
+    PassingCase the loading and the normalisation; refuse such samples where they are loaded.
 Known problems
     None.
 """

@@ -30,7 +30,7 @@ def diagnose(finding: Finding) -> Cause | None:
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
     if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
         return None
-    length = finding.exam.length
+    length = finding.analysis.length
     terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
     over = f" over {length} elements" if length else ""
     return Cause(
@@ -44,11 +44,11 @@ def diagnose(finding: Finding) -> Cause | None:
 
 def _is_beyond_float64(finding: Finding) -> bool:
     """Whether finite terms make an infinity even in float64, as only long products do."""
-    return finding.op.op in ("prod", "cumprod") and not finding.turned and "nan" not in finding.exam.kinds
+    return finding.op.op in ("prod", "cumprod") and not finding.had_inf_input and "nan" not in finding.analysis.kinds
 
 
 def _result(finding: Finding) -> str:
-    return number(finding.exam.exact_absmax) if finding.overflowed else "more than even float64 holds"
+    return number(finding.analysis.exact_absmax) if finding.overflowed else "more than even float64 holds"
 
 
 def _sums_with_ones(finding: Finding) -> bool:
@@ -56,7 +56,7 @@ def _sums_with_ones(finding: Finding) -> bool:
 
     Where a weight takes part, the other factor can be constant by chance: a blank image.
     """
-    if finding.exam.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
+    if finding.analysis.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
         return False
-    factors = [operand for operand in finding.exam.operands if operand.shape]
+    factors = [operand for operand in finding.analysis.operands if operand.shape]
     return any(operand.min is not None and operand.min == operand.max and operand.min != 0 for operand in factors[:2])

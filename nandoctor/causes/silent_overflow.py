@@ -32,7 +32,8 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} would be {number(finding.exam.exact_absmax)} and became Inf in {finding.format}; "
+        explanation=f"{finding.op.op} would be {number(finding.analysis.exact_absmax)} and became Inf in "
+        f"{finding.format}; "
         "a later op swallowed it, so the output is finite and far from fp32's.",
         evidence=overflow_evidence(finding),
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import DIVISIONS, MOVES, Doses, GradientFinding, clamp_doses, gradient_evidence
+from nandoctor.causes.base import DIVISIONS, MOVES, Candidate, GradientFinding, clamp_candidate, gradient_evidence
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
 
@@ -32,7 +32,7 @@ _DEPTH = 4
 
 def diagnose(finding: GradientFinding) -> Cause | None:
     """A singular op behind a selection that hides it."""
-    if finding.forward is None or "nan" not in finding.exam.kinds or not _meets_zeros(finding):
+    if finding.forward is None or "nan" not in finding.analysis.kinds or not _meets_zeros(finding):
         return None
     selection = _hiding_selection(finding)
     if selection is None:
@@ -47,7 +47,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
 
 
 def _meets_zeros(finding: GradientFinding) -> bool:
-    return any(operand.census.num_zero for operand in finding.exam.operands)
+    return any(operand.counts.num_zero for operand in finding.analysis.operands)
 
 
 def _hiding_selection(finding: GradientFinding) -> str | None:
@@ -63,10 +63,10 @@ def _hiding_selection(finding: GradientFinding) -> str | None:
     return None
 
 
-def suggest(finding: GradientFinding) -> Iterator[Doses]:
+def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument off the singular point, in the hidden branch as well."""
     forward = finding.forward
     assert forward is not None
     yield clamp_into_domain(forward)
     for tensor in forward.inputs[1:] if forward.op in DIVISIONS else ():
-        yield clamp_doses(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])
+        yield clamp_candidate(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

@@ -1,6 +1,6 @@
 """From a symptom to diagnoses: the origin as the report keeps it, the rule that explains it, the chain between them.
 
-In: the traces of both runs and the first sighting. Out: a `Conclusion`.
+In: the traces of both runs and the first nonfinite_place. Out: a `Conclusion`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from nandoctor.causes.base import (
     CASTS,
     MOVES,
     PRODUCTS,
-    Doses,
+    Candidate,
     Finding,
     GradientFinding,
     is_constant,
     number,
     site_of,
 )
-from nandoctor.diagnosis.first_nonfinite import Sighting, find_sightings
-from nandoctor.diagnosis.origin import Birth, Lineage, find_swallowed, trace_back
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
+from nandoctor.diagnosis.origin import NonfiniteSource, NonfiniteTrace, find_swallowed, trace_back
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
-from nandoctor.evidence.trace import Exam, ModuleCall, OpCall, OpTensor, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, OpAnalysis, OpCall, OpTensor, TensorStats, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,57 +47,58 @@ class Lead:
     """An op to blame, where it stands in the code, and the changes of it that are worth trying."""
 
     site: OpSite
-    suggestions: tuple[Doses, ...]
+    suggestions: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
     """All diagnoses, the likeliest first, and the way from the first one's origin to the symptom.
 
-    `leads` are those of the diagnoses that blame an op of the forward pass or the loss, in the same order. `sighting`
+    `leads` are those of the diagnoses that blame an op of the forward pass or the loss, in the same order.
+    `first_nonfinite`
     is where the damage first came to light. `complete` is False where the traced ops did not reach the origin.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
     leads: tuple[Lead, ...] = ()
     chain: tuple[Link, ...] = ()
-    sighting: Sighting | None = None
+    first_nonfinite: NonfinitePlace | None = None
     complete: bool = True
 
 
 def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
     """What a non-finite output or loss comes from; where both are finite, what was swallowed on the way to them."""
-    sightings = find_sightings(trace, reference)
+    nonfinite_places = find_nonfinite_places(trace, reference)
     if trace.finite:
-        return _conclude_swallowed(trace, reference, sightings, low)
-    symptoms = _symptoms(trace, sightings)
+        return _conclude_swallowed(trace, reference, nonfinite_places, low)
+    symptoms = _symptoms(trace, nonfinite_places)
     if not symptoms:
-        return _conclude_untraced(trace, sightings)
-    return _conclude_lineage(trace_back(trace.ops, reference, symptoms), trace, sightings, low)
+        return _conclude_untraced(trace, nonfinite_places)
+    return _conclude_traced(trace_back(trace.ops, reference, symptoms), trace, nonfinite_places, low)
 
 
-def _symptoms(trace: Trace, sightings: list[Sighting]) -> list[int]:
+def _symptoms(trace: Trace, nonfinite_places: list[NonfinitePlace]) -> list[int]:
     """The ops that made the non-finite output or loss; where the forward raised, what was sighted or made last."""
     ends = [*trace.output, *([trace.loss] if trace.loss else [])]
     if trace.raised is not None:
-        ends = [sighting.value for sighting in sightings[-1:]]
+        ends = [nonfinite_place.value for nonfinite_place in nonfinite_places[-1:]]
     if trace.raised is not None and not ends:
         return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
     return [stats.producer for stats in ends if not stats.finite and stats.producer is not None]
 
 
-def _conclude_untraced(trace: Trace, sightings: list[Sighting]) -> Conclusion:
+def _conclude_untraced(trace: Trace, nonfinite_places: list[NonfinitePlace]) -> Conclusion:
     """What module calls alone can tell: an array of the batch or the state of the first module to show it is bad."""
-    if not sightings:
+    if not nonfinite_places:
         return Conclusion(complete=False)
-    sighting, diagnoses = sightings[0], []
-    if sighting.where == "batch":
-        diagnoses += _from_outside("batch", sighting.value.path, sighting.value, trace.calls, "forward")
-    for stats in sighting.owner.state if sighting.owner else ():
-        assert sighting.owner is not None
-        name = ".".join(filter(None, (sighting.owner.module, stats.path)))
+    nonfinite_place, diagnoses = nonfinite_places[0], []
+    if nonfinite_place.where == "batch":
+        diagnoses += _from_outside("batch", nonfinite_place.value.path, nonfinite_place.value, trace.calls, "forward")
+    for stats in nonfinite_place.owner.state if nonfinite_place.owner else ():
+        assert nonfinite_place.owner is not None
+        name = ".".join(filter(None, (nonfinite_place.owner.module, stats.path)))
         diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace.calls, "forward")
-    return Conclusion(diagnoses=tuple(diagnoses), sighting=sighting, complete=bool(diagnoses))
+    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=nonfinite_place, complete=bool(diagnoses))
 
 
 def find_cause(finding: Finding) -> Cause | None:
@@ -107,7 +108,7 @@ def find_cause(finding: Finding) -> Cause | None:
 
 
 def conclude_backward(
-    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, cured_by_scale: bool
+    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
     """Where gradients stop being finite: the backward ops that make non-finite gradients of finite ones."""
     ops = {op.order: op for op in trace.ops}
@@ -115,21 +116,21 @@ def conclude_backward(
     sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
     diagnoses, leads = [], []
     for op in trace.backward:
-        if op.exam is None:
+        if op.analysis is None:
             continue
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
             # A cast to fp32 has no backward in a run that is fp32 throughout.
             twins_are_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
-            cured_by_scale=cured_by_scale,
+            fixed_by_scale=fixed_by_scale,
             loss_scale=loss_scale,
             ops=ops,
             low=low,
         )
         causes = (rule(finding) for rule in BACKWARD_RULES)
         cause = next((cause for cause in causes if cause is not None), None)
-        diagnoses.append(Diagnosis(origin=_origin(op, op.exam), cause=cause))
+        diagnoses.append(Diagnosis(origin=_origin(op, op.analysis), cause=cause))
         if finding.forward is not None:
             leads.append(_lead(finding.forward, finding, cause))
     return Conclusion(diagnoses=tuple(diagnoses) or _first_hit(trace), leads=tuple(leads))
@@ -141,40 +142,50 @@ def _first_hit(trace: Trace) -> tuple[Diagnosis, ...]:
     return tuple(Diagnosis(origin=_taken(op, tensor), cause=None) for op, tensor in hits)[:1]
 
 
-def _conclude_swallowed(trace: Trace, reference: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
-    findings = [_finding(birth, trace, low) for birth in find_swallowed(trace, reference)]
+def _conclude_swallowed(
+    trace: Trace, reference: Trace, nonfinite_places: list[NonfinitePlace], low: FloatFormat
+) -> Conclusion:
+    findings = [_finding(nonfinite_source, trace, low) for nonfinite_source in find_swallowed(trace, reference)]
     causes = [(finding, cause) for finding in findings if (cause := silent_overflow.diagnose(finding))]
     return Conclusion(
-        diagnoses=tuple(Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause) for finding, cause in causes),
+        diagnoses=tuple(
+            Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause) for finding, cause in causes
+        ),
         # What overflowed would have its own rule's word, had it come to light.
         leads=tuple(_lead(finding.op, finding, find_cause(finding)) for finding, _ in causes),
-        sighting=sightings[0] if sightings else None,
+        first_nonfinite=nonfinite_places[0] if nonfinite_places else None,
     )
 
 
-def _conclude_lineage(lineage: Lineage, trace: Trace, sightings: list[Sighting], low: FloatFormat) -> Conclusion:
-    found = [*_from_lineage_outside(lineage, trace), *_from_births(lineage, trace, low)]
+def _conclude_traced(
+    nonfinite_trace: NonfiniteTrace, trace: Trace, nonfinite_places: list[NonfinitePlace], low: FloatFormat
+) -> Conclusion:
+    found = [*_from_outside_trace(nonfinite_trace, trace), *_from_sources(nonfinite_trace, trace, low)]
     # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
     # is to blame before it.
     found.sort(key=lambda item: (_code(item[1]) == mask_constant_overflow.CODE, item[0]))
     start = found[0][0] if found else 0
-    involved = (s for s in sightings if s.value.producer in lineage.members and (s.value.producer or 0) >= start)
+    involved = (
+        s for s in nonfinite_places if s.value.producer in nonfinite_trace.members and (s.value.producer or 0) >= start
+    )
     return Conclusion(
         diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
         leads=tuple(lead for _, _, lead in found if lead is not None),
-        chain=_chain(lineage.way_from(start)) if found else (),
-        sighting=next(involved, sightings[0] if sightings else None),
-        complete=lineage.complete and (bool(found) or not lineage.births),
+        chain=_chain(nonfinite_trace.way_from(start)) if found else (),
+        first_nonfinite=next(involved, nonfinite_places[0] if nonfinite_places else None),
+        complete=nonfinite_trace.complete and (bool(found) or not nonfinite_trace.nonfinite_sources),
     )
 
 
 _Found = tuple[int, Diagnosis, Lead | None]
 
 
-def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[_Found]:
+def _from_outside_trace(nonfinite_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
     """What was bad before it met the traced ops, with the order of the op that took it first."""
-    outside = {tensor.path: (op, tensor) for op, tensor in reversed(lineage.outside) if tensor.origin != "unknown"}
-    for op, tensor in lineage.outside:
+    outside = {
+        tensor.path: (op, tensor) for op, tensor in reversed(nonfinite_trace.outside) if tensor.origin != "unknown"
+    }
+    for op, tensor in nonfinite_trace.outside:
         if tensor.origin == "unknown" and not is_constant(tensor):
             yield op.order, Diagnosis(origin=_taken(op, tensor), cause=None), None
     for op, tensor in outside.values():
@@ -184,32 +195,34 @@ def _from_lineage_outside(lineage: Lineage, trace: Trace) -> Iterator[_Found]:
                 yield op.order, diagnosis, None
 
 
-def _from_births(lineage: Lineage, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
+def _from_sources(nonfinite_trace: NonfiniteTrace, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     in_loss = trace.loss is not None and not trace.loss.finite
-    if in_loss and not lineage.births and not lineage.written:
-        for op, tensor in lineage.outside:
+    if in_loss and not nonfinite_trace.nonfinite_sources and not nonfinite_trace.written:
+        for op, tensor in nonfinite_trace.outside:
             if is_constant(tensor):
-                taker = next((later for later in lineage.way_from(op.order) if later.op not in MOVES | CASTS), op)
+                taker = next(
+                    (later for later in nonfinite_trace.way_from(op.order) if later.op not in MOVES | CASTS), op
+                )
                 cause = log_of_zero.diagnose_constant(tensor)
                 yield taker.order, Diagnosis(origin=_taken(taker, tensor), cause=cause), None
-    for birth in lineage.births or (lineage.written if in_loss else ()):
-        if birth.op.exam is not None:
-            finding = _finding(birth, trace, low)
+    for nonfinite_source in nonfinite_trace.nonfinite_sources or (nonfinite_trace.written if in_loss else ()):
+        if nonfinite_source.op.analysis is not None:
+            finding = _finding(nonfinite_source, trace, low)
             absurd = _absurd_weights(finding, trace)
             for diagnosis in absurd:
-                yield birth.op.order, diagnosis, None
+                yield nonfinite_source.op.order, diagnosis, None
             if not absurd:
                 cause = find_cause(finding)
-                by_op = Diagnosis(origin=_origin(finding.op, finding.exam), cause=cause)
-                yield birth.op.order, by_op, _lead(finding.op, finding, cause)
+                by_op = Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause)
+                yield nonfinite_source.op.order, by_op, _lead(finding.op, finding, cause)
 
 
 def _lead(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Lead:
     suggest = SUGGESTIONS.get(cause.code) if cause else None
-    doses = (doses for doses in suggest(finding) if doses) if suggest else ()
-    return Lead(site=site_of(op), suggestions=tuple(doses))
+    candidate = (candidate for candidate in suggest(finding) if candidate) if suggest else ()
+    return Lead(site=site_of(op), suggestions=tuple(candidate))
 
 
 def _code(diagnosis: Diagnosis) -> str | None:
@@ -218,15 +231,21 @@ def _code(diagnosis: Diagnosis) -> str | None:
 
 def _is_stored_mask(stats: TensorStats) -> bool:
     """An additive mask as it is stored: -inf, and zeros."""
-    return stats.census is not None and stats.census.kinds == ("-inf",) and not stats.absmax
+    return stats.counts is not None and stats.counts.kinds == ("-inf",) and not stats.absmax
 
 
-def _finding(birth: Birth, trace: Trace, low: FloatFormat) -> Finding:
+def _finding(nonfinite_source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Finding:
     ops = {op.order: op for op in trace.ops}
-    return Finding(op=birth.op, twin=birth.twin, turned=birth.turned, ops=ops, low=low)
+    return Finding(
+        op=nonfinite_source.op,
+        twin=nonfinite_source.twin,
+        had_inf_input=nonfinite_source.had_inf_input,
+        ops=ops,
+        low=low,
+    )
 
 
-def _origin(op: OpCall, exam: Exam) -> Origin:
+def _origin(op: OpCall, analysis: OpAnalysis) -> Origin:
     return Origin(
         phase=op.phase,
         module=op.module,
@@ -234,22 +253,22 @@ def _origin(op: OpCall, exam: Exam) -> Origin:
         call=op.call,
         op=op.op,
         source=op.source,
-        kinds=exam.kinds,
-        num_bad=exam.num_bad,
-        numel=exam.numel,
-        first_index=exam.first_index,
-        samples=exam.samples,
-        would_be=exam.exact_at_worst if exam.num_exact_finite else None,
+        kinds=analysis.kinds,
+        num_bad=analysis.num_bad,
+        numel=analysis.numel,
+        first_index=analysis.first_index,
+        samples=analysis.samples,
+        would_be=analysis.exact_at_worst if analysis.num_exact_finite else None,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
         nth=op.nth,
-        grid=exam.grid,
+        grid=analysis.grid,
     )
 
 
 def _taken(op: OpCall, tensor: OpTensor) -> Origin:
     """A value that came from outside the traced ops, where `op` took it."""
-    stats, census = tensor.stats, tensor.stats.census if tensor.stats else None
+    stats, counts = tensor.stats, tensor.stats.counts if tensor.stats else None
     assert stats is not None
     return Origin(
         phase=op.phase,
@@ -258,10 +277,10 @@ def _taken(op: OpCall, tensor: OpTensor) -> Origin:
         call=op.call,
         op=op.op,
         source=op.source,
-        kinds=census.kinds if census else (),
-        num_bad=census.num_bad if census else 0,
+        kinds=counts.kinds if counts else (),
+        num_bad=counts.num_bad if counts else 0,
         numel=stats.numel,
-        first_index=census.first_bad_index if census else None,
+        first_index=counts.first_bad_index if counts else None,
         samples=(),
         would_be=None,
         inputs=(stats,),
@@ -296,7 +315,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[Modu
     if cause is None:
         return []
     owner = "" if kind == "batch" else name.rpartition(".")[0]
-    census = stats.census
+    counts = stats.counts
     origin = Origin(
         phase="input" if kind == "batch" else "state",
         module=owner,
@@ -304,15 +323,15 @@ def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[Modu
         call=0,
         op=None,
         source=None,
-        kinds=census.kinds if census else (),
-        num_bad=census.num_bad if census else 0,
+        kinds=counts.kinds if counts else (),
+        num_bad=counts.num_bad if counts else 0,
         numel=stats.numel,
-        first_index=census.first_bad_index if census else None,
-        samples=census.samples if census and kind == "batch" else (),
+        first_index=counts.first_bad_index if counts else None,
+        samples=counts.samples if counts and kind == "batch" else (),
         would_be=None,
         inputs=(),
         output=stats,
-        grid=census.grid if census else None,
+        grid=counts.grid if counts else None,
     )
     return [Diagnosis(origin=origin, cause=cause)]
 
@@ -324,8 +343,8 @@ def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> tuple[Di
 
 
 def _in_optimizer(slot: OptimizerSlot, trace: Trace) -> Origin:
-    module, census = slot.parameter.rpartition(".")[0], slot.moment.census
-    assert census is not None
+    module, counts = slot.parameter.rpartition(".")[0], slot.moment.counts
+    assert counts is not None
     return Origin(
         phase="optimizer",
         module=module,
@@ -334,7 +353,7 @@ def _in_optimizer(slot: OptimizerSlot, trace: Trace) -> Origin:
         op="addcdiv",
         source=None,
         kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
-        num_bad=census.num_zero,
+        num_bad=counts.num_zero,
         numel=slot.moment.numel,
         first_index=None,
         samples=(),
@@ -345,12 +364,12 @@ def _in_optimizer(slot: OptimizerSlot, trace: Trace) -> Origin:
 
 
 def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
-    """The way from the first birth to the symptom, without the ops that only move values."""
+    """The way from the first nonfinite_source to the symptom, without the ops that only move values."""
     carriers = tuple(_link(op, "propagated") for op in way[1:] if op.op not in MOVES)
-    return (_link(way[0], "born"), *carriers)
+    return (_link(way[0], "created"), *carriers)
 
 
-def _link(op: OpCall, event: Literal["born", "propagated"]) -> Link:
+def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:
     went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
-    text = f"of {number(went_in)}" if event == "born" and went_in is not None else ""
+    text = f"of {number(went_in)}" if event == "created" and went_in is not None else ""
     return Link(module=op.module, op=op.op, event=event, text=text)

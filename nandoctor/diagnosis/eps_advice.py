@@ -8,7 +8,7 @@ from __future__ import annotations
 from nandoctor.causes.base import number, words
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import Fate, find_fate
+from nandoctor.evidence.rounding import RoundedConstant, round_constant
 
 _FP32_ALWAYS = words("layer_norm group_norm rms_norm batch_norm instance_norm")
 _ROOT_IN_FP16 = words("group_norm")  # its CUDA kernel stores 1/sqrt(variance + eps) in the format of the input
@@ -26,7 +26,7 @@ def in_half_precision(use: EpsUse) -> str:
     """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
     if use.op in _ROOT_IN_FP16 and use.value**-0.5 >= FP16.overflow_threshold:
         return "1/root overflows"
-    return "fine: fp32" if use.op in _FP32_ALWAYS else describe_fate(find_fate(use.value, FP16))
+    return "fine: fp32" if use.op in _FP32_ALWAYS else describe_rounding(round_constant(use.value, FP16))
 
 
 def in_mixed_precision(use: EpsUse) -> str:
@@ -36,11 +36,11 @@ def in_mixed_precision(use: EpsUse) -> str:
     return "as .half()" if use.op in _KEEPS_FORMAT else "see --dump"
 
 
-def describe_fate(fate: Fate) -> str:
+def describe_rounding(rounded: RoundedConstant) -> str:
     """What is left of the number: "zero", "subnormal, 6.6 % off"."""
-    if fate.effect in ("zero", "overflow"):
-        return {"zero": "zero", "overflow": "overflows"}[fate.effect]
-    if fate.rel_err == 0:
-        return "exact" if fate.effect == "normal" else "subnormal, exact"
-    off = f"{number(float(f'{100 * fate.rel_err:.2g}'))} % off"
-    return f"{'rounded' if fate.effect == 'normal' else 'subnormal'}, {off}"
+    if rounded.effect in ("zero", "overflow"):
+        return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
+    if rounded.rel_err == 0:
+        return "exact" if rounded.effect == "normal" else "subnormal, exact"
+    off = f"{number(float(f'{100 * rounded.rel_err:.2g}'))} % off"
+    return f"{'rounded' if rounded.effect == 'normal' else 'subnormal'}, {off}"

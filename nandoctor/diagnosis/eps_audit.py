@@ -16,7 +16,7 @@ from nandoctor.causes.base import CASTS, DIVISIONS, LOGARITHMS, MOVES, PRODUCTS,
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import LARGEST_EPS, find_fate
+from nandoctor.evidence.rounding import LARGEST_EPS, round_constant
 from nandoctor.evidence.trace import OpCall, OpTensor
 
 _SUMS = words("add sub rsub")
@@ -124,8 +124,8 @@ def _place(op: OpCall, name: str, value: float) -> EpsUse:
 
 
 def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
-    fate = find_fate(use.value, dtype)
-    return replace(use, dtype=dtype, rounded=fate.rounded, rel_err=fate.rel_err, effect=fate.effect)
+    rounded = round_constant(use.value, dtype)
+    return replace(use, dtype=dtype, rounded=rounded.rounded, rel_err=rounded.rel_err, effect=rounded.effect)
 
 
 def _samples(op: OpCall) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:

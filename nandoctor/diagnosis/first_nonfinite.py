@@ -1,6 +1,6 @@
 """Where a non-finite value first came to light.
 
-In: a trace, and the fp32 trace to tell a meant infinity from a disease. Out: a `Sighting`, or None.
+In: a trace, and the fp32 trace to tell a meant infinity from a disease. Out: a `NonfinitePlace`, or None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Place = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class NonfinitePlace:
     """The first non-finite tensor and the call that owns it.
 
     `where` as in `FirstNonfinite`: for a value made between modules, `owner` is the module whose forward made it and
@@ -30,27 +30,35 @@ class Sighting:
     value: TensorStats
 
 
-def find_sightings(trace: Trace, reference: Trace) -> list[Sighting]:
+def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace]:
     """The non-finite tensors of `trace` that can matter, in the order of execution; the loss comes last.
 
     Values of the same kinds at the same place in a reference whose output is finite are meant (attention masks) and
     passed over.
     """
-    meant = {_place(sighting): sighting.value for sighting in _sightings(reference)} if reference.finite else {}
-    return [sighting for sighting in _sightings(trace) if not _is_meant(sighting.value, meant.get(_place(sighting)))]
+    meant = (
+        {_place(nonfinite_place): nonfinite_place.value for nonfinite_place in _nonfinite_places(reference)}
+        if reference.finite
+        else {}
+    )
+    return [
+        nonfinite_place
+        for nonfinite_place in _nonfinite_places(trace)
+        if not _is_meant(nonfinite_place.value, meant.get(_place(nonfinite_place)))
+    ]
 
 
 def _is_meant(value: TensorStats, other: TensorStats | None) -> bool:
-    """Whether the reference has the same kinds of value here; before the census any non-finite value counts."""
-    if other is None or value.census is None or other.census is None:
+    """Whether the reference has the same kinds of value here; before exact counts any non-finite value counts."""
+    if other is None or value.counts is None or other.counts is None:
         return other is not None
-    return set(value.census.kinds) <= set(other.census.kinds)
+    return set(value.counts.kinds) <= set(other.counts.kinds)
 
 
-def _sightings(trace: Trace) -> Iterator[Sighting]:
+def _nonfinite_places(trace: Trace) -> Iterator[NonfinitePlace]:
     for stats in trace.batch:
         if not stats.finite:
-            yield Sighting(where="batch", owner=None, seen_in=None, value=stats)
+            yield NonfinitePlace(where="batch", owner=None, seen_in=None, value=stats)
     parents = _parents(trace)
     events = [(call.enter, call, call.inputs) for call in trace.calls]
     events += [(call.leave, call, call.outputs) for call in trace.calls if call.leave is not None]
@@ -59,11 +67,11 @@ def _sightings(trace: Trace) -> Iterator[Sighting]:
             if stats.finite:
                 continue
             if tick == call.leave:
-                yield Sighting(where="output", owner=call, seen_in=None, value=stats)
+                yield NonfinitePlace(where="output", owner=call, seen_in=None, value=stats)
             else:
-                yield Sighting(where="between", owner=parents[call.key], seen_in=call, value=stats)
+                yield NonfinitePlace(where="between", owner=parents[call.key], seen_in=call, value=stats)
     if trace.loss is not None and not trace.loss.finite:
-        yield Sighting(where="loss", owner=None, seen_in=None, value=trace.loss)
+        yield NonfinitePlace(where="loss", owner=None, seen_in=None, value=trace.loss)
 
 
 def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
@@ -76,13 +84,13 @@ def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
     return parents
 
 
-def _place(sighting: Sighting) -> Place:
-    call = sighting.seen_in or sighting.owner
+def _place(nonfinite_place: NonfinitePlace) -> Place:
+    call = nonfinite_place.seen_in or nonfinite_place.owner
     module, number = call.key if call else ("", -1)
-    return (module, number, sighting.where, sighting.value.path)
+    return (module, number, nonfinite_place.where, nonfinite_place.value.path)
 
 
-def needs_census(trace: Trace, low: FloatFormat) -> bool:
+def needs_counts(trace: Trace, low: FloatFormat) -> bool:
     """Whether anything in the trace asks for exact counts and has none."""
     tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
-    return any(stats.census is None and stats.asks_for_census(low) for stats in tensors)
+    return any(stats.counts is None and stats.asks_for_counts(low) for stats in tensors)

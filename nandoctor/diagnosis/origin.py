@@ -1,6 +1,6 @@
 """Where the damage was born: from the first non-finite tensor back along the flow of data.
 
-In: the traced operations of both runs. Out: `Birth`s, the likeliest first, and the chain from the birth to the symptom.
+In: the traced operations of both runs. Out: a `NonfiniteTrace`: the sources, and the chain to the symptom.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class NonfiniteSource:
     """An op that made non-finite values, and the same op of the fp32 run (None where that took another way).
 
-    `turned` tells that its inputs were infinite already, on purpose: it made NaN of them, or overflowed beside them.
+    `had_inf_input` tells that its inputs were infinite already, on purpose: it made NaN of them, or overflowed.
     """
 
     op: OpCall
     twin: OpCall | None
-    turned: bool
+    had_inf_input: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
+class NonfiniteTrace:
     """Everything non-finite that leads to one symptom.
 
-    `births` stand in the order of execution; `written` are those that are meant, masks and the like. `outside` are the
+    `nonfinite_sources` stand in the order of execution; `written` are those that are meant, masks and so on.
+    `outside` are the
     non-finite tensors that came from outside the traced ops (weights, buffers, the batch), each with the op that took
     it. `ops` are all that handed non-finite values on, the last of them to the `symptom`. `complete` is False where a
     non-finite tensor came from before the traced span.
     """
 
-    births: tuple[Birth, ...]
-    written: tuple[Birth, ...]
+    nonfinite_sources: tuple[NonfiniteSource, ...]
+    written: tuple[NonfiniteSource, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
     ops: tuple[OpCall, ...]
     symptom: int
@@ -60,18 +61,32 @@ class Lineage:
         return tuple(ops[order] for order in ways.get(self.symptom, (start,)))
 
 
-def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> Lineage:
+def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> NonfiniteTrace:
     """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were born."""
     twins = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None]
-    candidates = [Birth(op=op, twin=twins.get(op.key), turned=bool(_bad_inputs(op))) for op in sliced]
-    births = _without_followers([birth for birth in candidates if _is_born(birth, ops, reference)], sliced)
-    turned = [birth for birth in candidates if birth.turned and _turns_to_nan(birth.op)]
-    written = [birth for birth in candidates if not birth.turned and birth not in births]
-    misused = [birth for birth in written if writes_infinity(birth.op) and feeds_product(birth.op, sliced)]
-    return Lineage(
-        births=tuple(births or turned or misused),
+    candidates = [NonfiniteSource(op=op, twin=twins.get(op.key), had_inf_input=bool(_bad_inputs(op))) for op in sliced]
+    nonfinite_sources = _without_followers(
+        [nonfinite_source for nonfinite_source in candidates if _is_created(nonfinite_source, ops, reference)], sliced
+    )
+    had_inf_input = [
+        nonfinite_source
+        for nonfinite_source in candidates
+        if nonfinite_source.had_inf_input and _turns_to_nan(nonfinite_source.op)
+    ]
+    written = [
+        nonfinite_source
+        for nonfinite_source in candidates
+        if not nonfinite_source.had_inf_input and nonfinite_source not in nonfinite_sources
+    ]
+    misused = [
+        nonfinite_source
+        for nonfinite_source in written
+        if writes_infinity(nonfinite_source.op) and feeds_product(nonfinite_source.op, sliced)
+    ]
+    return NonfiniteTrace(
+        nonfinite_sources=tuple(nonfinite_sources or had_inf_input or misused),
         written=tuple(written),
         outside=tuple(outside),
         ops=tuple(sliced),
@@ -80,17 +95,21 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     )
 
 
-def find_swallowed(trace: Trace, reference: Trace) -> tuple[Birth, ...]:
-    """The births that fp32 does not have, and that were swallowed by an op which then gave other values than fp32's.
+def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...]:
+    """The sources that fp32 does not have, swallowed by an op that then gave other values than fp32's.
 
     What a clamp or a saturating function was there to cut comes out the same in both, and is left in peace.
     """
     twins = {op.key: op for op in reference.ops}
-    births = (Birth(op=op, twin=twins.get(op.key), turned=False) for op in trace.ops if op.exam and not _bad_inputs(op))
+    nonfinite_sources = (
+        NonfiniteSource(op=op, twin=twins.get(op.key), had_inf_input=False)
+        for op in trace.ops
+        if op.analysis and not _bad_inputs(op)
+    )
     return tuple(
-        birth
-        for birth in births
-        if not _is_meant(birth, trace.ops, reference) and _is_missed(birth.op, trace.ops, twins)
+        nonfinite_source
+        for nonfinite_source in nonfinite_sources
+        if not _is_meant(nonfinite_source, trace.ops, reference) and _is_missed(nonfinite_source.op, trace.ops, twins)
     )
 
 
@@ -138,37 +157,43 @@ def _bad_inputs(op: OpCall) -> list[OpTensor]:
 
 def _turns_to_nan(op: OpCall) -> bool:
     """Whether infinities went in and NaN came out; only such ops are examined among those with bad inputs."""
-    return op.exam is not None and "nan" in op.exam.kinds
+    return op.analysis is not None and "nan" in op.analysis.kinds
 
 
-def _is_born(birth: Birth, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_created(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
     """Whether the op made values that are not meant: of finite ones, or by overflowing beside infinities."""
-    if not birth.turned:
-        return not _is_meant(birth, ops, reference)
-    return _overflows(birth.op) and not (reference.finite and birth.twin is not None and _overflows(birth.twin))
+    if not nonfinite_source.had_inf_input:
+        return not _is_meant(nonfinite_source, ops, reference)
+    return _overflows(nonfinite_source.op) and not (
+        reference.finite and nonfinite_source.twin is not None and _overflows(nonfinite_source.twin)
+    )
 
 
-def _without_followers(births: list[Birth], sliced: Sequence[OpCall]) -> list[Birth]:
-    """The births without those that overflowed beside infinities which another of them had made."""
-    spoilt = {birth.op.order for birth in births if not birth.turned}
+def _without_followers(nonfinite_sources: list[NonfiniteSource], sliced: Sequence[OpCall]) -> list[NonfiniteSource]:
+    """The nonfinite_sources without those that overflowed beside infinities which another of them had made."""
+    spoilt = {nonfinite_source.op.order for nonfinite_source in nonfinite_sources if not nonfinite_source.had_inf_input}
     follows = set()
     for op in sliced:
         if any(tensor.producer in spoilt for tensor in _bad_inputs(op)):
             follows.add(op.order)
             spoilt.add(op.order)
-    return [birth for birth in births if not birth.turned or birth.op.order not in follows]
+    return [
+        nonfinite_source
+        for nonfinite_source in nonfinite_sources
+        if not nonfinite_source.had_inf_input or nonfinite_source.op.order not in follows
+    ]
 
 
 def _overflows(op: OpCall) -> bool:
-    return op.exam is not None and op.exam.num_exact_finite > 0
+    return op.analysis is not None and op.analysis.num_exact_finite > 0
 
 
-def _is_meant(birth: Birth, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_meant(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
     """An infinity that the code wrote down itself, or that a healthy fp32 run has at the same place."""
-    kinds = birth.op.exam.kinds if birth.op.exam else ()
+    kinds = nonfinite_source.op.analysis.kinds if nonfinite_source.op.analysis else ()
     if "nan" in kinds:
         return False
-    if writes_infinity(birth.op) or is_log_of_mask(birth.op, ops):
+    if writes_infinity(nonfinite_source.op) or is_log_of_mask(nonfinite_source.op, ops):
         return True
-    twin = birth.twin
+    twin = nonfinite_source.twin
     return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)

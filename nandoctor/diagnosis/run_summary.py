@@ -1,13 +1,13 @@
 """What the traces say, in the words of the report.
 
-In: aligned traces and the first sighting. Out: the report's `first_nonfinite` and `runs`.
+In: aligned traces and the first nonfinite_place. Out: the report's `first_nonfinite` and `runs`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from nandoctor.diagnosis.first_nonfinite import Sighting
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace
 from nandoctor.diagnosis.layer_comparison import align, first_unholdable
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import FirstNonfinite, Runs, RunSummary
@@ -16,27 +16,27 @@ from nandoctor.evidence.trace import LOSS, TensorStats, Trace
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
 
 
-def describe_first(sighting: Sighting, trace: Trace, reference: Trace) -> FirstNonfinite:
-    """The first sighting as the report keeps it, with what fp32 has at the same place."""
-    owner, seen_in = sighting.owner, sighting.seen_in
-    census = sighting.value.census
-    assert census is not None
+def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
+    """The first nonfinite_place as the report keeps it, with what fp32 has at the same place."""
+    owner, seen_in = nonfinite_place.owner, nonfinite_place.seen_in
+    counts = nonfinite_place.value.counts
+    assert counts is not None
     return FirstNonfinite(
         run="autocast",
-        phase=_PHASES.get(sighting.where, "forward"),
-        module=owner.module if owner else LOSS if sighting.where == "loss" else "",
+        phase=_PHASES.get(nonfinite_place.where, "forward"),
+        module=owner.module if owner else LOSS if nonfinite_place.where == "loss" else "",
         type=owner.type if owner else "",
         call=owner.call if owner else 0,
-        where=sighting.where,
+        where=nonfinite_place.where,
         seen_in=seen_in.label if seen_in else None,
-        kinds=census.kinds,
-        num_bad=census.num_bad,
-        numel=sighting.value.numel,
-        first_index=census.first_bad_index,
-        samples=census.samples,
+        kinds=counts.kinds,
+        num_bad=counts.num_bad,
+        numel=nonfinite_place.value.numel,
+        first_index=counts.first_bad_index,
+        samples=counts.samples,
         inputs=owner.inputs if owner else (),
-        value=sighting.value,
-        would_be=_would_be(sighting, reference),
+        value=nonfinite_place.value,
+        would_be=_would_be(nonfinite_place, reference),
         state=owner.state if owner else (),
     )
 
@@ -65,16 +65,16 @@ def _summarize(trace: Trace, other: Trace, low: FloatFormat) -> RunSummary:
     )
 
 
-def _would_be(sighting: Sighting, reference: Trace) -> float | None:
+def _would_be(nonfinite_place: NonfinitePlace, reference: Trace) -> float | None:
     """The largest magnitude that fp32 has in the same tensor."""
-    call = sighting.seen_in or sighting.owner
+    call = nonfinite_place.seen_in or nonfinite_place.owner
     if call is None:
         return None
     same = next((other for other in reference.calls if other.key == call.key), None)
     if same is None:
         return None
-    tensors: tuple[TensorStats, ...] = same.outputs if sighting.where == "output" else same.inputs
-    return next((stats.absmax for stats in tensors if stats.path == sighting.value.path), None)
+    tensors: tuple[TensorStats, ...] = same.outputs if nonfinite_place.where == "output" else same.inputs
+    return next((stats.absmax for stats in tensors if stats.path == nonfinite_place.value.path), None)
 
 
 def tabulate(runs: Runs | None) -> list[dict[str, object]]:
@@ -93,7 +93,7 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
             "fp32_finite": other.finite if other else None,
             "rel_err": row.rel_err,
             "headroom_bits": row.headroom_bits,
-            "num_bad": sum(stats.census.num_bad for stats in row.outputs if stats.census is not None),
+            "num_bad": sum(stats.counts.num_bad for stats in row.outputs if stats.counts is not None),
         }
         for row in runs.autocast.modules
         for other in [references.get((row.module, row.call))]

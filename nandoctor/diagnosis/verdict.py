@@ -1,12 +1,12 @@
 """The verdict on a replayed dump, and the sentence that says it.
 
-In: both traces, the first sighting and the replay's grade. Out: a `Verdict` and a headline.
+In: both traces, the first nonfinite_place and the replay's grade. Out: a `Verdict` and a headline.
 """
 
 from __future__ import annotations
 
 from nandoctor.diagnosis.diagnosis import Conclusion
-from nandoctor.diagnosis.first_nonfinite import Sighting
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace
 from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
@@ -29,11 +29,11 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
     return "precision" if reference.finite else "numerics"
 
 
-def judge_backward(trace: Trace, reference: Trace, *, cured_by_scale: bool) -> Verdict:
+def judge_backward(trace: Trace, reference: Trace, *, fixed_by_scale: bool) -> Verdict:
     """What kind of failure non-finite gradients are."""
     if not trace.bad_gradients:
         return "healthy"
-    if cured_by_scale:
+    if fixed_by_scale:
         return "loss-scale"
     return "numerics" if reference.bad_gradients else "precision"
 
@@ -50,21 +50,21 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> st
         return f"Nothing non-finite: the output is finite under {low} autocast and in fp32."
     if verdict == "not-reproduced":
         return "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
-    sighting, first = conclusion.sighting, next(iter(conclusion.diagnoses), None)
+    nonfinite_place, first = conclusion.first_nonfinite, next(iter(conclusion.diagnoses), None)
     if first is not None and first.origin.phase in ("state", "input", "backward", "optimizer"):
         return _headline_of_cause(first, low)
-    if sighting is None:
-        return _headline_without_sighting(verdict, first, low)
+    if nonfinite_place is None:
+        return _headline_without_place(verdict, first, low)
     ending = {
         "precision": "fp32 stays finite.",
         "numerics": "fp32 goes non-finite as well.",
         "silent": f"it is swallowed later, and the finite {low} output is wrong.",
     }[verdict]
-    what = describe_bad(sighting.value)
-    return f"{_describe_place(sighting)} is the first to go non-finite under {low} autocast: {what}; {ending}"
+    what = describe_bad(nonfinite_place.value)
+    return f"{_describe_place(nonfinite_place)} is the first to go non-finite under {low} autocast: {what}; {ending}"
 
 
-def _headline_without_sighting(verdict: Verdict, first: Diagnosis | None, low: str) -> str:
+def _headline_without_place(verdict: Verdict, first: Diagnosis | None, low: str) -> str:
     """The headline where no module boundary ever saw a non-finite value."""
     if first is None:
         return f"The output is non-finite under {low} autocast, and no traced operation made it so."
@@ -86,26 +86,26 @@ def _headline_of_cause(first: Diagnosis, low: str) -> str:
 
 def describe_bad(stats: TensorStats) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
-    census = stats.census
-    assert census is not None
-    kinds = " and ".join(_KIND_NAMES[kind] for kind in census.kinds)
-    text = f"{kinds} in {census.num_bad} of {stats.numel} elements"
-    if 0 < len(census.samples) <= 4 and len(stats.shape) > 1 and len(census.samples) < stats.shape[0]:
-        listed = ", ".join(str(sample) for sample in census.samples)
-        text += f" (sample{'s' if len(census.samples) > 1 else ''} {listed})"
+    counts = stats.counts
+    assert counts is not None
+    kinds = " and ".join(_KIND_NAMES[kind] for kind in counts.kinds)
+    text = f"{kinds} in {counts.num_bad} of {stats.numel} elements"
+    if 0 < len(counts.samples) <= 4 and len(stats.shape) > 1 and len(counts.samples) < stats.shape[0]:
+        listed = ", ".join(str(sample) for sample in counts.samples)
+        text += f" (sample{'s' if len(counts.samples) > 1 else ''} {listed})"
     return text
 
 
-def _describe_place(sighting: Sighting) -> str:
-    owner = sighting.owner
+def _describe_place(nonfinite_place: NonfinitePlace) -> str:
+    owner = nonfinite_place.owner
     if owner is None:
-        return "The loss" if sighting.where == "loss" else "The batch"
+        return "The loss" if nonfinite_place.where == "loss" else "The batch"
     call = f", call {owner.call}" if owner.call else ""
-    if sighting.where == "output":
+    if nonfinite_place.where == "output":
         return f"{owner.module}{call} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
-    assert sighting.seen_in is not None
+    assert nonfinite_place.seen_in is not None
     maker = f"the forward of {owner.module}{call}" if owner.module else "the model's own forward"
-    return f"A value made in {maker} ({owner.type}), on its way into {sighting.seen_in.label},"
+    return f"A value made in {maker} ({owner.type}), on its way into {nonfinite_place.seen_in.label},"
 
 
 def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:

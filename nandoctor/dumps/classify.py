@@ -15,7 +15,7 @@ from torch import nn
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
-from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_moments
+from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
 from nandoctor.dumps.text import listing, printable
 from nandoctor.dumps.trees import name_tensors
@@ -232,7 +232,7 @@ def _take_state(contents: Contents, name: str, mapping: Mapping[object, object])
 
 def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
     """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
-    moments = () if contents.moments else read_moments(optimizer)
+    moments = () if contents.moments else read_second_moments(optimizer)
     for moment in moments:
         _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
         contents.moments.append(moment)

@@ -33,7 +33,7 @@ class SecondMoment:
     decays: tuple[float, float] = (0.0, 0.0)
 
 
-def read_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
+def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
     """The second moments in the state dict of an optimizer, in its order; values of other shapes are passed over.
 
     Fused optimizers are left out: their kernels keep root and eps in fp32, whatever format the weights have.

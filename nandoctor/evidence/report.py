@@ -133,7 +133,7 @@ class Link:
 
     module: str
     op: str
-    event: Literal["born", "propagated", "absorbed"]
+    event: Literal["created", "propagated", "absorbed"]
     text: str
 
 
@@ -203,7 +203,7 @@ class TrialOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prescription:
+class Fix:
     """A change that was tried on the failing step.
 
     `verified` means that the run with it is finite and agrees with fp32. `patch` is what a person would write, with
@@ -228,7 +228,7 @@ class Counterfactual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Island:
+class Fp32Set:
     """A set of modules that, kept in fp32, cures the step, and of which none can be left out.
 
     A name that ends in " (own ops)" stands for the ops in that module's own forward, its children left out.
@@ -240,10 +240,10 @@ class Island:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IslandSearch:
+class Fp32SetSearch:
     """The search for the smallest sets of modules to keep in fp32; the sets have no member in common."""
 
-    islands: tuple[Island, ...]
+    sets: tuple[Fp32Set, ...]
     num_modules: int
     num_probes: int
     complete: bool
@@ -346,9 +346,9 @@ class Report:
     also: tuple[Diagnosis, ...] = ()
     chain: tuple[Link, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
-    prescriptions: tuple[Prescription, ...] = ()
+    fixes: tuple[Fix, ...] = ()
     counterfactuals: tuple[Counterfactual, ...] = ()
-    island_search: IslandSearch | None = None
+    fp32_sets: Fp32SetSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
     picture: Picture | None = None

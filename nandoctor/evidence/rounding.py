@@ -1,6 +1,6 @@
 """What becomes of a number in a format.
 
-In: a number and a `FloatFormat`. Out: its `Fate`.
+In: a number and a `FloatFormat`. Out: its `RoundedConstant`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Effect = Literal["zero", "subnormal", "normal", "overflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class RoundedConstant:
     """A number in a format.
 
     `rounded` is what it becomes, `rel_err` the difference over the number. `effect` tells what is left of it:
@@ -34,10 +34,10 @@ class Fate:
     absorbed_from: float
 
 
-def find_fate(value: float, format: FloatFormat) -> Fate:  # noqa: A002 - the field's own name
-    """The fate of a finite number other than zero."""
+def round_constant(value: float, format: FloatFormat) -> RoundedConstant:  # noqa: A002 - the field's own name
+    """The rounded of a finite number other than zero."""
     rounded = format.round(value)
-    return Fate(
+    return RoundedConstant(
         format=format,
         value=value,
         rounded=rounded,

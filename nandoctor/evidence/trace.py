@@ -42,14 +42,15 @@ class SampleStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
+class NonfiniteCounts:
     """Exact counts over one tensor, made only where the cheap pass or the user asked for them.
 
     `smallest` is the smallest non-zero finite magnitude, None where there is none. `flushed_share` is the share of
     elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format.
     `samples` lists the indices along dimension 0 that hold a NaN or an infinity, at most 64 of them.
-    `by_sample` has the first 64 of all of them, where something is bad or a survey was asked for; `exponents`, in a
-    survey alone, pairs each binary exponent with the number of its finite non-zero elements; `grid` is there for bad
+    `by_sample` has the first 64 of all of them, where something is bad or per-sample statistics were asked for;
+    `exponents`, only with
+    `--per-sample`, pairs each binary exponent with the number of its finite non-zero elements; `grid` is there for bad
     arrays of the batch and for the outputs of examined ops.
     """
 
@@ -84,7 +85,7 @@ class TensorStats:
 
     `path` says where the tensor stood in the arguments or the output ("", "[0]", ".logit", "hidden[2]").
     `min`, `max` and `absmax` are over the finite elements: always known where `finite` is True, else only with a
-    census, and None where no element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite
+    counts, and None where no element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite
     magnitudes in `sample`, a spread sample of at most 1024 elements that also serves to compare two runs; it is not
     written to reports. `producer` is the `order` of the traced op that made the tensor, None where ops were not traced.
     """
@@ -100,11 +101,11 @@ class TensorStats:
     p05: float | None = None
     median: float | None = None
     p95: float | None = None
-    census: Census | None = None
+    counts: NonfiniteCounts | None = None
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
-    def asks_for_census(self, low: FloatFormat) -> bool:
+    def asks_for_counts(self, low: FloatFormat) -> bool:
         """Whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
         return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 
@@ -175,12 +176,12 @@ class Operand:
     absmax: float | None
     min: float | None
     max: float | None
-    census: Census
+    counts: NonfiniteCounts
     at_worst: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exam:
+class OpAnalysis:
     """An op that made non-finite values, examined with its tensors still in hand.
 
     The op is computed again in float64 from the very inputs it had, already rounded as they were. `num_exact_finite`
@@ -228,7 +229,7 @@ class OpCall:
     inputs: tuple[OpTensor, ...]
     outputs: tuple[TensorStats, ...]
     scalars: tuple[tuple[str, float], ...]
-    exam: Exam | None = None
+    analysis: OpAnalysis | None = None
     forward: int | None = None
 
     @property

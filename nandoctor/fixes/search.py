@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from nandoctor.causes.base import Doses, site_of
+from nandoctor.causes.base import Candidate, site_of
 from nandoctor.diagnosis.diagnosis import Conclusion, Lead
 from nandoctor.evidence.edits import (
     ClampArgument,
@@ -33,7 +33,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Counterfactual, Island, IslandSearch, Prescription, TrialOutcome, Verdict
+from nandoctor.evidence.report import Counterfactual, Fix, Fp32Set, Fp32SetSearch, TrialOutcome, Verdict
 from nandoctor.evidence.trace import LOSS, SourceLine, Trace
 from nandoctor.fixes.counterfactuals import Circumstances, TrialsAt, compare_circumstances
 from nandoctor.fixes.minimal_sets import find_minimal_sets
@@ -72,8 +72,8 @@ class Patient:
 class Remedies:
     """What was tried, the cures first and the smallest of them first; `notes` tell what a budget left untried."""
 
-    prescriptions: tuple[Prescription, ...] = ()
-    island_search: IslandSearch | None = None
+    fixes: tuple[Fix, ...] = ()
+    fp32_sets: Fp32SetSearch | None = None
     counterfactuals: tuple[Counterfactual, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -81,47 +81,47 @@ class Remedies:
 def prescribe(patient: Patient, trials_at: TrialsAt) -> Remedies:
     """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other circumstances."""
     if _blames_optimizer(patient):
-        return Remedies(prescriptions=tuple(_prescribe_eps(patient)))
+        return Remedies(fixes=tuple(_fix_optimizer_eps(patient)))
     trials = trials_at(patient.trace.training, patient.trace.seed)
-    tried: list[Prescription] = []
-    from_islands: list[Prescription] = []
+    tried: list[Fix] = []
+    from_fp32_sets: list[Fix] = []
     circumstances: list[Counterfactual] = []
     search = None
     untried = [_CHANGES, "sets of modules in fp32", "other circumstances"]
     with suppress(BudgetSpent):
-        for doses in _propose(patient, trials):
-            tried += _try(doses, patient, trials)
+        for candidate in _propose(patient, trials):
+            tried += _try(candidate, patient, trials)
         untried.remove(_CHANGES)
         if patient.verdict in ("precision", "silent"):
-            search, found = _search_islands(patient, trials)
+            search, found = _search_fp32_sets(patient, trials)
             for kept in found:
-                from_islands += _try((_refine(kept, patient, trials),), patient, trials)
+                from_fp32_sets += _try((_refine(kept, patient, trials),), patient, trials)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
         for line in compare_circumstances(_circumstances(patient), trials_at):
             circumstances.append(line)
         untried.remove("other circumstances")
-    ranked = _rank(tried, from_islands, patient)
+    ranked = _rank(tried, from_fp32_sets, patient)
     return Remedies(
-        prescriptions=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
-        island_search=search,
+        fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
+        fp32_sets=search,
         counterfactuals=tuple(circumstances),
         notes=tuple(_notes(patient, ranked, untried)),
     )
 
 
-def _rank(tried: list[Prescription], from_islands: list[Prescription], patient: Patient) -> list[Prescription]:
+def _rank(tried: list[Fix], from_fp32_sets: list[Fix], patient: Patient) -> list[Fix]:
     """Cures first: changes at the origin, then sets found by search, then another format or batch; each by size."""
 
-    def key(item: Prescription) -> tuple[bool, bool, bool, int]:
+    def key(item: Fix) -> tuple[bool, bool, bool, int]:
         size = _size(item.edit, patient)
         return not item.verified, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
-    return sorted(_distinct([*from_islands, *tried]), key=key)
+    return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
 
 
-def _notes(patient: Patient, ranked: Sequence[Prescription], untried: Sequence[str]) -> Iterator[str]:
+def _notes(patient: Patient, ranked: Sequence[Fix], untried: Sequence[str]) -> Iterator[str]:
     if untried:
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if patient.verdict == "numerics":
@@ -136,14 +136,12 @@ def _blames_optimizer(patient: Patient) -> bool:
     return any(diagnosis.origin.phase == "optimizer" for diagnosis in patient.conclusion.diagnoses[:1])
 
 
-def _prescribe_eps(patient: Patient) -> Iterator[Prescription]:
+def _fix_optimizer_eps(patient: Patient) -> Iterator[Fix]:
     """The eps with which every parameter's step is within its bound, found by taking that step."""
     safe = [slot.safe_eps for slot in patient.slots]
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
-        yield _prescription(
-            SetOptimizerEps(value=eps), TrialOutcome(finite=True, max_rel_err=None), patient, verified=True
-        )
+        yield _make_fix(SetOptimizerEps(value=eps), TrialOutcome(finite=True, max_rel_err=None), patient, verified=True)
 
 
 def _circumstances(patient: Patient) -> Circumstances:
@@ -162,28 +160,28 @@ def _guilty(patient: Patient) -> tuple[int, ...]:
     conclusion = patient.conclusion
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
     places = [(origin.samples, origin.output)] if origin else []
-    if conclusion.sighting and conclusion.sighting.value.census:
-        places.append((conclusion.sighting.value.census.samples, conclusion.sighting.value))
+    if conclusion.first_nonfinite and conclusion.first_nonfinite.value.counts:
+        places.append((conclusion.first_nonfinite.value.counts.samples, conclusion.first_nonfinite.value))
     for samples, stats in places:
         if samples and stats is not None and stats.shape[:1] == (patient.num_samples,):
             return samples
     return ()
 
 
-def _try(doses: Doses, patient: Patient, trials: Trials) -> list[Prescription]:
-    """The first dose that cures, else the last."""
-    last: list[Prescription] = []
-    for edit in doses:
+def _try(candidate: Candidate, patient: Patient, trials: Trials) -> list[Fix]:
+    """The first strength that cures, else the last."""
+    last: list[Fix] = []
+    for edit in candidate:
         judgement = trials.judge(edit)
-        last = [_prescription(edit, judgement.outcome, patient, verified=judgement.cures)]
+        last = [_make_fix(edit, judgement.outcome, patient, verified=judgement.cures)]
         if judgement.cures:
             break
     return last
 
 
-def _prescription(edit: Edit, outcome: TrialOutcome, patient: Patient, *, verified: bool) -> Prescription:
+def _make_fix(edit: Edit, outcome: TrialOutcome, patient: Patient, *, verified: bool) -> Fix:
     patch = write_patch(edit, _surroundings(patient))
-    return Prescription(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+    return Fix(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
 
 
 def _surroundings(patient: Patient) -> Surroundings:
@@ -201,13 +199,13 @@ def _surroundings(patient: Patient) -> Surroundings:
     return Surroundings(own_lines=own_lines, is_called_by_torch=is_called_by_torch, is_low=is_low)
 
 
-def _distinct(tried: Iterable[Prescription]) -> list[Prescription]:
+def _distinct(tried: Iterable[Fix]) -> list[Fix]:
     """One of those that come to the same: a line is the same whichever module it was seen in."""
     return list({item.patch: item for item in tried}.values())
 
 
-def _propose(patient: Patient, trials: Trials) -> Iterator[Doses]:
-    """The changes worth trying, by the verdict; each in its doses."""
+def _propose(patient: Patient, trials: Trials) -> Iterator[Candidate]:
+    """The changes worth trying, by the verdict; each in its candidate."""
     leads = _distinct_leads(patient)
     if patient.verdict == "state":
         names = tuple(name for name, buffer in patient.model.named_buffers() if not torch.isfinite(buffer).all())
@@ -237,9 +235,9 @@ def _distinct_leads(patient: Patient) -> list[Lead]:
     return list({place(lead.site): lead for lead in reversed(patient.conclusion.leads)}.values())[::-1]
 
 
-def _specific(lead: Lead, patient: Patient) -> list[Doses]:
+def _specific(lead: Lead, patient: Patient) -> list[Candidate]:
     """The changes of the operation itself; a constant that is an attribute of the module is changed there."""
-    return [tuple(_through_attribute(edit, patient.model) for edit in doses) for doses in lead.suggestions]
+    return [tuple(_through_attribute(edit, patient.model) for edit in candidate) for candidate in lead.suggestions]
 
 
 def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
@@ -253,7 +251,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
     return edit
 
 
-def _in_fp32(lead: Lead, patient: Patient, trials: Trials) -> Iterator[Doses]:
+def _in_fp32(lead: Lead, patient: Patient, trials: Trials) -> Iterator[Candidate]:
     """The op's line in fp32; where that is no cure the block's own ops, or the block."""
     site = lead.site
     if site.module == LOSS:
@@ -284,15 +282,16 @@ def _is_below(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
-def _together(groups: Sequence[list[Doses]]) -> Iterator[Doses]:
-    """Every origin's first change, second change and so on, at once; each in doses that are raised together."""
+def _together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
+    """Every origin's first change, second change and so on, at once; each in candidate that are raised together."""
     if len(groups) == 1:
         yield from groups[0]
     elif groups and all(groups):
         for choice in range(max(map(len, groups))):
             chosen = [group[min(choice, len(group) - 1)] for group in groups]
             yield tuple(
-                _join([doses[min(dose, len(doses) - 1)] for doses in chosen]) for dose in range(max(map(len, chosen)))
+                _join([candidate[min(strength, len(candidate) - 1)] for candidate in chosen])
+                for strength in range(max(map(len, chosen)))
             )
 
 
@@ -303,7 +302,7 @@ def _join(edits: Sequence[Edit]) -> Edit:
     return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
 
 
-def _combined(leads: Sequence[Lead], patient: Patient, trials: Trials) -> Iterator[Doses]:
+def _combined(leads: Sequence[Lead], patient: Patient, trials: Trials) -> Iterator[Candidate]:
     """For each origin its first change that cures while the others' blocks are in fp32; then all of these at once."""
     strong = [
         KeepModule(module=lead.site.module, children=not _has_children(lead.site.module, patient.trace))
@@ -315,13 +314,13 @@ def _combined(leads: Sequence[Lead], patient: Patient, trials: Trials) -> Iterat
     for place, lead in enumerate(leads):
         others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
         groups = chain(_specific(lead, patient), _in_fp32(lead, patient, trials))
-        proposals = (edit for doses in groups for edit in doses)
+        proposals = (edit for candidate in groups for edit in candidate)
         chosen.append(next((edit for edit in proposals if trials.cures(edit, *others)), strong[place]))
     yield (_join(chosen),)
     yield (_join(list(dict.fromkeys(strong))),)
 
 
-def _without_guilty(patient: Patient) -> Iterator[Doses]:
+def _without_guilty(patient: Patient) -> Iterator[Candidate]:
     """The batch without the samples that are bad as they came in."""
     guilty = _guilty(patient)
     kept = tuple(index for index in range(patient.num_samples or 0) if index not in guilty)
@@ -329,7 +328,7 @@ def _without_guilty(patient: Patient) -> Iterator[Doses]:
         yield (KeepSamples(samples=kept),)
 
 
-def _search_islands(patient: Patient, trials: Trials) -> tuple[IslandSearch, list[tuple[KeepModule, ...]]]:
+def _search_fp32_sets(patient: Patient, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
     """The smallest sets of modules in fp32; a budget may end the search early."""
     members = _find_members(patient)
     blamed = {lead.site.module for lead in patient.conclusion.leads}
@@ -344,8 +343,8 @@ def _search_islands(patient: Patient, trials: Trials) -> tuple[IslandSearch, lis
             found.append(kept)
     except BudgetSpent:
         complete = False
-    search = IslandSearch(
-        islands=tuple(Island(modules=tuple(map(_member_name, kept)), minimal=True) for kept in found),
+    search = Fp32SetSearch(
+        sets=tuple(Fp32Set(modules=tuple(map(_member_name, kept)), minimal=True) for kept in found),
         num_modules=len(members),
         num_probes=trials.num_judged - before,
         complete=complete,

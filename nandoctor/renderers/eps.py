@@ -1,6 +1,6 @@
 """What `nandoctor eps` prints: numbers in each format, and the small constants of a model or a replay.
 
-In: `Fate`s and `EpsUse`s. Out: text on a rich console, or JSON text.
+In: `RoundedConstant`s and `EpsUse`s. Out: text on a rich console, or JSON text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.diagnosis.eps_advice import OUTLOOK, describe_fate, in_half_precision, in_mixed_precision
+from nandoctor.diagnosis.eps_advice import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import Fate
+from nandoctor.evidence.rounding import RoundedConstant
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, literal
 from nandoctor.text import number, printable, shorten
@@ -26,18 +26,20 @@ _PLACE_WIDTH, _TYPE_WIDTH, _LINE_WIDTH = 19, 16, 24
 _WARNING = {"zero": "red", "overflow": "red", "subnormal": "yellow"}
 
 
-def dumps_eps(fates: Iterable[Fate], uses: Iterable[EpsUse]) -> str:
+def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUse]) -> str:
     """Both lists as JSON text."""
-    return json.dumps(to_plain({"schema": SCHEMA, "values": [*fates], "uses": [*uses]}), indent=1, allow_nan=False)
+    return json.dumps(
+        to_plain({"schema": SCHEMA, "values": [*rounded_constants], "uses": [*uses]}), indent=1, allow_nan=False
+    )
 
 
-def print_fates(fates: Sequence[Fate], console: Console) -> None:
+def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:
     """Print one block for each number, one line for each format."""
-    for place, value in enumerate(dict.fromkeys(fate.value for fate in fates)):
+    for place, value in enumerate(dict.fromkeys(rounded.value for rounded in rounded_constants)):
         table = _table(_exact(value), "becomes", "which is", "x + eps == x from |x| =")
-        for fate in (fate for fate in fates if fate.value == value):
-            cells = (fate.format.label, _exact(fate.rounded), describe_fate(fate), _absorbed_from(fate))
-            table.add_row(*map(literal, cells), style=_WARNING.get(fate.effect, ""))
+        for rounded in (rounded for rounded in rounded_constants if rounded.value == value):
+            cells = (rounded.format.label, _exact(rounded.rounded), describe_rounding(rounded), _absorbed_from(rounded))
+            table.add_row(*map(literal, cells), style=_WARNING.get(rounded.effect, ""))
         _print([*([Text()] if place else []), table], console)
 
 
@@ -86,10 +88,10 @@ def _exact(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _absorbed_from(fate: Fate) -> str:
-    if fate.absorbed_from == 0:
+def _absorbed_from(rounded: RoundedConstant) -> str:
+    if rounded.absorbed_from == 0:
         return "0: added to anything, it is lost"
-    return "never" if math.isinf(fate.absorbed_from) else number(fate.absorbed_from)
+    return "never" if math.isinf(rounded.absorbed_from) else number(rounded.absorbed_from)
 
 
 def _place(use: EpsUse) -> str:

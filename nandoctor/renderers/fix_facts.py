@@ -1,4 +1,4 @@
-"""What was tried on the failing step, in sentences: cures, other circumstances, fp32 islands, small constants.
+"""What was tried on the failing step, in sentences: cures, other circumstances, fp32 sets, small constants.
 
 In: a `Report`. Out: `Cure` records and `Fact`s; nothing where nothing was tried.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from nandoctor.evidence.report import Counterfactual, EpsUse, IslandSearch, Prescription, Report, TrialOutcome
+from nandoctor.evidence.report import Counterfactual, EpsUse, Fix, Fp32SetSearch, Report, TrialOutcome
 from nandoctor.renderers.facts import Fact
 from nandoctor.text import join_first, number, printable, shorten, written
 
@@ -23,7 +23,7 @@ _OWN_OPS = "(own ops)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
-    """A prescription as people read it; `patch` holds its lines, and all text is printable."""
+    """A fix as people read it; `patch` holds its lines, and all text is printable."""
 
     title: str
     patch: tuple[str, ...]
@@ -33,16 +33,16 @@ class Cure:
 
 def list_cures(report: Report) -> tuple[Cure, ...]:
     """What cures first, the smallest change before larger ones; then what was tried in vain."""
-    ordered = sorted(report.prescriptions, key=lambda prescription: (not prescription.verified, prescription.rank))
+    ordered = sorted(report.fixes, key=lambda fix: (not fix.verified, fix.rank))
     return tuple(map(_to_cure, ordered))
 
 
-def _to_cure(prescription: Prescription) -> Cure:
+def _to_cure(fix: Fix) -> Cure:
     return Cure(
-        title=printable(prescription.title),
-        patch=tuple(printable(line.rstrip()) for line in prescription.patch.expandtabs(4).splitlines()),
-        outcome=describe_outcome(prescription.outcome),
-        verified=prescription.verified,
+        title=printable(fix.title),
+        patch=tuple(printable(line.rstrip()) for line in fix.patch.expandtabs(4).splitlines()),
+        outcome=describe_outcome(fix.outcome),
+        verified=fix.verified,
     )
 
 
@@ -63,8 +63,8 @@ def tell_cures(report: Report) -> list[Fact]:
     Constants that are lost are told where the cause is another one: it tells its own.
     """
     facts = list(_tell_first(report))
-    if report.island_search is not None and report.island_search.islands:
-        facts.append(Fact(label="fp32 in", text=describe_islands(report.island_search)))
+    if report.fp32_sets is not None and report.fp32_sets.sets:
+        facts.append(Fact(label="fp32 in", text=describe_fp32_sets(report.fp32_sets)))
     facts += tell_trials(report.counterfactuals)
     if lost := _find_untold(report):
         facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
@@ -100,13 +100,13 @@ def tell_patch(patch: Sequence[str]) -> Iterator[Fact]:
         yield Fact(label="", text=f"... {len(patch) - _MAX_PATCH_LINES} more lines in the report (-o report.html)")
 
 
-def describe_islands(search: IslandSearch) -> str:
+def describe_fp32_sets(search: Fp32SetSearch) -> str:
     """The smallest sets of modules each of which cures when it is kept in fp32."""
     sets = [
-        join_first([_describe_member(module) for module in island.modules], _MAX_LISTED) for island in search.islands
+        join_first([_describe_member(module) for module in fp32_set.modules], _MAX_LISTED) for fp32_set in search.sets
     ]
-    alone = max(len(island.modules) for island in search.islands) == 1
-    proved = "none can be left out" if all(island.minimal for island in search.islands) else "perhaps not the smallest"
+    alone = max(len(fp32_set.modules) for fp32_set in search.sets) == 1
+    proved = "none can be left out" if all(fp32_set.minimal for fp32_set in search.sets) else "perhaps not the smallest"
     parts = [
         *([] if alone and proved.startswith("none") else [proved]),
         f"found in {search.num_probes} run{'s' if search.num_probes != 1 else ''}",
@@ -117,7 +117,7 @@ def describe_islands(search: IslandSearch) -> str:
 
 
 def _describe_member(name: str) -> str:
-    """A module of an island; of one that ends in "(own ops)" only what its own forward computes."""
+    """A module of an fp32_set; of one that ends in "(own ops)" only what its own forward computes."""
     owner = name.removesuffix(_OWN_OPS).rstrip()
     return _name(name) if owner == name else f"the own ops of {_name(owner or 'the model')}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.facts import MEANINGS, Fact, tell
-from nandoctor.renderers.fix_facts import Cure, describe_islands, list_constants, list_cures, list_trials
+from nandoctor.renderers.fix_facts import Cure, describe_fp32_sets, list_constants, list_cures, list_trials
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import printable
 
@@ -41,7 +41,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _cure(cure)
     if others := cures[_OPEN_CURES:]:
         yield from _fold(f"{len(others)} more that {'were' if len(others) > 1 else 'was'} tried", _each(others))
-    if report.counterfactuals or report.island_search:
+    if report.counterfactuals or report.fp32_sets:
         yield from _fold("the same step under other circumstances", _trials(report))
     if constants := list_constants(report):
         headings = ("constant", "in", "line", "used by", "which")
@@ -77,8 +77,8 @@ def _each(cures: Sequence[Cure]) -> Iterator[str]:
 
 
 def _trials(report: Report) -> Iterator[str]:
-    if report.island_search is not None and report.island_search.islands:
-        yield from (f"Enough to be kept in fp32: {escape(describe_islands(report.island_search))}.", "")
+    if report.fp32_sets is not None and report.fp32_sets.sets:
+        yield from (f"Enough to be kept in fp32: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
     if report.counterfactuals:
         yield from _table(("varied", "setting", "outcome"), list_trials(report))
 

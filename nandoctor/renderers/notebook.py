@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from nandoctor.evidence.report import Cause, FirstNonfinite, Origin, Prescription
+from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.trace import SourceLine, TensorStats
 from nandoctor.renderers.facts import describe_origin
@@ -30,7 +30,7 @@ def show_records() -> None:
     if shell is None:
         return
     html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
-    for cls in (FirstNonfinite, Origin, Cause, Prescription, Comparison):
+    for cls in (FirstNonfinite, Origin, Cause, Fix, Comparison):
         html.for_type(cls, record_html)
         plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
     plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))

@@ -20,7 +20,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.facts import MEANINGS, tell
-from nandoctor.renderers.fix_facts import describe_islands, list_constants, list_cures, list_trials
+from nandoctor.renderers.fix_facts import describe_fp32_sets, list_constants, list_cures, list_trials
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.kinds import draw
 from nandoctor.renderers.plots.svg import figure_svg
@@ -83,7 +83,7 @@ def make_environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, byte_size, shape_text, describe_islands, describe_tensor
+        number, byte_size, shape_text, describe_fp32_sets, describe_tensor
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters |= {"bits": _bits, "share": _share}

@@ -116,7 +116,7 @@ def _range(row: LayerRow | None) -> str:
         return "-"
     if row.finite:
         return "-" if row.absmax is None else number(row.absmax)
-    kinds = {kind for stats in row.outputs if stats.census for kind in stats.census.kinds}
+    kinds = {kind for stats in row.outputs if stats.counts for kind in stats.counts.kinds}
     if not kinds:
         return "NaN/Inf"
     signs = "".join(sign for sign in "+-" if f"{sign}inf" in kinds).replace("+-", "±")

@@ -5,7 +5,7 @@ In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 
 
 from __future__ import annotations
 
-from nandoctor.evidence.trace import Census, TensorStats
+from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.text import join_first, kinds_text, number, printable, shape_text
 
 _MAX_LISTED = 3
@@ -15,29 +15,29 @@ def describe_tensor(stats: TensorStats) -> str:
     """Format, shape, range of the finite values, and what is non-finite or lost."""
     name = f"{printable(stats.path)}: " if stats.path else ""
     parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_describe_range(stats)]
-    if stats.census is not None and stats.census.num_bad:
-        parts.append(_describe_bad(stats.census, stats))
+    if stats.counts is not None and stats.counts.num_bad:
+        parts.append(_describe_bad(stats.counts, stats))
     elif not stats.finite:
         parts.append("not all finite")
-    if stats.census is not None and stats.census.num_zero:
-        parts.append(f"{number(100 * stats.census.num_zero / stats.numel)} % zeros")
+    if stats.counts is not None and stats.counts.num_zero:
+        parts.append(f"{number(100 * stats.counts.num_zero / stats.numel)} % zeros")
     return ", ".join(parts)
 
 
 def _describe_range(stats: TensorStats) -> list[str]:
     if stats.absmax is None:
-        return [] if stats.finite or stats.census is None else ["no finite value"]
+        return [] if stats.finite or stats.counts is None else ["no finite value"]
     if stats.min is None or stats.max is None:
         return [f"absmax {number(stats.absmax)}"]
     median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
     return [f"{number(stats.min)} to {number(stats.max)}{median}"]
 
 
-def _describe_bad(census: Census, stats: TensorStats) -> str:
-    text = f"{kinds_text(census.kinds)} in {census.num_bad} of {stats.numel}"
-    if not census.samples or len(stats.shape) < 2:
+def _describe_bad(counts: NonfiniteCounts, stats: TensorStats) -> str:
+    text = f"{kinds_text(counts.kinds)} in {counts.num_bad} of {stats.numel}"
+    if not counts.samples or len(stats.shape) < 2:
         return text
-    if len(census.samples) == stats.shape[0]:
+    if len(counts.samples) == stats.shape[0]:
         return f"{text} (every sample)"
-    plural = "s" if len(census.samples) > 1 else ""
-    return f"{text} (sample{plural} {join_first([str(sample) for sample in census.samples], _MAX_LISTED)})"
+    plural = "s" if len(counts.samples) > 1 else ""
+    return f"{text} (sample{plural} {join_first([str(sample) for sample in counts.samples], _MAX_LISTED)})"

@@ -21,11 +21,11 @@ _ROUNDING = 1.05
 
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
-    """Every second moment with an exact census, flushes judged against `low`."""
+    """Every second moment with an exact counts, flushes judged against `low`."""
     names = _names(moments, model)
     slots = []
     for moment in moments:
-        reading = measure(moment.values, census_for=low)
+        reading = measure(moment.values, counts_for=low)
         if reading is not None:
             (stats,) = collect([("", reading)])
             slots.append(

@@ -72,9 +72,9 @@ class Attempt:
 class Replay:
     """The runs of one replay: the policy, the progress and the number of calls to expect are the same for all."""
 
-    def __init__(self, policy: Policy, progress: Progress, *, survey: bool = False) -> None:
+    def __init__(self, policy: Policy, progress: Progress, *, per_sample: bool = False) -> None:
         self.policy = policy
-        self._survey = survey
+        self._per_sample = per_sample
         self.low = policy.format
         self._progress = progress
         self._num_calls: int | None = None
@@ -98,7 +98,7 @@ class Replay:
             training=training,
             seed=seed,
             low=self.low,
-            watch=replace(watch, survey=self._survey and not watch.keep),
+            watch=replace(watch, per_sample=self._per_sample and not watch.keep),
             edits=edits,
             on_call=lambda done: self._progress(stage, done, self._num_calls),
         )
@@ -114,7 +114,7 @@ class Replay:
 
 def make_replay(dump: Dump, settings: Settings, progress: Progress) -> Replay:
     """The replay that the user, the dump or the default asks for."""
-    return Replay(choose_policy(dump, settings), progress, survey=settings.survey)
+    return Replay(choose_policy(dump, settings), progress, per_sample=settings.per_sample)
 
 
 def choose_policy(dump: Dump, settings: Settings) -> Policy:

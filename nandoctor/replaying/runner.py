@@ -66,15 +66,16 @@ class Setup:
 class Watch:
     """What to record beside every module call.
 
-    `census` counts exactly whatever asks for it, `survey` every tensor, with its samples and exponents. `ops` records
-    every operation. `backward` runs the backward pass of loss x `loss_scale`, recorded op by op with `ops`; `keep`
+    `counts` counts exactly whatever asks for it, `per_sample` every tensor, with its samples and exponents. `ops`
+    records every operation. `backward` runs the backward pass of loss x `loss_scale`, recorded op by op with `ops`;
+    `keep`
     leaves the gradients themselves in the outcome. Without `measures` nothing is read of the module calls, which is
     quicker in a model of many small ones.
     """
 
     measures: bool = True
-    census: bool = False
-    survey: bool = False
+    counts: bool = False
+    per_sample: bool = False
     ops: bool = False
     backward: bool = False
     loss_scale: float = 1.0
@@ -82,7 +83,7 @@ class Watch:
 
 
 MODULES_ONLY = Watch()
-CLOSELY = Watch(census=True, ops=True)
+CLOSELY = Watch(counts=True, ops=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +129,9 @@ class _Observers:
         self.ops = OpTracer(known=known, low=low, gradients=self.gradients, on_op=on_op) if watch.ops else None
         self.modules = Tracer(
             setup.model,
-            census_for=low,
-            examine=watch.census,
-            survey=watch.survey,
+            counts_for=low,
+            examine=watch.counts,
+            per_sample=watch.per_sample,
             measures=watch.measures,
             on_call=on_call,
             producer_of=self.ops.producer_of if self.ops else None,
@@ -234,12 +235,12 @@ def _record(
                 stack.enter_context(interventions.state_in(floating, torch.float64))
             draws = stack.enter_context(_seeded(seed, setup))
             observers = _Observers(setup, batch, watch, low, on_call, on_op)
-            inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, census=True)
+            inputs = observers.modules.read({name: batch[name] for name in batch if name in setup.used}, counts=True)
             stack.enter_context(recorded_backends(setup.recorded, setup.device))
             stack.enter_context(apply_policy(policy, setup.device))
             stack.enter_context(interventions.intervene(edits, setup.model, setup.device, observers.modules.owner))
             result = _execute(setup, batch, observers, watch, edits, grad=grad)
-            output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, census=True)
+            output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             drew_random = draws()
         calls = _with_bad_state(observers.modules.calls(), setup.model, low)
     ops = observers.ops.calls() if observers.ops else ()
@@ -343,8 +344,8 @@ def _shows_damage(trace: Trace) -> bool:
     calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
     if not all(stats.finite for stats in (*trace.batch, *calls)):
         return True
-    exams = [op.exam for op in trace.ops if op.exam is not None]
-    return any(exam.num_exact_finite > 0 or exam.kinds != ("-inf",) for exam in exams)
+    analyses = [op.analysis for op in trace.ops if op.analysis is not None]
+    return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
 def _explain_forward_error(error: Exception) -> ModelError:
@@ -428,7 +429,7 @@ def _bad_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStat
     bad: dict[str, tuple[TensorStats, ...]] = {}
     for path, module in model.named_modules():
         own = (*module.named_parameters(recurse=False), *_read_buffers(module))
-        readings = [(name, measure(tensor, census_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
+        readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
         if readings:
             bad[path] = collect([(name, reading) for name, reading in readings if reading is not None])
     return bad

@@ -30,8 +30,9 @@ class Settings:
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
     "bfloat16" (float16 where the dump does not say), `policy` "cuda" or "native" (CUDA's where it does not say).
-    `survey` counts samples and exponents in every layer and keeps a small picture of the sample at fault. With
-    `prescribe` cures are looked for, in at most `max_trials` runs of the step and `time` seconds (None: no limit).
+    `per_sample` counts samples and exponents in every layer and keeps a small picture of the sample at fault. With
+    `fixes` changes that fix the step are searched for, in at most `max_trials` runs and `time` seconds (None: no
+    limit).
     """
 
     model: str | None = None
@@ -47,8 +48,8 @@ class Settings:
     device: str = "cpu"
     seed: int | None = None
     strict: bool = True
-    survey: bool = False
-    prescribe: bool = True
+    per_sample: bool = False
+    fixes: bool = True
     max_trials: int | None = 200
     time: float | None = 300.0
     directory: Path = field(default_factory=Path.cwd)
@@ -69,8 +70,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "device": (str, "the name of a device"),
     "seed": (int, "a whole number"),
     "strict": (bool, "true or false"),
-    "survey": (bool, "true or false"),
-    "prescribe": (bool, "true or false"),
+    "per_sample": (bool, "true or false"),
+    "fixes": (bool, "true or false"),
     "max_trials": (int | NoneType, "a whole number, 0 or more"),
     "time": (int | float | NoneType, "a number of seconds, 0 or more"),
 }
@@ -139,7 +140,9 @@ def _read_table(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise NanDoctorError(f"{path} is no readable TOML: {error}", remedy="Mend the file and run again.") from error
+        raise NanDoctorError(
+            f"{path} is no readable TOML: {error}", remedy="PassingCase the file and run again."
+        ) from error
     for key in ("tool", "nandoctor"):
         table = table.get(key, {})
         if not isinstance(table, dict):

@@ -21,8 +21,8 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.replaying.runner import Step, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import mend
-from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, Cutting, cut
-from nandoctor.repro_scripts.program import Excerpt, Node, Ref
+from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
+from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
@@ -37,16 +37,16 @@ def make_script(report: Report, step: Step | None, dump: Dump) -> str:
     """
     if report.verdict in ("healthy", "not-reproduced"):
         raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
-    excerpt, failure = _find_excerpt(report, step, dump)
+    program, failure = _find_program(report, step, dump)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
-        smallest = shrink(excerpt, failure)
+        smallest = shrink(program, failure)
         script = write_script(smallest, failure, mend(smallest), dict(_facts(report, dump)))
         _prove(script)
     return script
 
 
-def _find_excerpt(report: Report, step: Step | None, dump: Dump) -> tuple[Excerpt, Failure]:
+def _find_program(report: Report, step: Step | None, dump: Dump) -> tuple[Program, Failure]:
     origin = report.origin
     if step is None:
         return _failing(_bad_weight(report, dump))
@@ -57,18 +57,18 @@ def _find_excerpt(report: Report, step: Step | None, dump: Dump) -> tuple[Excerp
     backward = origin.phase == "backward"
     ops = step.run(Watch(ops=True, backward=backward, loss_scale=step.loss_scale)).trace.ops
     target = _reader_of(origin, ops) if origin.phase in ("state", "input") else _find(origin, ops)
-    cutting = cut(step, ops, target, backward=backward)
-    return _grow(cutting, wants_finite=report.verdict in _FINITE_IN_FP32)
+    extracted = cut(step, ops, target, backward=backward)
+    return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
 
 
-def _failing(excerpt: Excerpt) -> tuple[Excerpt, Failure]:
-    failure = find_failure(excerpt)
+def _failing(program: Program) -> tuple[Program, Failure]:
+    failure = find_failure(program)
     if failure is None:
         raise NanDoctorError(
             "The op does not fail by itself, with the tensors that it had.",
             remedy="The failure hangs on the machine: try --device cuda, or the torch that wrote the dump.",
         )
-    return excerpt, failure
+    return program, failure
 
 
 def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
@@ -101,43 +101,45 @@ def _belongs(origin: Origin, kind: str, path: str) -> bool:
     return kind == "batch" if origin.phase == "input" else path.rpartition(".")[0] == origin.module
 
 
-def _grow(cutting: Cutting, *, wants_finite: bool) -> tuple[Excerpt, Failure]:
+def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
     """The op alone; where fp32 fails from the same rounded inputs, too, with those before it that made them."""
-    orders = [cutting.target]
-    excerpt, failure = _failing(cutting.excerpt(orders))
-    alone = excerpt, failure
+    orders = [extracted.target]
+    program, failure = _failing(extracted.program(orders))
+    alone = program, failure
     while wants_finite and not failure.finite_in_fp32:
-        grown = next(_grown(cutting, orders, failure), None)
+        grown = next(_grown(extracted, orders, failure), None)
         if grown is None:
             return alone
-        orders, excerpt, failure = grown
+        orders, program, failure = grown
     for order in sorted(orders)[:-1]:
         fewer = [other for other in orders if other != order]
-        if failure.is_shown_by(pruned := cutting.excerpt(fewer)):
-            orders, excerpt = fewer, pruned
-    return excerpt, failure
+        if failure.is_shown_by(pruned := extracted.program(fewer)):
+            orders, program = fewer, pruned
+    return program, failure
 
 
-def _grown(cutting: Cutting, orders: list[int], failure: Failure) -> Iterator[tuple[list[int], Excerpt, Failure]]:
-    for supplier in cutting.suppliers(orders):
+def _grown(
+    extracted: ExtractedOps, orders: list[int], failure: Failure
+) -> Iterator[tuple[list[int], Program, Failure]]:
+    for supplier in extracted.suppliers(orders):
         with contextlib.suppress(NanDoctorError):  # an op that cannot be run by itself stays outside
-            excerpt, found = _failing(cutting.excerpt([*orders, supplier]))
+            program, found = _failing(extracted.program([*orders, supplier]))
             if found.kind == failure.kind:
-                yield [*orders, supplier], excerpt, found
+                yield [*orders, supplier], program, found
 
 
-def _bad_weight(report: Report, dump: Dump) -> Excerpt:
+def _bad_weight(report: Report, dump: Dump) -> Program:
     """A file of weights alone: the tensor as it was saved."""
     name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
     nodes = (_node("clone_1", "torch.clone", "saved"),)
-    return Excerpt(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": dump.state[name]}, low=torch.float16)
+    return Program(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": dump.state[name]}, low=torch.float16)
 
 
-def _optimizer_step(origin: Origin, dump: Dump) -> Excerpt:
+def _optimizer_step(origin: Origin, dump: Dump) -> Program:
     """Adam's quotient for the parameter of the origin, where its gradient was zero."""
     flushed = [moment for moment in dump.moments if not moment.values.all()]
     moment = next((m for m in flushed if m.values.numel() == origin.numel), flushed[0])
-    return Excerpt(
+    return Program(
         nodes=(
             _node("root", "torch.sqrt", "exp_avg_sq"),
             _node("denominator", "torch.add", "root", "eps"),

@@ -1,6 +1,6 @@
-"""Makes the tensors of an excerpt as small and plain as they can be while it still fails in the same way.
+"""Makes the tensors of a program as small and plain as they can be while it still fails in the same way.
 
-In: an `Excerpt` that fails. Out: a smaller one that fails alike: the same kind of value, and fp32 finite if it was.
+In: an `Program` that fails. Out: a smaller one that fails alike: the same kind of value, and fp32 finite if it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nandoctor.repro_scripts.program import Excerpt, Kind, kinds_of
+from nandoctor.repro_scripts.program import Kind, Program, kinds_of
 
 _MAX_RUNS = 1500
 _MAX_SLOTS = 6
@@ -29,29 +29,29 @@ Slot = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How an excerpt fails: the worst kind of value that it gives, and whether fp32 gives none."""
+    """How a program fails: the worst kind of value that it gives, and whether fp32 gives none."""
 
     kind: Kind
     finite_in_fp32: bool
 
-    def is_shown_by(self, excerpt: Excerpt) -> bool:
-        """Whether the excerpt fails so; one that does not run does not."""
+    def is_shown_by(self, program: Program) -> bool:
+        """Whether the program fails so; one that does not run does not."""
         try:
-            found = kinds_of(excerpt.run())
-            return self.kind in found and (not kinds_of(excerpt.run_in_fp32())) == self.finite_in_fp32
+            found = kinds_of(program.run())
+            return self.kind in found and (not kinds_of(program.run_in_fp32())) == self.finite_in_fp32
         except Exception:  # shapes that do not fit each other raise whatever the op raises
             return False
 
 
-def find_failure(excerpt: Excerpt) -> Failure | None:
-    """How the excerpt fails, None where it is finite."""
-    kinds = kinds_of(excerpt.run())
-    return Failure(kind=kinds[0], finite_in_fp32=not kinds_of(excerpt.run_in_fp32())) if kinds else None
+def find_failure(program: Program) -> Failure | None:
+    """How the program fails, None where it is finite."""
+    kinds = kinds_of(program.run())
+    return Failure(kind=kinds[0], finite_in_fp32=not kinds_of(program.run_in_fp32())) if kinds else None
 
 
-def shrink(excerpt: Excerpt, failure: Failure) -> Excerpt:
-    """The excerpt with its tensors sliced, made constant and rounded, as far as `failure` stays."""
-    return _Shrinking(failure).shrink(excerpt)
+def shrink(program: Program, failure: Failure) -> Program:
+    """The program with its tensors sliced, made constant and rounded, as far as `failure` stays."""
+    return _Shrinking(failure).shrink(program)
 
 
 class _Shrinking:
@@ -61,64 +61,64 @@ class _Shrinking:
         self._failure = failure
         self._runs_left = _MAX_RUNS
 
-    def shrink(self, excerpt: Excerpt) -> Excerpt:
+    def shrink(self, program: Program) -> Program:
         """Halves first, since each run of what is large takes long; one value for all before single elements go."""
-        excerpt = self._narrow_all(excerpt, 2)
-        excerpt = self._simplify(excerpt, _constants)
-        excerpt = self._narrow_all(excerpt, _MAX_SHARE)
-        return self._simplify(self._simplify(excerpt, _constants), _roundings)
+        program = self._narrow_all(program, 2)
+        program = self._simplify(program, _constants)
+        program = self._narrow_all(program, _MAX_SHARE)
+        return self._simplify(self._simplify(program, _constants), _roundings)
 
-    def _narrow_all(self, excerpt: Excerpt, finest: int) -> Excerpt:
+    def _narrow_all(self, program: Program, finest: int) -> Program:
         before = None
-        while before != (before := _size(excerpt)):
-            for slots in [*_groups(excerpt)]:
-                if _are_alike(excerpt, slots):
-                    excerpt = self._narrow(excerpt, slots, finest)
-        return excerpt
+        while before != (before := _size(program)):
+            for slots in [*_groups(program)]:
+                if _are_alike(program, slots):
+                    program = self._narrow(program, slots, finest)
+        return program
 
-    def _holds(self, excerpt: Excerpt) -> bool:
+    def _holds(self, program: Program) -> bool:
         self._runs_left -= 1
-        return self._runs_left > 0 and self._failure.is_shown_by(excerpt)
+        return self._runs_left > 0 and self._failure.is_shown_by(program)
 
-    def _narrow(self, excerpt: Excerpt, slots: tuple[Slot, ...], finest: int) -> Excerpt:
+    def _narrow(self, program: Program, slots: tuple[Slot, ...], finest: int) -> Program:
         """Slice the dimensions `slots` together: halves first, then whatever can be left out, to shares of `finest`."""
-        for change in (_sliced, *([_sliced_with_sizes] if _names_size(excerpt, _extent(excerpt, slots)) else [])):
-            size = _extent(excerpt, slots)
+        for change in (_sliced, *([_sliced_with_sizes] if _names_size(program, _extent(program, slots)) else [])):
+            size = _extent(program, slots)
             share = 2
             while size > 1 and share <= min(2 * size, finest):
                 width = max(1, math.ceil(size / share))
-                smaller = self._first(change(excerpt, slots, kept) for kept in _candidates(size, width, share))
+                smaller = self._first(change(program, slots, kept) for kept in _candidates(size, width, share))
                 if smaller is None:
                     share *= 2
                     continue
-                excerpt, size = smaller, _extent(smaller, slots)
+                program, size = smaller, _extent(smaller, slots)
                 share = 2
-        return excerpt
+        return program
 
-    def _simplify(self, excerpt: Excerpt, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Excerpt:
+    def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
-        for name, leaf in excerpt.leaves.items():
-            simpler = self._first(excerpt.with_leaves(**{name: values}) for values in values_for(leaf))
-            excerpt = excerpt if simpler is None else simpler
-        return excerpt
+        for name, leaf in program.leaves.items():
+            simpler = self._first(program.with_leaves(**{name: values}) for values in values_for(leaf))
+            program = program if simpler is None else simpler
+        return program
 
-    def _first(self, candidates: Iterable[Excerpt]) -> Excerpt | None:
+    def _first(self, candidates: Iterable[Program]) -> Program | None:
         return next((candidate for candidate in candidates if self._holds(candidate)), None)
 
 
-def _size(excerpt: Excerpt) -> int:
-    return sum(leaf.numel() for leaf in excerpt.leaves.values())
+def _size(program: Program) -> int:
+    return sum(leaf.numel() for leaf in program.leaves.values())
 
 
-def _extent(excerpt: Excerpt, slots: tuple[Slot, ...]) -> int:
+def _extent(program: Program, slots: tuple[Slot, ...]) -> int:
     name, dim = slots[0]
-    return excerpt.leaves[name].shape[dim]
+    return program.leaves[name].shape[dim]
 
 
-def _groups(excerpt: Excerpt) -> Iterator[tuple[Slot, ...]]:
+def _groups(program: Program) -> Iterator[tuple[Slot, ...]]:
     """Dimensions of equal size, that may have to shrink together: all of them, then ever fewer."""
     by_size: dict[int, list[Slot]] = defaultdict(list)
-    for name, leaf in excerpt.leaves.items():
+    for name, leaf in program.leaves.items():
         for dim, size in enumerate(leaf.shape):
             by_size[size].append((name, dim))
     for size, slots in sorted(by_size.items(), reverse=True):
@@ -128,9 +128,9 @@ def _groups(excerpt: Excerpt) -> Iterator[tuple[Slot, ...]]:
                 yield from itertools.combinations(slots, count)
 
 
-def _are_alike(excerpt: Excerpt, slots: tuple[Slot, ...]) -> bool:
+def _are_alike(program: Program, slots: tuple[Slot, ...]) -> bool:
     """Whether these dimensions have one size still, after others were narrowed."""
-    return len({excerpt.leaves[name].shape[dim] for name, dim in slots}) == 1
+    return len({program.leaves[name].shape[dim] for name, dim in slots}) == 1
 
 
 def _candidates(size: int, width: int, share: int) -> Iterator[torch.Tensor]:
@@ -145,22 +145,22 @@ def _candidates(size: int, width: int, share: int) -> Iterator[torch.Tensor]:
             yield kept
 
 
-def _sliced(excerpt: Excerpt, slots: tuple[Slot, ...], kept: torch.Tensor) -> Excerpt:
-    leaves = dict(excerpt.leaves)
+def _sliced(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Program:
+    leaves = dict(program.leaves)
     for name, dim in slots:
         leaves[name] = leaves[name].index_select(dim, kept)
-    return replace(excerpt, leaves=leaves)
+    return replace(program, leaves=leaves)
 
 
-def _names_size(excerpt: Excerpt, size: int) -> bool:
+def _names_size(program: Program, size: int) -> bool:
     """Whether the size stands among the whole numbers of an op's arguments."""
-    values = (value for node in excerpt.nodes for value in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    values = (value for node in program.nodes for value in pytree.tree_leaves((node.args, dict(node.kwargs))))
     return any(type(value) is int and value == size for value in values)
 
 
-def _sliced_with_sizes(excerpt: Excerpt, slots: tuple[Slot, ...], kept: torch.Tensor) -> Excerpt:
+def _sliced_with_sizes(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Program:
     """The same, and the size wherever it stands in a list of whole numbers: a shape to view, to normalise over."""
-    size = _extent(excerpt, slots)
+    size = _extent(program, slots)
 
     def resize(value: Any) -> Any:
         return len(kept) if type(value) is int and value == size else value
@@ -170,9 +170,9 @@ def _sliced_with_sizes(excerpt: Excerpt, slots: tuple[Slot, ...], kept: torch.Te
 
     nodes = tuple(
         replace(node, args=tuple(map(resize_lists, node.args)), kwargs=_map_values(resize_lists, node.kwargs))
-        for node in excerpt.nodes
+        for node in program.nodes
     )
-    return _sliced(replace(excerpt, nodes=nodes), slots, kept)
+    return _sliced(replace(program, nodes=nodes), slots, kept)
 
 
 def _map_values(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The nearest case that passes: one argument of an excerpt changed, by as little as does it.
+"""The nearest case that passes: one argument of a program changed, by as little as does it.
 
-In: an `Excerpt` that fails. Out: a `Mend`: what takes the place of an argument.
+In: an `Program` that fails. Out: a `PassingCase`: what takes the place of an argument.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from nandoctor.evidence.rounding import LARGEST_EPS
-from nandoctor.repro_scripts.program import Excerpt, kinds_of
+from nandoctor.repro_scripts.program import Program, kinds_of
 
 _HALVINGS = 140
 _BISECTIONS = 12
@@ -22,57 +22,57 @@ _RAISED = "with the eps raised just enough"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mend:
-    """Arguments of the excerpt, each with the expression that takes its place; `excerpt` passes, `words` say how."""
+class PassingCase:
+    """Arguments of the program, each with the expression that takes its place; `program` passes, `words` say how."""
 
     changes: Mapping[str, str]
     words: str
-    excerpt: Excerpt
+    program: Program
 
 
-def mend(excerpt: Excerpt) -> Mend | None:
+def mend(program: Program) -> PassingCase | None:
     """The first that passes of: a constant raised, a mask opened, a tensor scaled, its zeros raised, one row more."""
     ways = (_numbers, _scalars, _masks, _bad_values, _scales, _floors, _indices, _rows)
-    return next((found for way in ways for found in way(excerpt)), None)
+    return next((found for way in ways for found in way(program)), None)
 
 
-def _passes(excerpt: Excerpt) -> bool:
+def _passes(program: Program) -> bool:
     try:
-        return not kinds_of(excerpt.run())
+        return not kinds_of(program.run())
     except Exception:  # an index or a shape that the op does not take
         return False
 
 
-def _numbers(excerpt: Excerpt) -> Iterator[Mend]:
+def _numbers(program: Program) -> Iterator[PassingCase]:
     """An eps raised just enough, or a constant made one that the format holds."""
-    for name, number in excerpt.numbers.items():
+    for name, number in program.numbers.items():
         if abs(number) <= LARGEST_EPS:
-            value, words = _least(number, partial(_passes_with_number, excerpt, name)), _RAISED
+            value, words = _least(number, partial(_passes_with_number, program, name)), _RAISED
         else:
-            value = math.copysign(torch.finfo(excerpt.low).max, number)
+            value = math.copysign(torch.finfo(program.low).max, number)
             words = "with the largest constant that the format holds"
-        if value is not None and _passes_with_number(excerpt, name, value):
-            mended = excerpt.with_numbers(**{name: value})
-            yield Mend(changes={name: repr(value)}, words=words, excerpt=mended)
+        if value is not None and _passes_with_number(program, name, value):
+            mended = program.with_numbers(**{name: value})
+            yield PassingCase(changes={name: repr(value)}, words=words, program=mended)
 
 
-def _passes_with_number(excerpt: Excerpt, name: str, number: float) -> bool:
-    return _passes(excerpt.with_numbers(**{name: number}))
+def _passes_with_number(program: Program, name: str, number: float) -> bool:
+    return _passes(program.with_numbers(**{name: number}))
 
 
-def _scalars(excerpt: Excerpt) -> Iterator[Mend]:
+def _scalars(program: Program) -> Iterator[PassingCase]:
     """An eps that is a tensor of its own raised just enough."""
-    for name, leaf in excerpt.leaves.items():
+    for name, leaf in program.leaves.items():
         if leaf.dim() == 0 and leaf.is_floating_point() and 0 < abs(leaf) <= LARGEST_EPS:
-            value = _least(float(leaf), partial(_passes_with, excerpt, name, torch.full_like))
+            value = _least(float(leaf), partial(_passes_with, program, name, torch.full_like))
             if value is not None:
-                yield from _try(excerpt, {name: f"torch.full_like({name}, {value!r})"}, _RAISED)
+                yield from _try(program, {name: f"torch.full_like({name}, {value!r})"}, _RAISED)
 
 
 def _passes_with(
-    excerpt: Excerpt, name: str, change: Callable[[torch.Tensor, float], torch.Tensor], strength: float
+    program: Program, name: str, change: Callable[[torch.Tensor, float], torch.Tensor], strength: float
 ) -> bool:
-    return _passes(excerpt.with_leaves(**{name: change(excerpt.leaves[name], strength)}))
+    return _passes(program.with_leaves(**{name: change(program.leaves[name], strength)}))
 
 
 def _least(start: float, passes: Callable[[float], bool]) -> float | None:
@@ -98,69 +98,69 @@ def _bisected(failing: float, passing: float, passes: Callable[[float], bool]) -
     return passing
 
 
-def _masks(excerpt: Excerpt) -> Iterator[Mend]:
+def _masks(program: Program) -> Iterator[PassingCase]:
     """A mask opened: no key is hidden."""
-    for name, leaf in excerpt.leaves.items():
+    for name, leaf in program.leaves.items():
         if leaf.dtype == torch.bool:
             for function in ("zeros_like", "ones_like"):
-                yield from _try(excerpt, {name: f"torch.{function}({name})"}, "with the mask opened")
+                yield from _try(program, {name: f"torch.{function}({name})"}, "with the mask opened")
         elif "-inf" in kinds_of((leaf,)):
             expression = f"{name}.masked_fill({name}.isneginf(), {_OPENED})"
-            yield from _try(excerpt, {name: expression}, "with the mask opened")
+            yield from _try(program, {name: expression}, "with the mask opened")
 
 
-def _bad_values(excerpt: Excerpt) -> Iterator[Mend]:
+def _bad_values(program: Program) -> Iterator[PassingCase]:
     """Zeros for what is non-finite in one tensor, else in all of them."""
-    bad = [name for name, leaf in excerpt.leaves.items() if kinds_of((leaf,))]
+    bad = [name for name, leaf in program.leaves.items() if kinds_of((leaf,))]
     for names in [*([name] for name in bad), bad] if bad else []:
         changes = {name: f"{name}.nan_to_num(0.0, 0.0, 0.0)" for name in names}
-        yield from _try(excerpt, changes, "with zeros for the non-finite values")
+        yield from _try(program, changes, "with zeros for the non-finite values")
 
 
-def _scales(excerpt: Excerpt) -> Iterator[Mend]:
+def _scales(program: Program) -> Iterator[PassingCase]:
     """A tensor scaled down, by as little as does it."""
     found = []
-    for name, leaf in excerpt.leaves.items():
+    for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or not leaf.any():
             continue
-        passes = partial(_passes_with, excerpt, name, torch.mul)
+        passes = partial(_passes_with, program, name, torch.mul)
         factor = next((2.0**-k for k in range(1, _HALVINGS) if passes(2.0**-k)), None)
         if factor is not None and (leaf * factor).any():
             found.append((_bisected(2 * factor, factor, passes), name))
     for factor, name in sorted(found, reverse=True):
-        yield from _try(excerpt, {name: f"{name} * {factor!r}"}, f"with {name} scaled down just enough")
+        yield from _try(program, {name: f"{name} * {factor!r}"}, f"with {name} scaled down just enough")
 
 
-def _floors(excerpt: Excerpt) -> Iterator[Mend]:
+def _floors(program: Program) -> Iterator[PassingCase]:
     """What is zero or negative raised to a positive number, the smallest that does it."""
-    for name, leaf in excerpt.leaves.items():
-        if not leaf.is_floating_point() or not leaf.numel() or name == excerpt.gradient:
+    for name, leaf in program.leaves.items():
+        if not leaf.is_floating_point() or not leaf.numel() or name == program.gradient:
             continue
-        floor = _least(1e-8, partial(_passes_with, excerpt, name, torch.clamp))
+        floor = _least(1e-8, partial(_passes_with, program, name, torch.clamp))
         if floor is not None:
-            yield from _try(excerpt, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept off zero")
+            yield from _try(program, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept off zero")
 
 
-def _indices(excerpt: Excerpt) -> Iterator[Mend]:
-    for name, leaf in excerpt.leaves.items():
+def _indices(program: Program) -> Iterator[PassingCase]:
+    for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() and leaf.dtype != torch.bool:
-            yield from _try(excerpt, {name: f"torch.zeros_like({name})"}, f"with {name} that count")
+            yield from _try(program, {name: f"torch.zeros_like({name})"}, f"with {name} that count")
 
 
-def _rows(excerpt: Excerpt) -> Iterator[Mend]:
+def _rows(program: Program) -> Iterator[PassingCase]:
     """One element more along a dimension: a mean of nothing, a deviation of one."""
-    for name, leaf in excerpt.leaves.items():
+    for name, leaf in program.leaves.items():
         for dim in range(leaf.dim()):
             for more in (f"{name} + 1", f"{name}.new_ones({[max(size, 1) for size in leaf.shape]})"):
-                yield from _try(excerpt, {name: f"torch.cat([{name}, {more}], {dim})"}, "with one element more")
+                yield from _try(program, {name: f"torch.cat([{name}, {more}], {dim})"}, "with one element more")
 
 
-def _try(excerpt: Excerpt, changes: Mapping[str, str], words: str) -> Iterator[Mend]:
+def _try(program: Program, changes: Mapping[str, str], words: str) -> Iterator[PassingCase]:
     """The mend, if its expressions, as the script will have them, pass."""
     try:
-        values = {name: eval(text, {"torch": torch, **excerpt.leaves}) for name, text in changes.items()}
+        values = {name: eval(text, {"torch": torch, **program.leaves}) for name, text in changes.items()}
     except (RuntimeError, TypeError):
         return
-    mended = excerpt.with_leaves(**values)
+    mended = program.with_leaves(**values)
     if _passes(mended):
-        yield Mend(changes=changes, words=words, excerpt=mended)
+        yield PassingCase(changes=changes, words=words, program=mended)

@@ -1,6 +1,6 @@
 """Cuts the ops around an origin out of a run, with the tensors that they had.
 
-In: a step, and the order of the op that fails. Out: a `Cutting`, of which any part can be made an `Excerpt`.
+In: a step, and the order of the op that fails. Out: a `ExtractedOps`, of which any part can be made an `Program`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import Step, Watch
-from nandoctor.repro_scripts.program import METHOD, Excerpt, Mode, Node, Ref, find_function, kinds_of
+from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
 from nandoctor.tracing.op_call import Invocation
 
 NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
@@ -78,7 +78,7 @@ class _Gradient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class ExtractedOps:
     """The op `target` and those before it, by their order; `low` is what autocast computed in."""
 
     target: int
@@ -88,9 +88,9 @@ class Cutting:
     gradient: _Gradient | None = None
     nodes: dict[int, tuple[str, Mode]] = field(default_factory=dict)
 
-    def excerpt(self, orders: Iterable[int]) -> Excerpt:
+    def program(self, orders: Iterable[int]) -> Program:
         """The ops of these orders; what they take from others becomes a leaf."""
-        return _Assembly(self, sorted(orders)).excerpt()
+        return _Assembly(self, sorted(orders)).program()
 
     def suppliers(self, orders: Iterable[int]) -> Iterator[int]:
         """The ops that gave what these take, the latest first."""
@@ -99,7 +99,7 @@ class Cutting:
         yield from sorted((p for p in producers - chosen if p is not None and p in self.pieces), reverse=True)
 
 
-def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> Cutting:
+def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
     """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
 
     Raises NanDoctorError where the op took what cannot be written down: tensors that are sparse, nested or mapped.
@@ -127,7 +127,7 @@ def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) ->
     if target.order not in pieces or (gradient is not None and gradient.values is None):
         raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
     low = torch_dtype(step.policy.format)
-    return Cutting(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
+    return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 
 
 def _keep(call: Invocation, output: Any, device_type: str) -> _Piece:
@@ -183,10 +183,10 @@ def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
 
 
 class _Assembly:
-    """Makes an `Excerpt` of some pieces: who takes what from whom, and under which name."""
+    """Makes an `Program` of some pieces: who takes what from whom, and under which name."""
 
-    def __init__(self, cutting: Cutting, orders: Sequence[int]) -> None:
-        self._cutting = cutting
+    def __init__(self, extracted: ExtractedOps, orders: Sequence[int]) -> None:
+        self._extracted = extracted
         self._orders = orders
         self._results: dict[int, str] = {}
         self._leaves: dict[str, torch.Tensor] = {}
@@ -194,37 +194,37 @@ class _Assembly:
         self._numbers: dict[str, float] = {}
         self._trained: list[str] = []
 
-    def excerpt(self) -> Excerpt:
+    def program(self) -> Program:
         """All of it; the last op's result is what is looked at."""
         nodes = tuple(self._node(order) for order in self._orders)
-        last = self._cutting.pieces[self._orders[-1]]
-        gradient = self._cutting.gradient
+        last = self._extracted.pieces[self._orders[-1]]
+        gradient = self._extracted.gradient
         name = None
         if gradient is not None:
             assert gradient.values is not None
             name = self._free_name("grad")
             self._leaves[name] = gradient.values
         item = gradient.item if gradient is not None else _bad_item(last)
-        return Excerpt(
+        return Program(
             nodes=nodes,
             result=Ref(name=nodes[-1].name, item=item if len(last.given) > 1 else None),
             leaves=dict(self._leaves),
             numbers=dict(self._numbers),
-            low=self._cutting.low,
+            low=self._extracted.low,
             gradient=name,
             trained=tuple(self._trained) if gradient is not None else (),
-            random=any(self._cutting.pieces[order].call.is_random for order in self._orders),
+            random=any(self._extracted.pieces[order].call.is_random for order in self._orders),
         )
 
     def _node(self, order: int) -> Node:
-        piece = self._cutting.pieces[order]
+        piece = self._extracted.pieces[order]
         call = piece.call
         names = [argument.name for argument in call.op._schema.arguments]
-        tensors = {tensor.name: tensor for tensor in self._cutting.ops[order].inputs}
+        tensors = {tensor.name: tensor for tensor in self._extracted.ops[order].inputs}
         args = tuple(self._argument(name, value, piece, tensors) for name, value in zip(names, call.args, strict=False))
         kwargs = {name: self._argument(name, value, piece, tensors) for name, value in call.kwargs.items()}
         name = self._free_name(f"{call.name.strip('_')}_{len(self._results) + 1}")
-        function, mode = self._cutting.nodes.setdefault(order, _find_way(piece, self._cutting.low))
+        function, mode = self._extracted.nodes.setdefault(order, _find_way(piece, self._extracted.low))
         self._results[order] = name
         return Node(name=name, function=function, mode=mode, args=args, kwargs=kwargs)
 
@@ -239,7 +239,7 @@ class _Assembly:
         return _on_cpu(value)
 
     def _may_be_to_blame(self, value: float) -> bool:
-        return 0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._cutting.low).max
+        return 0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max
 
     def _number(self, name: str, value: float) -> Ref:
         for known, number in self._numbers.items():
@@ -254,7 +254,7 @@ class _Assembly:
         if known is not None and known.producer in self._results:
             item = self._find_item(known.producer, taken.values)
             if item is not None:
-                several = len(self._cutting.pieces[known.producer].given) > 1
+                several = len(self._extracted.pieces[known.producer].given) > 1
                 return Ref(name=self._results[known.producer], item=item if several else None)
         key = (id(taken.itself), taken.version)
         if key not in self._refs:
@@ -268,7 +268,7 @@ class _Assembly:
 
     def _find_item(self, producer: int, values: torch.Tensor) -> int | None:
         """Which result of the op this is; None where it is another view of what the op wrote to."""
-        given = enumerate(self._cutting.pieces[producer].given)
+        given = enumerate(self._extracted.pieces[producer].given)
         return next((item for item, result in given if _is_same(result, values)), None)
 
     def _free_name(self, wanted: str) -> str:

@@ -1,4 +1,4 @@
-"""`Excerpt`: a few ops cut out of a run, with their tensors in hand, to be run by themselves.
+"""`Program`: a few ops cut out of a run, with their tensors in hand, to be run by themselves.
 
 In: the ops, the tensors that they take from outside, and other values for them. Out: what they give.
 """
@@ -67,7 +67,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Excerpt:
+class Program:
     """Ops in order, the last of which gives the `result`.
 
     `leaves` are the tensors from outside, `numbers` the constants that may be to blame. With a `gradient`, the name of
@@ -92,11 +92,11 @@ class Excerpt:
         """The same from the same values, with nothing rounded on the way."""
         return self._run({name: widen(leaf) for name, leaf in self.leaves.items()}, torch.float32)
 
-    def with_leaves(self, **leaves: torch.Tensor) -> Excerpt:
+    def with_leaves(self, **leaves: torch.Tensor) -> Program:
         """The same ops on other tensors."""
         return replace(self, leaves={**self.leaves, **leaves})
 
-    def with_numbers(self, **numbers: float) -> Excerpt:
+    def with_numbers(self, **numbers: float) -> Program:
         """The same ops with other constants."""
         return replace(self, numbers={**self.numbers, **numbers})
 

@@ -1,6 +1,6 @@
-"""An excerpt as a Python script of its own: it needs torch alone, shows the failure, and the nearest case that passes.
+"""An program as a Python script of its own: it needs torch alone, shows the failure, and the nearest case that passes.
 
-In: an `Excerpt`, how it fails, what mends it, and the lines that say where it comes from. Out: the script's text.
+In: an `Program`, how it fails, what mends it, and the lines that say where it comes from. Out: the script's text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.literals import write_tensor, write_value
 from nandoctor.repro_scripts.minimize import Failure
-from nandoctor.repro_scripts.nearest_passing import Mend
-from nandoctor.repro_scripts.program import METHOD, Excerpt, Node, Ref, is_cast
+from nandoctor.repro_scripts.nearest_passing import PassingCase
+from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
 _TESTS = {"nan": "torch.isnan", "+inf": "torch.isposinf", "-inf": "torch.isneginf"}
@@ -25,19 +25,19 @@ _INDENT = "    "
 _WIDTH = 110
 
 
-def write_script(excerpt: Excerpt, failure: Failure, mend: Mend | None, facts: Mapping[str, str]) -> str:
+def write_script(program: Program, failure: Failure, mend: PassingCase | None, facts: Mapping[str, str]) -> str:
     """The script; `facts` are the labelled lines of its docstring."""
-    tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in excerpt.leaves.items())
-    head = f"{_docstring(excerpt, failure, facts)}\n\n{_imports(excerpt)}"
-    body = f"{tensors}\n\n" + "\n".join(_checks(excerpt, failure, mend))
-    return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(excerpt)), body]) + "\n"
+    tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in program.leaves.items())
+    head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
+    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, mend))
+    return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(program)), body]) + "\n"
 
 
-def _docstring(excerpt: Excerpt, failure: Failure, facts: Mapping[str, str]) -> str:
+def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
     width = max(map(len, facts), default=0)
     lines = "\n".join(_wrap(f"{label:<{width}}  {_printable(text)}", width + 2) for label, text in facts.items())
-    where = "in the gradients of " if excerpt.gradient else "from "
-    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{_public(excerpt.nodes[-1])}"
+    where = "in the gradients of " if program.gradient else "from "
+    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{_public(program.nodes[-1])}"
     last = "Needs torch alone, on a CPU or with CUDA; ends with 0 if it fails as stated."
     return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
 
@@ -56,46 +56,46 @@ def _printable(text: str) -> str:
     return plain.replace("\\", "/").replace('"""', "'''").removesuffix('"')
 
 
-def _imports(excerpt: Excerpt) -> str:
-    numbers = [write_value(number) for number in excerpt.numbers.values()]
-    text = " ".join([*map(write_tensor, excerpt.leaves.values()), *map(_Writer(excerpt).call, excerpt.nodes), *numbers])
+def _imports(program: Program) -> str:
+    numbers = [write_value(number) for number in program.numbers.values()]
+    text = " ".join([*map(write_tensor, program.leaves.values()), *map(_Writer(program).call, program.nodes), *numbers])
     needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", text)]
     second = f"from torch import {', '.join(needed)}\n" if needed else ""
     on_cuda = f'\n\nif torch.cuda.is_available():\n{_INDENT}torch.set_default_device("cuda")'
     # A GPU would draw other random numbers.
-    return f"import torch\n{second}".rstrip() + ("" if excerpt.random else on_cuda)
+    return f"import torch\n{second}".rstrip() + ("" if program.random else on_cuda)
 
 
-def _case(excerpt: Excerpt) -> Iterator[str]:
-    numbers = [f"{name}={write_value(value)}" for name, value in excerpt.numbers.items()]
-    numbers += [f"low={excerpt.low}"] if _uses_low(excerpt) else []
-    parameters = ", ".join([*excerpt.leaves, *(["*", *numbers] if numbers else [])])
+def _case(program: Program) -> Iterator[str]:
+    numbers = [f"{name}={write_value(value)}" for name, value in program.numbers.items()]
+    numbers += [f"low={program.low}"] if _uses_low(program) else []
+    parameters = ", ".join([*program.leaves, *(["*", *numbers] if numbers else [])])
     yield f"def case({parameters}):"
-    if excerpt.random:
+    if program.random:
         yield f"{_INDENT}torch.manual_seed(0)"
-    for name in excerpt.trained:
+    for name in program.trained:
         yield f"{_INDENT}{name} = {name}.detach().requires_grad_()"
-    *nodes, last = excerpt.nodes
+    *nodes, last = program.nodes
     for node in nodes:
-        yield f"{_INDENT}{node.name} = {_Writer(excerpt).call(node)}"
-    yield from (f"{_INDENT}{line}" for line in _ending(excerpt, last))
+        yield f"{_INDENT}{node.name} = {_Writer(program).call(node)}"
+    yield from (f"{_INDENT}{line}" for line in _ending(program, last))
 
 
-def _ending(excerpt: Excerpt, last: Node) -> Iterator[str]:
-    made = _Writer(excerpt).result(last)
-    is_complex = any(tensor.is_complex() for tensor in excerpt.run())
-    if excerpt.gradient is None:
+def _ending(program: Program, last: Node) -> Iterator[str]:
+    made = _Writer(program).result(last)
+    is_complex = any(tensor.is_complex() for tensor in program.run())
+    if program.gradient is None:
         yield f"return torch.view_as_real({made})" if is_complex else f"return {made}"
         return
     yield f"{last.name} = {made}"
-    leaves, incoming = ", ".join(excerpt.trained), f"{excerpt.gradient}.to({last.name}.dtype)"
+    leaves, incoming = ", ".join(program.trained), f"{program.gradient}.to({last.name}.dtype)"
     yield f"gradients = torch.autograd.grad({last.name}, [{leaves}], {incoming}, allow_unused=True)"
     yield "return torch.cat([g.flatten().float() for g in gradients if g is not None])"
 
 
-def _uses_low(excerpt: Excerpt) -> bool:
-    values = (leaf for node in excerpt.nodes for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))))
-    return any(node.mode == "product" for node in excerpt.nodes) or any(value is excerpt.low for value in values)
+def _uses_low(program: Program) -> bool:
+    values = (leaf for node in program.nodes for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    return any(node.mode == "product" for node in program.nodes) or any(value is program.low for value in values)
 
 
 def _public(node: Node) -> str:
@@ -103,11 +103,11 @@ def _public(node: Node) -> str:
 
 
 class _Writer:
-    """Writes the calls of an excerpt, with the casts that autocast makes."""
+    """Writes the calls of a program, with the casts that autocast makes."""
 
-    def __init__(self, excerpt: Excerpt) -> None:
-        self._excerpt = excerpt
-        self._modes = {node.name: node.mode for node in excerpt.nodes}
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._modes = {node.name: node.mode for node in program.nodes}
 
     def call(self, node: Node) -> str:
         """One node as an expression."""
@@ -124,7 +124,7 @@ class _Writer:
 
     def result(self, node: Node) -> str:
         """The last node, and which of its results is meant."""
-        item = self._excerpt.result.item
+        item = self._program.result.item
         return self.call(node) if item is None else f"{self.call(node)}[{item}]{self._rounding(node)}"
 
     def _rounding(self, node: Node) -> str:
@@ -133,9 +133,9 @@ class _Writer:
         return {"product": ".to(low)", "rounded": own}.get(node.mode, "")
 
     def _gives_several(self, node: Node) -> bool:
-        excerpt = self._excerpt
-        values = (value for other in excerpt.nodes for value in pytree.tree_leaves((other.args, dict(other.kwargs))))
-        refs = (value for value in (*values, excerpt.result) if isinstance(value, Ref))
+        program = self._program
+        values = (value for other in program.nodes for value in pytree.tree_leaves((other.args, dict(other.kwargs))))
+        refs = (value for value in (*values, program.result) if isinstance(value, Ref))
         return any(ref.name == node.name and ref.item is not None for ref in refs)
 
     def _value(self, value: Any, cast: str) -> str:
@@ -143,44 +143,44 @@ class _Writer:
             return self._reference(value, cast)
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._value(item, cast) for item in value)}]"
-        return "low" if value is self._excerpt.low else write_value(value)
+        return "low" if value is self._program.low else write_value(value)
 
     def _reference(self, ref: Ref, cast: str) -> str:
-        excerpt = self._excerpt
+        program = self._program
         name = ref.name if ref.item is None else f"{ref.name}[{ref.item}]"
-        if ref.name in excerpt.numbers or (ref.name in excerpt.leaves and not is_cast(excerpt.leaves[ref.name])):
+        if ref.name in program.numbers or (ref.name in program.leaves and not is_cast(program.leaves[ref.name])):
             return name
         if ref.item is not None and self._modes.get(ref.name) == "product":
             name = f"{name}.to(low)"
         return name + cast
 
 
-def _checks(excerpt: Excerpt, failure: Failure, mend: Mend | None) -> Iterator[str]:
-    yield f"got = case({', '.join(excerpt.leaves)})"
+def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Iterator[str]:
+    yield f"got = case({', '.join(program.leaves)})"
     yield 'print("got:", got)'
     yield f"assert {_TESTS[failure.kind]}(got).any()"
     yield ""
-    yield from _reference(excerpt, failure)
+    yield from _reference(program, failure)
     if mend is not None:
         yield ""
         yield f"# The nearest case that passes: {mend.words}."
-        yield f"passing = case({', '.join(_mended_arguments(excerpt, mend))})"
+        yield f"passing = case({', '.join(_mended_arguments(program, mend))})"
         yield 'print("passes:", passing)'
         yield "assert torch.isfinite(passing).all()"
 
 
-def _reference(excerpt: Excerpt, failure: Failure) -> Iterator[str]:
-    yield f"# {_expectation(excerpt, failure)}"
-    wide = [f"{name}.float()" if _is_widened(leaf) else name for name, leaf in excerpt.leaves.items()]
-    yield f"in_fp32_throughout = case({', '.join([*wide, *(['low=torch.float32'] if _uses_low(excerpt) else [])])})"
+def _reference(program: Program, failure: Failure) -> Iterator[str]:
+    yield f"# {_expectation(program, failure)}"
+    wide = [f"{name}.float()" if _is_widened(leaf) else name for name, leaf in program.leaves.items()]
+    yield f"in_fp32_throughout = case({', '.join([*wide, *(['low=torch.float32'] if _uses_low(program) else [])])})"
     yield 'print("in fp32:", in_fp32_throughout)'
     yield f"assert {'' if failure.finite_in_fp32 else 'not '}torch.isfinite(in_fp32_throughout).all()"
 
 
-def _expectation(excerpt: Excerpt, failure: Failure) -> str:
+def _expectation(program: Program, failure: Failure) -> str:
     if not failure.finite_in_fp32:
         return "The same in fp32, from the same inputs."
-    got, exact = excerpt.run(), excerpt.run_in_fp32()
+    got, exact = program.run(), program.run_in_fp32()
     bad = [ours[~torch.isfinite(theirs)] for theirs, ours in zip(got, exact, strict=True)]
     wanted = max(float(values.abs().max()) for values in bad if len(values))
     limit = torch.finfo(got[0].dtype).max
@@ -197,6 +197,6 @@ def _is_widened(leaf: torch.Tensor) -> bool:
     return leaf.is_floating_point() and leaf.dtype not in (torch.float32, torch.float64)
 
 
-def _mended_arguments(excerpt: Excerpt, mend: Mend) -> Iterable[str]:
-    leaves = [mend.changes.get(name, name) for name in excerpt.leaves]
-    return [*leaves, *(f"{name}={mend.changes[name]}" for name in excerpt.numbers if name in mend.changes)]
+def _mended_arguments(program: Program, mend: PassingCase) -> Iterable[str]:
+    leaves = [mend.changes.get(name, name) for name in program.leaves]
+    return [*leaves, *(f"{name}={mend.changes[name]}" for name in program.numbers if name in mend.changes)]

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import Exam, OpCall, OpTensor, TensorStats
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats
 from nandoctor.tracing.module_tracer import Owner, unobserved
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_bad
@@ -39,7 +39,7 @@ class _Recording:
     claim: _Claim
     incoming: list[Reading]
     outgoing: list[Reading]
-    exam: Exam | None
+    analysis: OpAnalysis | None
 
 
 class GradientTracer:
@@ -96,7 +96,7 @@ class GradientTracer:
                     inputs=tuple(OpTensor(name="grad_output", stats=stats) for stats in _collect(recording.incoming)),
                     outputs=_collect(recording.outgoing),
                     scalars=origin.scalars if origin else (),
-                    exam=recording.exam,
+                    analysis=recording.analysis,
                     forward=claim.forward,
                 )
             )
@@ -113,28 +113,28 @@ class GradientTracer:
                 before = [reading for gradient in given if (reading := measure(gradient)) is not None]
                 after = [reading for gradient in made if (reading := measure(gradient)) is not None]
                 born = _is_finite(before) and not _is_finite(after)
-                exam = self._examine(given, made) if born else None
-            self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, exam=exam))
+                analysis = self._examine(given, made) if born else None
+            self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
         return on_gradients
 
-    def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> Exam:
+    def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         bad = next(gradient for gradient in outgoing if not torch.isfinite(gradient).all())
         made = describe_operand("grad_input", bad, None, bad, self._low)
-        return Exam(
-            num_bad=made.census.num_bad,
+        return OpAnalysis(
+            num_bad=made.counts.num_bad,
             numel=bad.numel(),
-            kinds=made.census.kinds,
-            samples=made.census.samples,
-            first_index=made.census.first_bad_index,
-            worst_index=made.census.first_bad_index,
+            kinds=made.counts.kinds,
+            samples=made.counts.samples,
+            first_index=made.counts.first_bad_index,
+            worst_index=made.counts.first_bad_index,
             num_exact_finite=0,
             exact_absmax=None,
             exact_at_worst=None,
             length=None,
             num_full_rows=None,
             operands=tuple(
-                describe_operand("grad_output", gradient, made.census.first_bad_index, bad, self._low)
+                describe_operand("grad_output", gradient, made.counts.first_bad_index, bad, self._low)
                 for gradient in incoming
             ),
             grid=place_bad(~torch.isfinite(bad)),

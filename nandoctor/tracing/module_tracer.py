@@ -1,6 +1,6 @@
 """Watches every module of a model while it runs.
 
-In: a model, and which calls deserve an exact census. Out: `ModuleCall` records; the model is left as it was.
+In: a model, and which calls deserve an exact counts. Out: `ModuleCall` records; the model is left as it was.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
     Without `measures` nothing but the calls is recorded, for runs whose output alone counts. With `examine` whatever
-    asks for a census gets one, with `survey` every tensor, flushes judged against `census_for`. `on_call` is told after
+    asks for counts gets them, with `per_sample` every tensor, flushes judged against `counts_for`. `on_call` is told
+    after
     each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
     first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
     them.
@@ -100,17 +101,17 @@ class Tracer:
         self,
         model: nn.Module,
         *,
-        census_for: FloatFormat,
+        counts_for: FloatFormat,
         examine: bool = False,
-        survey: bool = False,
+        per_sample: bool = False,
         measures: bool = True,
         on_call: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
     ) -> None:
         self._model = model
-        self._census_for = census_for
+        self._counts_for = counts_for
         self._examine = examine
-        self._survey = survey
+        self._per_sample = per_sample
         self._measures = measures
         self._on_call = on_call
         self._producer_of = producer_of
@@ -139,11 +140,11 @@ class Tracer:
         self._hooks.close()
         self._seen.clear()
 
-    def read(self, *values: Any, census: bool = False) -> Readings:
+    def read(self, *values: Any, counts: bool = False) -> Readings:
         """Measure every tensor in `values`; one that was measured before and not written since costs nothing."""
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), unobserved():
             found = itertools.chain.from_iterable(map(walk_tensors, values))
-            readings = [(path, self._measure_once(tensor, census)) for path, tensor in found]
+            readings = [(path, self._measure_once(tensor, counts)) for path, tensor in found]
         return [(path, reading) for path, reading in readings if reading is not None]
 
     def calls(self) -> tuple[ModuleCall, ...]:
@@ -214,15 +215,15 @@ class Tracer:
         call = self._open[-1]
         return (call.name, call.type_name, call.call)
 
-    def _measure_once(self, tensor: torch.Tensor, census: bool) -> Reading | None:
+    def _measure_once(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed
-            return self._measure(tensor, census)
+            return self._measure(tensor, counts)
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             reading = known[2]
-            if reading is None or ((reading.census or not census) and self._is_current(reading, tensor)):
+            if reading is None or ((reading.counts or not counts) and self._is_current(reading, tensor)):
                 return reading
-        reading = self._measure(tensor, census)
+        reading = self._measure(tensor, counts)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
         return reading
 
@@ -230,12 +231,14 @@ class Tracer:
         """Whether no traced op has written to the tensor since, be it through `.data`, which counts other versions."""
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
-    def _measure(self, tensor: torch.Tensor, census: bool) -> Reading | None:
-        low = self._census_for
-        reading = measure(tensor, census_for=low if census or self._survey else None, place=census, survey=self._survey)
-        if self._examine and reading is not None and reading.census is None:
-            asks = collect([("", reading)])[0].asks_for_census(low)
-            reading = measure(tensor, census_for=low) if asks else reading
+    def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
+        low = self._counts_for
+        reading = measure(
+            tensor, counts_for=low if counts or self._per_sample else None, place=counts, per_sample=self._per_sample
+        )
+        if self._examine and reading is not None and reading.counts is None:
+            asks = collect([("", reading)])[0].asks_for_counts(low)
+            reading = measure(tensor, counts_for=low) if asks else reading
         if reading is None:
             return None
         if self._producer_of is None:

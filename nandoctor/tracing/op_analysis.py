@@ -1,6 +1,6 @@
-"""The exam of an operation that made a non-finite value, while its tensors are still in hand.
+"""The analysis of an operation that made a non-finite value, while its tensors are still in hand.
 
-In: the op, the arguments it had and the output it gave. Out: an `Exam`: the same op in float64, and what stands out.
+In: the op, the arguments it had and the output it gave. Out: an `OpAnalysis` with the same op in float64.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FP64, FloatFormat
-from nandoctor.evidence.trace import Exam, Operand
+from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.tracing.op_call import Invocation, without_autocast
-from nandoctor.tracing.tensor_stats import census_of, format_of, numbers_in
+from nandoctor.tracing.tensor_stats import count_exactly, format_of, numbers_in
 
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm", "addbmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 
 
-def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> Exam:
+def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> OpAnalysis:
     """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
     bad = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
-    census, _ = census_of(output, own, low, place=True)
+    counts, _ = count_exactly(output, own, low, place=True)
     exact = recompute(call, place, like=output)
     worst, num_exact_finite = _find_worst(bad, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
     taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
     operands = [(name, values) for name, values in taken if values is not None]
-    return Exam(
-        num_bad=census.num_bad,
+    return OpAnalysis(
+        num_bad=counts.num_bad,
         numel=output.numel(),
-        kinds=census.kinds,
-        samples=census.samples,
-        first_index=census.first_bad_index,
+        kinds=counts.kinds,
+        samples=counts.samples,
+        first_index=counts.first_bad_index,
         worst_index=worst,
         num_exact_finite=num_exact_finite,
         exact_absmax=abs(exact_at_worst) if exact_at_worst is not None and num_exact_finite else None,
@@ -46,7 +46,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         length=_length(call.name, [tensor for _, tensor in operands], output),
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
-        grid=census.grid,
+        grid=counts.grid,
     )
 
 
@@ -87,7 +87,7 @@ def describe_operand(
     """The counts of one operand, and its value where it meets the worst element of `output`."""
     tensor = tensor.detach()
     own = format_of(tensor.dtype) or FP64
-    census, limits = census_of(tensor, own, low)
+    counts, limits = count_exactly(tensor, own, low)
     return Operand(
         name=name,
         dtype=own.name,
@@ -95,7 +95,7 @@ def describe_operand(
         absmax=max(abs(limits[0]), abs(limits[1])) if limits else None,
         min=limits[0] if limits else None,
         max=limits[1] if limits else None,
-        census=census,
+        counts=counts,
         at_worst=_broadcast_value(tensor, worst, output),
     )
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import LOSS, Exam, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
 from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
@@ -32,7 +32,7 @@ _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted",
 OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
 
-MAX_EXAMS = 64
+MAX_ANALYSES = 64
 LOSS_OWNER: Owner = (LOSS, "", 0)
 
 Kind = Literal["weight", "buffer", "unread", "batch"]
@@ -62,7 +62,7 @@ class _Recording:
     inputs: list[_Tensor]
     outputs: list[Reading]
     scalars: tuple[tuple[str, float], ...]
-    exam: Exam | None
+    analysis: OpAnalysis | None
 
 
 class _Writer(NamedTuple):
@@ -107,7 +107,7 @@ class OpTracer:
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
-        self._num_exams = 0
+        self._num_analyses = 0
         for kind, name, tensor in known:
             self._name(tensor, (kind, name))
 
@@ -152,12 +152,12 @@ class OpTracer:
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings) or call.name in _UNFILLED:
             return output
-        exam = None
-        if self._num_exams < MAX_EXAMS and _makes_bad(inputs, readings):
+        analysis = None
+        if self._num_analyses < MAX_ANALYSES and _makes_bad(inputs, readings):
             # An infinity that the code wrote down is a mask most of the time: every layer may have one.
-            self._num_exams += not any(math.isinf(value) for _, value in call.scalars())
-            exam = self._examine(before, leaves, rng_state)
-        self._record(call, inputs, readings, exam)
+            self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
+            analysis = self._examine(before, leaves, rng_state)
+        self._record(call, inputs, readings, analysis)
         order = len(self._recordings) - 1
         if self._gradients is not None:
             recording = self._recordings[order]
@@ -176,7 +176,7 @@ class OpTracer:
         if writer is None or self._is_outdated(writer, tensor):
             reading, producer = measure(tensor), self.producer_of(tensor)
             if producer is None and not is_finite(reading):
-                reading = measure(tensor, census_for=self._low)
+                reading = measure(tensor, counts_for=self._low)
             writer = self._remember(tensor, producer, reading)
         return _Tensor(name, writer.reading, writer.order, known_as)
 
@@ -216,7 +216,7 @@ class OpTracer:
         return writer
 
     def _record(
-        self, call: Invocation, inputs: list[_Tensor], readings: list[Reading | None], exam: Exam | None
+        self, call: Invocation, inputs: list[_Tensor], readings: list[Reading | None], analysis: OpAnalysis | None
     ) -> None:
         owner = LOSS_OWNER if self.phase == "loss" else self._find_owner()
         if self._gradients is not None and not torch.is_grad_enabled():
@@ -231,12 +231,12 @@ class OpTracer:
                 inputs=inputs,
                 outputs=[reading for reading in readings if reading is not None],
                 scalars=tuple(call.scalars()),
-                exam=exam,
+                analysis=analysis,
             )
         )
         self._counts[owner, call.name] += 1
 
-    def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> Exam:
+    def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> OpAnalysis:
         after = torch.get_rng_state()
         try:
             if rng_state is not None:
@@ -247,9 +247,9 @@ class OpTracer:
 
 
 def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
-    """Whether the op turned finite inputs into non-finite output, infinities into NaN, or those of one sign into both.
+    """Tell whether the op made non-finite values of finite ones, NaN of infinities, or both signs of one.
 
-    The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the exam tells.
+    The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.
     """
     if all(map(is_finite, outputs)):
         return False
@@ -290,7 +290,7 @@ def _to_call(
         inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
         outputs=outputs,
         scalars=recording.scalars,
-        exam=recording.exam,
+        analysis=recording.analysis,
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers about one tensor: a cheap pass for all, an exact census for the few that need one.
+"""Numbers about one tensor: a cheap pass for all, an exact counts for the few that need one.
 
 In: tensors as the model makes them. Out: `TensorStats`, read from the device once, at the end of the run.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
-from nandoctor.evidence.trace import Census, TensorStats
+from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.tracing.placement import count_exponents, count_samples, place_bad
 
 SAMPLE_SIZE = 1024
@@ -38,7 +38,7 @@ class Reading:
     numel: int
     limits: torch.Tensor
     sample: torch.Tensor
-    census: Census | None = None
+    counts: NonfiniteCounts | None = None
     finite_limits: tuple[float, float] | None = None
     producer: int | None = None
 
@@ -53,13 +53,13 @@ def format_of(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def measure(
-    tensor: torch.Tensor, *, census_for: FloatFormat | None = None, place: bool = False, survey: bool = False
+    tensor: torch.Tensor, *, counts_for: FloatFormat | None = None, place: bool = False, per_sample: bool = False
 ) -> Reading | None:
     """Measure one tensor, or return None where there is nothing to measure (integers, empty, sparse, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
-    of the tensor, and a spread sample. `census_for` asks for exact counts too, flushes judged against that format;
-    `place` and `survey` are those of `census_of`.
+    of the tensor, and a spread sample. `counts_for` asks for exact counts too, flushes judged against that format;
+    `place` and `per_sample` are those of `count_exactly`.
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, one
     under `torch.vmap` has the mapped dimension.
     """
@@ -69,10 +69,10 @@ def measure(
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
-    census, finite_limits = None, None
-    if census_for is not None:
-        census, finite_limits = census_of(
-            values, float_format, census_for, samples=not tensor.is_nested, place=place, survey=survey
+    counts, finite_limits = None, None
+    if counts_for is not None:
+        counts, finite_limits = count_exactly(
+            values, float_format, counts_for, samples=not tensor.is_nested, place=place, per_sample=per_sample
         )
     return Reading(
         shape=tuple(values.shape),
@@ -80,7 +80,7 @@ def measure(
         numel=values.numel(),
         limits=torch.stack(torch.aminmax(_as_stored(values))),
         sample=_take_sample(values),
-        census=census,
+        counts=counts,
         finite_limits=finite_limits,
     )
 
@@ -172,19 +172,19 @@ def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
     return (fractions.frac() * numel).long().clamp_(max=numel - 1).to(device)
 
 
-def census_of(
+def count_exactly(
     values: torch.Tensor,
     own: FloatFormat,
     target: FloatFormat,
     *,
     samples: bool = True,
     place: bool = False,
-    survey: bool = False,
-) -> tuple[Census, tuple[float, float] | None]:
-    """The census of one strided tensor in format `own`, and the limits of its finite elements, None without any.
+    per_sample: bool = False,
+) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
+    """The counts of one strided tensor in format `own`, and the limits of its finite elements, None without any.
 
     Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch. `place` asks
-    where bad elements are, `survey` for the samples and exponents of any tensor.
+    where bad elements are, `per_sample` for the samples and exponents of any tensor.
     """
     # Everything is counted by comparisons, which are false for NaN: to pick out the finite elements first, by a mask
     # as index, takes ten times as long as all of the counting.
@@ -201,7 +201,7 @@ def census_of(
         return _count(magnitudes <= limit) - num_zero if smallest <= limit else 0
 
     first_bad_index, bad_samples = _locate(~finite) if num_bad else (None, ())
-    census = Census(
+    counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
         num_neginf=num_bad - num_nan - num_posinf,
@@ -211,11 +211,11 @@ def census_of(
         flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
         first_bad_index=first_bad_index,
         samples=bad_samples if samples else (),
-        by_sample=count_samples(magnitudes, finite) if samples and (num_bad or survey) else (),
-        exponents=count_exponents(magnitudes) if survey else (),
+        by_sample=count_samples(magnitudes, finite) if samples and (num_bad or per_sample) else (),
+        exponents=count_exponents(magnitudes) if per_sample else (),
         grid=place_bad(~finite) if place and num_bad else None,
     )
-    return census, _finite_limits(values, finite if num_bad else None) if num_finite else None
+    return counts, _finite_limits(values, finite if num_bad else None) if num_finite else None
 
 
 def _count(values: torch.Tensor) -> int:
@@ -265,7 +265,7 @@ def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.flo
         p05=p05,
         median=median,
         p95=p95,
-        census=reading.census,
+        counts=reading.counts,
         producer=reading.producer,
         sample=sample,
     )

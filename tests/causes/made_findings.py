@@ -1,4 +1,4 @@
-"""Findings made by hand: one op that made something bad, its exam, and the ops before it."""
+"""Findings made by hand: one op that made something bad, its analysis, and the ops before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from made_traces import stats
 
 from nandoctor.causes.base import Finding, GradientFinding
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.trace import Exam, OpCall, Operand, OpTensor
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor
 
 NAN, INF = math.nan, math.inf
 
@@ -44,11 +44,11 @@ class Recipe:
             return OpTensor(name=name, stats=self.ops[taken].outputs[0], producer=taken, origin="op")
         return OpTensor(name=name, stats=stats(*taken), origin=source)
 
-    def finding(self, *, exact=None, twin_is_finite=True, turned=False, length=None, full_rows=None):
+    def finding(self, *, exact=None, twin_is_finite=True, had_inf_input=False, length=None, full_rows=None):
         """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
         *_, last = self.ops.values()
-        made = last.outputs[0].census
-        exam = Exam(
+        made = last.outputs[0].counts
+        analysis = OpAnalysis(
             num_bad=made.num_bad,
             numel=last.outputs[0].numel,
             kinds=made.kinds,
@@ -62,9 +62,9 @@ class Recipe:
             num_full_rows=full_rows,
             operands=tuple(_operand(tensor, last.outputs[0].dtype) for tensor in last.inputs),
         )
-        op = dataclasses.replace(last, exam=exam)
+        op = dataclasses.replace(last, analysis=analysis)
         twin = dataclasses.replace(last, outputs=(stats(1.0 if twin_is_finite else NAN),))
-        return Finding(op=op, twin=twin, turned=turned, ops=self.ops, low=FP16)
+        return Finding(op=op, twin=twin, had_inf_input=had_inf_input, ops=self.ops, low=FP16)
 
 
 def _operand(tensor, dtype):
@@ -76,7 +76,7 @@ def _operand(tensor, dtype):
         absmax=numbers.absmax,
         min=numbers.min,
         max=numbers.max,
-        census=numbers.census,
+        counts=numbers.counts,
         at_worst=numbers.absmax if numbers.finite else None,
     )
 
@@ -84,10 +84,10 @@ def _operand(tensor, dtype):
 def gradient_finding(recipe, forward, *, incoming, outgoing, twins_are_finite=False):
     """A backward op of the op `forward` of a recipe, with the gradients that came in and went out."""
     made, given = stats(*outgoing), stats(*incoming)
-    exam = Exam(
-        num_bad=made.census.num_bad,
+    analysis = OpAnalysis(
+        num_bad=made.counts.num_bad,
         numel=made.numel,
-        kinds=made.census.kinds,
+        kinds=made.counts.kinds,
         samples=(),
         first_index=None,
         worst_index=None,
@@ -98,12 +98,12 @@ def gradient_finding(recipe, forward, *, incoming, outgoing, twins_are_finite=Fa
         num_full_rows=None,
         operands=(_operand(OpTensor(name="grad_output", stats=given), FP32),),
     )
-    op = dataclasses.replace(recipe.ops[forward], phase="backward", exam=exam, forward=forward)
+    op = dataclasses.replace(recipe.ops[forward], phase="backward", analysis=analysis, forward=forward)
     return GradientFinding(
         op=op,
         forward=recipe.ops[forward],
         twins_are_finite=twins_are_finite,
-        cured_by_scale=False,
+        fixed_by_scale=False,
         loss_scale=1.0,
         ops=recipe.ops,
         low=FP16,

@@ -153,7 +153,7 @@ class TestExpOverflow:
     def test_not_where_float64_is_infinite_for_another_reason(self):
         recipe = Recipe()
         recipe.op("exp", (INF, 1.0), made=(INF, 2.0))
-        assert exp_overflow.diagnose(recipe.finding(turned=True)) is None
+        assert exp_overflow.diagnose(recipe.finding(had_inf_input=True)) is None
 
 
 class TestReductionOverflow:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from made_traces import GOOD, INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.first_nonfinite import find_sightings, needs_census
+from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places, needs_counts
 from nandoctor.evidence.formats import FP16
 
 BAD = stats(NAN, 1.0)
@@ -16,18 +16,18 @@ HEALTHY = reference(call("", 0, 5), call("first", 1, 2), call("last", 3, 4))
 
 
 def find_first(sick, healthy):
-    """The first sighting, None where there is none."""
-    return next(iter(find_sightings(sick, healthy)), None)
+    """The first nonfinite_place, None where there is none."""
+    return next(iter(find_nonfinite_places(sick, healthy)), None)
 
 
-def place(sighting):
-    """What a sighting says: what, whose, seen where."""
-    owner = sighting.owner.module if sighting.owner else None
-    return sighting.where, owner, sighting.seen_in.module if sighting.seen_in else None
+def place(nonfinite_place):
+    """What a nonfinite_place says: what, whose, seen where."""
+    owner = nonfinite_place.owner.module if nonfinite_place.owner else None
+    return nonfinite_place.where, owner, nonfinite_place.seen_in.module if nonfinite_place.seen_in else None
 
 
 def without_census(stats_):
-    return dataclasses.replace(stats_, census=None)
+    return dataclasses.replace(stats_, counts=None)
 
 
 def test_nothing_is_found_where_everything_is_finite():
@@ -38,9 +38,9 @@ def test_the_output_of_a_module():
     sick = trace(
         call("", 0, 5, outputs=(BAD,)), call("first", 1, 2, outputs=(GOOD, BAD)), call("last", 3, 4, inputs=(BAD,))
     )
-    sighting = find_first(sick, HEALTHY)
-    assert place(sighting) == ("output", "first", None)
-    assert sighting.value is BAD
+    nonfinite_place = find_first(sick, HEALTHY)
+    assert place(nonfinite_place) == ("output", "first", None)
+    assert nonfinite_place.value is BAD
 
 
 def test_an_inner_module_returns_before_the_one_around_it():
@@ -140,10 +140,10 @@ def test_another_tensor_of_the_same_call_is_not_meant():
     ],
 )
 def test_a_census_is_asked_for_where_there_is_none_of_what_is_bad_or_flushed(tensor, asks):
-    assert needs_census(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
+    assert needs_counts(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
 
 
 def test_later_sightings_follow_in_the_order_of_execution():
     sick = trace(call("", 0, 3, outputs=(BAD,)), call("a", 1, 2, inputs=(BAD,), outputs=(BAD,)), loss=BAD)
     expected = [("between", "", "a"), ("output", "a", None), ("output", "", None), ("loss", None, None)]
-    assert [place(sighting) for sighting in find_sightings(sick, HEALTHY)] == expected
+    assert [place(nonfinite_place) for nonfinite_place in find_nonfinite_places(sick, HEALTHY)] == expected

@@ -1,11 +1,11 @@
-"""What the report keeps of two runs: the first sighting, the runs row by row, the table."""
+"""What the report keeps of two runs: the first nonfinite_place, the runs row by row, the table."""
 
 from __future__ import annotations
 
 import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.first_nonfinite import find_sightings
+from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs, tabulate
 from nandoctor.evidence.formats import FP16, FP32
 
@@ -15,7 +15,7 @@ IN = stats(7.0)
 
 
 def first(sick, healthy):
-    return describe_first(find_sightings(sick, healthy)[0], sick, healthy)
+    return describe_first(find_nonfinite_places(sick, healthy)[0], sick, healthy)
 
 
 def test_the_output_of_a_module_comes_with_what_fp32_has_there():

@@ -6,7 +6,7 @@ import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.diagnosis import Conclusion
-from nandoctor.diagnosis.first_nonfinite import find_sightings
+from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
 from nandoctor.diagnosis.verdict import advise, describe_bad, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, Origin, Reproduction
@@ -38,8 +38,11 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
         inputs=(),
         output=BAD,
     )
-    sightings = find_sightings(sick, healthy)
-    return Conclusion(diagnoses=(Diagnosis(origin=origin, cause=CAUSE),), sighting=sightings[0] if sightings else None)
+    nonfinite_places = find_nonfinite_places(sick, healthy)
+    return Conclusion(
+        diagnoses=(Diagnosis(origin=origin, cause=CAUSE),),
+        first_nonfinite=nonfinite_places[0] if nonfinite_places else None,
+    )
 
 
 FAILING = reference(*SICK.calls, output=(BAD,))
@@ -73,7 +76,7 @@ GRADIENTS = trace(*SOUND.calls, bad_gradients=(BAD,))
 
 
 @pytest.mark.parametrize(
-    ("run", "other", "cured_by_scale", "verdict"),
+    ("run", "other", "fixed_by_scale", "verdict"),
     [
         (FINITE, SOUND, False, "healthy"),
         (GRADIENTS, SOUND, True, "loss-scale"),
@@ -81,8 +84,8 @@ GRADIENTS = trace(*SOUND.calls, bad_gradients=(BAD,))
         (GRADIENTS, reference(*SOUND.calls, bad_gradients=(BAD,)), False, "numerics"),
     ],
 )
-def test_the_verdict_on_gradients(run, other, cured_by_scale, verdict):
-    assert judge_backward(run, other, cured_by_scale=cured_by_scale) == verdict
+def test_the_verdict_on_gradients(run, other, fixed_by_scale, verdict):
+    assert judge_backward(run, other, fixed_by_scale=fixed_by_scale) == verdict
 
 
 BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(BAD,)), output=(BAD,))

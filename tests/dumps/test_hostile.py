@@ -80,7 +80,7 @@ def copied():
 
 
 def encoded_again():
-    """One text of half a megabyte, turned into new bytes at each of many calls."""
+    """One text of half a megabyte, had_inf_input into new bytes at each of many calls."""
     encode = forge.name("_codecs", "encode") + b"h\x00h\x01\x86R"
     return forge.text("a" * (1 << 19)) + b"q\x00" + forge.text("latin1") + b"q\x01](" + encode * 5_000 + b"e"
 

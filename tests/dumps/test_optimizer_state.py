@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.dumps.optimizer_state import read_moments
+from nandoctor.dumps.optimizer_state import read_second_moments
 from nandoctor.dumps.reader import read_dump
 
 
@@ -31,7 +31,7 @@ def stepped(make, **options):
     ],
 )
 def test_every_adaptive_optimizer_has_them(make, options, eps):
-    moments = [moment for moment in read_moments(stepped(make, **options)) if moment.index >= 2]
+    moments = [moment for moment in read_second_moments(stepped(make, **options)) if moment.index >= 2]
     assert [(moment.index, moment.eps, moment.values.shape) for moment in moments] == [(2, eps, (1, 3)), (3, eps, (1,))]
     assert all((moment.values > 0).all() for moment in moments)
 
@@ -39,7 +39,7 @@ def test_every_adaptive_optimizer_has_them(make, options, eps):
 def test_amsgrad_divides_by_the_largest_one():
     state = stepped(torch.optim.Adam, amsgrad=True)
     state["state"][3]["max_exp_avg_sq"].fill_(7.0)
-    assert read_moments(state)[-1].values == 7.0
+    assert read_second_moments(state)[-1].values == 7.0
 
 
 def test_names_are_kept_where_the_optimizer_was_given_any():
@@ -47,16 +47,16 @@ def test_names_are_kept_where_the_optimizer_was_given_any():
     optimizer = torch.optim.Adam(net.named_parameters())
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert [moment.name for moment in read_moments(optimizer.state_dict())] == ["weight", "bias"]
+    assert [moment.name for moment in read_second_moments(optimizer.state_dict())] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("state", [stepped(torch.optim.SGD, momentum=0.9), {"state": {}, "param_groups": []}])
 def test_other_optimizers_have_none(state):
-    assert read_moments(state) == ()
+    assert read_second_moments(state) == ()
 
 
 def test_a_fused_optimizer_keeps_its_eps_in_fp32():
-    assert read_moments(stepped(torch.optim.Adam, fused=True)) == ()
+    assert read_second_moments(stepped(torch.optim.Adam, fused=True)) == ()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_fused_optimizer_keeps_its_eps_in_fp32():
     ],
 )
 def test_what_has_another_shape_is_passed_over(damaged):
-    assert read_moments(damaged) == ()
+    assert read_second_moments(damaged) == ()
 
 
 def test_a_file_gives_them_up(tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16, FP32
-from nandoctor.evidence.rounding import SHOWN_FORMATS, find_fate
+from nandoctor.evidence.rounding import SHOWN_FORMATS, round_constant
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,22 @@ from nandoctor.evidence.rounding import SHOWN_FORMATS, find_fate
     ],
 )
 def test_effect(value, dtype, effect):
-    assert find_fate(value, dtype).effect == effect
+    assert round_constant(value, dtype).effect == effect
 
 
 def test_the_error_is_relative():
-    fate = find_fate(1e-7, FP16)
-    assert fate.rounded == 2 * FP16.smallest_subnormal
-    assert fate.rel_err == pytest.approx(0.19209, abs=1e-5)
+    rounded = round_constant(1e-7, FP16)
+    assert rounded.rounded == 2 * FP16.smallest_subnormal
+    assert rounded.rel_err == pytest.approx(0.19209, abs=1e-5)
 
 
 def test_a_power_of_two_is_exact_and_absorbed_from_two_more_than_its_fraction_on():
-    fate = find_fate(2.0**-10, FP16)
-    assert (fate.rel_err, fate.absorbed_from) == (0.0, 4.0)
+    rounded = round_constant(2.0**-10, FP16)
+    assert (rounded.rel_err, rounded.absorbed_from) == (0.0, 4.0)
 
 
 def test_an_overflowing_number_is_absorbed_nowhere():
-    assert find_fate(1e6, FP16).absorbed_from == math.inf
+    assert round_constant(1e6, FP16).absorbed_from == math.inf
 
 
 def test_five_formats_are_shown():

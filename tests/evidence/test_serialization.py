@@ -13,14 +13,14 @@ from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FORMATS, FP16, FloatFormat
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.serialization import from_plain, to_plain
-from nandoctor.evidence.trace import Census, TensorStats
+from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 
 COUNTS = st.integers(min_value=0)
 NUMBERS = st.none() | st.floats(allow_nan=False)
 INDICES = st.tuples() | st.tuples(COUNTS) | st.tuples(COUNTS, COUNTS)
 
 CENSUSES = st.builds(
-    Census,
+    NonfiniteCounts,
     num_nan=COUNTS,
     num_posinf=COUNTS,
     num_neginf=COUNTS,
@@ -39,7 +39,7 @@ TENSORS = st.builds(
     numel=COUNTS,
     finite=st.booleans(),
     **dict.fromkeys(("min", "max", "absmax", "p05", "median", "p95"), NUMBERS),
-    census=st.none() | CENSUSES,
+    counts=st.none() | CENSUSES,
     sample=st.none(),
 )
 
@@ -135,8 +135,8 @@ def test_fields_with_a_default_may_be_missing():
         (TensorStats, {"shape": 2}, r"TensorStats\.shape should be a list, not 2"),
         (TensorStats, {"dtype": "float9"}, r"TensorStats\.dtype should be one of float16, .*, not 'float9'"),
         (TensorStats, {"dtype": ["float16"]}, r"TensorStats\.dtype should be one of"),
-        (TensorStats, {"census": []}, r"TensorStats\.census should be an object, not \[\]"),
-        (TensorStats, {"census": {"num_nan": 1}}, r"TensorStats\.census\.num_posinf is missing"),
+        (TensorStats, {"counts": []}, r"TensorStats\.counts should be an object, not \[\]"),
+        (TensorStats, {"counts": {"num_nan": 1}}, r"TensorStats\.counts\.num_posinf is missing"),
         (Everything, {"pair": ["a"]}, r"Everything\.pair should be a list of 2, not \['a'\]"),
         (Everything, {"nothing": 1}, r"Everything\.nothing should be null, not 1"),
         (Everything, {"tensors": [{}]}, r"Everything\.tensors\[0\]\.path is missing"),

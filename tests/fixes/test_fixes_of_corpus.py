@@ -46,11 +46,11 @@ def _place(edit):  # noqa: PLR0911
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_the_first_cure_is_the_smallest_known(case, tmp_path):
-    report = diagnose(case, tmp_path, prescribe=True)
-    verified = [item for item in report.prescriptions if item.verified]
+    report = diagnose(case, tmp_path, fixes=True)
+    verified = [item for item in report.fixes if item.verified]
     assert (describe(verified[0].edit) if verified else None) == ACCEPTED[case.name]
     assert all(item.outcome.finite and item.patch and item.title for item in verified)
-    assert [item.rank for item in report.prescriptions] == list(range(len(report.prescriptions)))
+    assert [item.rank for item in report.fixes] == list(range(len(report.fixes)))
     if case.verdict in ("precision", "silent"):
         assert verified
 
@@ -59,4 +59,4 @@ def test_the_first_cure_is_the_smallest_known(case, tmp_path):
     "case", [case for case in all_cases() if case.verdict == "precision"][::4], ids=lambda c: c.name
 )
 def test_a_healthy_twin_gets_no_prescription(case, tmp_path):
-    assert diagnose(case.twin(), tmp_path, prescribe=True).prescriptions == ()
+    assert diagnose(case.twin(), tmp_path, fixes=True).fixes == ()

@@ -56,7 +56,7 @@ def test_a_line_in_fp32(tmp_path, line):
     source.write_text(MODULE.format(line))
     torch.save({"state_dict": load(source).state_dict(), "x": x}, tmp_path / "dump.pth")
     report = nandoctor.replay(tmp_path / "dump.pth", f"{source}:make_model").report
-    cure = next(item for item in report.prescriptions if item.edit.kind == "keep-op")
+    cure = next(item for item in report.fixes if item.edit.kind == "keep-op")
     assert cure.verified
 
     healed = tmp_path / "healed.py"
@@ -98,7 +98,7 @@ def _half():
 def test_a_module_that_torch_itself_calls(tmp_path, make):
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=next(make().parameters()).dtype)
     torch.save({"state_dict": make().state_dict(), "x": x}, tmp_path / "dump.pth")
-    cure = nandoctor.replay(tmp_path / "dump.pth", model=make).report.prescriptions[0]
+    cure = nandoctor.replay(tmp_path / "dump.pth", model=make).report.fixes[0]
     assert cure.verified
     assert cure.edit.kind == "keep-module"
     model = make()

@@ -50,13 +50,13 @@ def test_two_independent_overflows_among_sixty_modules(tmp_path):
     model = TwoLanes()
     path = save(tmp_path / "dump.pth", model, x=torch.rand(4, 8) + 0.5)
     report = nandoctor.replay(path, model=TwoLanes).report
-    search = report.island_search
-    first = search.islands[0]
+    search = report.fp32_sets
+    first = search.sets[0]
     assert set(first.modules) == {"left.layers.13", "right.layers.22"}
     assert first.minimal
     assert search.num_modules >= 60
     assert search.num_probes <= 4 * len(first.modules) * math.log2(search.num_modules)
-    cure = next(item for item in report.prescriptions if item.verified)
+    cure = next(item for item in report.fixes if item.verified)
     assert isinstance(cure.edit, Together)
 
     for left_out in first.modules:  # each member is needed
@@ -105,8 +105,8 @@ class Shared(nn.Module):
 
 def test_a_module_that_is_called_several_times(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Shared(), x=torch.rand(2, 4) + 1), model=Shared).report
-    assert report.prescriptions[0].verified
-    assert report.prescriptions[0].title == "Keep grow in fp32"
+    assert report.fixes[0].verified
+    assert report.fixes[0].title == "Keep grow in fp32"
 
 
 class Silent(nn.Module):
@@ -123,8 +123,8 @@ class Silent(nn.Module):
 def test_a_silent_overflow_is_cured_where_it_is_made(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Silent(), x=torch.randn(3, 16)), model=Silent).report
     assert report.verdict == "silent"
-    assert report.prescriptions[0].verified
-    assert "(h * h)" in report.prescriptions[0].patch
+    assert report.fixes[0].verified
+    assert "(h * h)" in report.fixes[0].patch
 
 
 class Domain(nn.Module):
@@ -135,8 +135,8 @@ class Domain(nn.Module):
 def test_where_fp32_fails_too_precision_is_not_prescribed(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.tensor([[0.5, 1.5]])), model=Domain).report
     assert report.verdict == "numerics"
-    assert [item.edit.kind for item in report.prescriptions] == ["clamp"]
-    assert report.island_search is None
+    assert [item.edit.kind for item in report.fixes] == ["clamp"]
+    assert report.fp32_sets is None
     assert any("no precision cures this" in note for note in report.notes)
     settings = {(line.group, line.setting): line.outcome.finite for line in report.counterfactuals}
     assert settings["precision", "fp64"] is False
@@ -167,7 +167,7 @@ def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
     assert lines["precision", "fp32"].max_rel_err == 0
 
 
-@pytest.mark.parametrize("options", [{"max_trials": -1}, {"time": "long"}, {"prescribe": "yes"}])
+@pytest.mark.parametrize("options", [{"max_trials": -1}, {"time": "long"}, {"fixes": "yes"}])
 def test_a_setting_that_means_nothing(options, tmp_path):
     with pytest.raises(nandoctor.NanDoctorError):
         nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.ones(1, 1)), model=Domain, **options)
@@ -193,5 +193,5 @@ def dice(p, batch):
 def test_an_output_that_the_format_cannot_tell_from_fp32_is_in_agreement(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
     assert report.cause.code == "eps-underflow"
-    assert report.prescriptions[0].verified
-    assert report.prescriptions[0].edit.kind == "set-argument"
+    assert report.fixes[0].verified
+    assert report.fixes[0].edit.kind == "set-argument"

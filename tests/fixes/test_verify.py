@@ -126,7 +126,7 @@ def test_a_spent_budget_is_told(tmp_path):
     assert any("budget" in note for note in report.notes)
     unspent = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=0).report
     assert not any("No change was found" in note for note in unspent.notes)  # nobody looked
-    assert nandoctor.replay("sample_dumps/residual_stream.pth", prescribe=False).report.prescriptions == ()
+    assert nandoctor.replay("sample_dumps/residual_stream.pth", fixes=False).report.fixes == ()
 
 
 class Noisy(nn.Module):

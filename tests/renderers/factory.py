@@ -15,26 +15,26 @@ from nandoctor.evidence.report import (
     EpsUse,
     Evidence,
     FirstNonfinite,
-    Island,
-    IslandSearch,
+    Fix,
+    Fp32Set,
+    Fp32SetSearch,
     LayerRow,
     Link,
     NearMiss,
     Origin,
-    Prescription,
     Report,
     Reproduction,
     Runs,
     RunSummary,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import Census, Grid, SampleStats, SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, NonfiniteCounts, SampleStats, SourceLine, TensorStats
 
 BATCH = 4
 
 
-def census(num_bad, *, kind="nan", samples=(2,)):
-    return Census(
+def counts(num_bad, *, kind="nan", samples=(2,)):
+    return NonfiniteCounts(
         num_nan=num_bad if kind == "nan" else 0,
         num_posinf=num_bad if kind == "+inf" else 0,
         num_neginf=num_bad if kind == "-inf" else 0,
@@ -48,7 +48,7 @@ def census(num_bad, *, kind="nan", samples=(2,)):
 
 
 def tensor(absmax=1.0, *, path="", dtype=FP16, bad=None, shape=(BATCH, 16, 32, 32)):
-    """Statistics of a tensor of this absmax; `bad` is its census, `absmax` None one without a finite value."""
+    """Statistics of a tensor of this absmax; `bad` is its counts, `absmax` None one without a finite value."""
     spread = {} if not absmax else {"p05": absmax / 300, "median": absmax / 12, "p95": absmax / 2}
     return TensorStats(
         path=path,
@@ -59,7 +59,7 @@ def tensor(absmax=1.0, *, path="", dtype=FP16, bad=None, shape=(BATCH, 16, 32, 3
         min=None if absmax is None else -absmax / 2,
         max=absmax,
         absmax=absmax,
-        census=bad,
+        counts=bad,
         **spread,
     )
 
@@ -108,7 +108,7 @@ def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
         module = f"encoder.blocks.{block}.{('norm', 'attention', 'project', 'mlp')[place]}"
         type_name = ("ChannelNorm", "MultiheadAttention", "Linear", "Conv2d")[place]
         size = magnitude(index) * growth**index
-        bad = census(8192) if bad_from is not None and index >= bad_from else None
+        bad = counts(8192) if bad_from is not None and index >= bad_from else None
         autocast.append(
             row(module, type_name, tensor(size, bad=bad, dtype=low), rel_err=None if bad else 3e-4, low=low)
         )
@@ -124,16 +124,18 @@ def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
 
 def surveyed(runs):
     """The same runs with every output counted: its samples and its exponents."""
-    return Runs(autocast=_survey(runs.autocast), fp32=_survey(runs.fp32), first_unholdable=runs.first_unholdable)
+    return Runs(
+        autocast=_per_sample(runs.autocast), fp32=_per_sample(runs.fp32), first_unholdable=runs.first_unholdable
+    )
 
 
-def _survey(summary):
+def _per_sample(summary):
     rows = [replace(row, outputs=tuple(map(_count, row.outputs))) for row in summary.modules]
     return replace(summary, modules=tuple(rows))
 
 
 def _count(stats):
-    known = stats.census or replace(census(0), first_bad_index=None, samples=())
+    known = stats.counts or replace(counts(0), first_bad_index=None, samples=())
     shares = [(1 + sample) / stats.shape[0] for sample in range(stats.shape[0])]
     samples = tuple(
         SampleStats(num_bad=known.num_bad * (sample in known.samples), absmax=stats.absmax * share)
@@ -141,7 +143,7 @@ def _count(stats):
     )
     top = math.frexp(stats.absmax)[1] - 1
     exponents = tuple((top - 12 + place, 2**place) for place in range(13))
-    return replace(stats, census=replace(known, by_sample=samples, exponents=exponents))
+    return replace(stats, counts=replace(known, by_sample=samples, exponents=exponents))
 
 
 def first(bad_row, **changes):
@@ -155,11 +157,11 @@ def first(bad_row, **changes):
         call=bad_row.call,
         where="output",
         seen_in=None,
-        kinds=value.census.kinds,
-        num_bad=value.census.num_bad,
+        kinds=value.counts.kinds,
+        num_bad=value.counts.num_bad,
         numel=value.numel,
-        first_index=value.census.first_bad_index,
-        samples=value.census.samples,
+        first_index=value.counts.first_bad_index,
+        samples=value.counts.samples,
         inputs=(tensor(0.31, path="[0][0]"),),
         value=value,
         would_be=0.83,
@@ -274,7 +276,7 @@ def bad_input():
         where="batch",
         inputs=(),
         would_be=None,
-        value=tensor(1.0, path="image", dtype=FP32, bad=census(12), shape=(BATCH, 3, 32, 32)),
+        value=tensor(1.0, path="image", dtype=FP32, bad=counts(12), shape=(BATCH, 3, 32, 32)),
     )
     return replace(made, verdict="input", headline="The batch itself is bad.", first_nonfinite=seen)
 
@@ -315,11 +317,11 @@ def cured():
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-08, used by add in fp16"),),
         ),
         chain=tuple(
-            Link(module=f"encoder.blocks.{block}", op="add", event="propagated" if block else "born", text="")
+            Link(module=f"encoder.blocks.{block}", op="add", event="propagated" if block else "created", text="")
             for block in range(20)
         ),
-        prescriptions=tuple(
-            Prescription(
+        fixes=tuple(
+            Fix(
                 edit=edit,
                 title=title,
                 patch=patch if rank == 0 else "",
@@ -334,8 +336,8 @@ def cured():
             Counterfactual(group="samples", setting="without 2", outcome=sound),
             Counterfactual(group="mode", setting="eval", outcome=replace(sound, finite=False, max_rel_err=None)),
         ),
-        island_search=IslandSearch(
-            islands=(Island(modules=("encoder.blocks.2.attention (own ops)",), minimal=True),),
+        fp32_sets=Fp32SetSearch(
+            sets=(Fp32Set(modules=("encoder.blocks.2.attention (own ops)",), minimal=True),),
             num_modules=26,
             num_probes=11,
             complete=True,

@@ -101,7 +101,7 @@ def test_samples(samples, text):
 
 
 def test_many_samples_are_counted():
-    value = factory.tensor(bad=factory.census(9), shape=(64, 8))
+    value = factory.tensor(bad=factory.counts(9), shape=(64, 8))
     told = with_first(value=value, samples=tuple(range(0, 18, 2)))
     assert "samples 0, 2, 4 and 6 more" in told["extent"]
 
@@ -117,7 +117,7 @@ def test_many_samples_are_counted():
     ],
 )
 def test_what_fp32_gives(would_be, dtype, text):
-    value = factory.tensor(bad=factory.census(8192), dtype=dtype)
+    value = factory.tensor(bad=factory.counts(8192), dtype=dtype)
     assert with_first(would_be=would_be, value=value)["in fp32"] == text
 
 
@@ -126,7 +126,7 @@ def test_fp32_non_finite_as_well():
 
 
 def test_several_inputs_are_named():
-    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", bad=factory.census(4)))
+    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", bad=factory.counts(4)))
     assert with_first(inputs=inputs)["went in"] == (
         "[0][0] finite fp16, absmax 0.5 and .mask non-finite fp16, no finite value"
     )

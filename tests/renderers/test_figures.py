@@ -134,13 +134,13 @@ def test_healthy_and_long_looks_closer_at_the_tightest_layer():
 
 
 def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
-    (axes,) = draw_ranges(report_on((factory.tensor(None, bad=factory.census(9)), factory.tensor(2.0)))).axes
+    (axes,) = draw_ranges(report_on((factory.tensor(None, bad=factory.counts(9)), factory.tensor(2.0)))).axes
     assert len(bars(axes)) == 1
     assert marks(axes, "non-finite, fp16 autocast") == [0]
 
 
 def test_nothing_but_nan_can_be_drawn():
-    bad = factory.tensor(None, bad=factory.census(9))
+    bad = factory.tensor(None, bad=factory.counts(9))
     figure = draw_ranges(report_on((bad, bad)))
     figure.canvas.draw()
     assert bars(figure.axes[0]) == []

@@ -8,10 +8,10 @@ import factory
 import pytest
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import EpsUse, Island, IslandSearch, TrialOutcome
+from nandoctor.evidence.report import EpsUse, Fp32Set, Fp32SetSearch, TrialOutcome
 from nandoctor.renderers.fix_facts import (
     describe_eps,
-    describe_islands,
+    describe_fp32_sets,
     describe_outcome,
     list_constants,
     list_cures,
@@ -83,14 +83,14 @@ def test_a_trial_that_is_finite_and_far_from_fp32_says_how_far():
 def test_what_did_not_cure_comes_last_and_says_so():
     cures = list_cures(factory.cured())
     assert [cure.verified for cure in cures] == [True, True, True, False]
-    failed = replace(factory.cured(), prescriptions=factory.cured().prescriptions[-1:])
+    failed = replace(factory.cured(), fixes=factory.cured().fixes[-1:])
     assert facts(failed)[0] == ("cure", "none of 1 tried held: Clamp what add returns")
 
 
 def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
     made = factory.cured()
-    long = replace(made.prescriptions[0], patch="\n".join(f"+ line {i}" for i in range(30)))
-    made = replace(made, prescriptions=(long,))
+    long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(30)))
+    made = replace(made, fixes=(long,))
     lines = [text for label, text in facts(made) if label in ("patch", "")][:13]
     assert (len(lines), lines[-1]) == (13, "... 18 more lines in the report (-o report.html)")
     assert len(list_cures(made)[0].patch) == 30
@@ -98,8 +98,8 @@ def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
 
 def test_a_patch_cannot_move_the_cursor():
     made = factory.cured()
-    hostile = replace(made.prescriptions[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
-    cure = list_cures(replace(made, prescriptions=(hostile,)))[0]
+    hostile = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
+    cure = list_cures(replace(made, fixes=(hostile,)))[0]
     assert cure.title == r"\x1b[2J"
     assert cure.patch == (r"    x\x1b[2J", r"y\u202e")
 
@@ -118,13 +118,15 @@ def test_outcomes(outcome, text):
 
 
 def test_islands():
-    island = Island(modules=("a", "b"), minimal=True)
-    search = IslandSearch(islands=(island, replace(island, modules=("c",))), num_modules=9, num_probes=5, complete=True)
-    assert describe_islands(search) == "a and b; or c (none can be left out; found in 5 runs)"
-    cut = replace(search, islands=(replace(island, minimal=False),), complete=False)
-    assert describe_islands(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
-    own = replace(search, islands=(replace(island, modules=("(own ops)",)), replace(island, modules=("x (own ops)",))))
-    assert describe_islands(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
+    fp32_set = Fp32Set(modules=("a", "b"), minimal=True)
+    search = Fp32SetSearch(
+        sets=(fp32_set, replace(fp32_set, modules=("c",))), num_modules=9, num_probes=5, complete=True
+    )
+    assert describe_fp32_sets(search) == "a and b; or c (none can be left out; found in 5 runs)"
+    cut = replace(search, sets=(replace(fp32_set, minimal=False),), complete=False)
+    assert describe_fp32_sets(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
+    own = replace(search, sets=(replace(fp32_set, modules=("(own ops)",)), replace(fp32_set, modules=("x (own ops)",))))
+    assert describe_fp32_sets(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
 
 
 USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)

@@ -29,7 +29,7 @@ def test_a_report_comes_back_as_it_was(make, tmp_path):
 def test_names_are_those_of_the_contract():
     data = json.loads(dumps(factory.precision()))
     contract = {
-        "schema", "verdict", "reproduction", "first_nonfinite", "origin", "cause", "also", "chain", "prescriptions",
+        "schema", "verdict", "reproduction", "first_nonfinite", "origin", "cause", "also", "chain", "fixes",
         "headroom", "eps_audit", "runs", "dump", "environment",
     }  # fmt: skip
     assert contract <= data.keys()

@@ -52,7 +52,7 @@ def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
 
 def test_a_bad_container_is_shown_even_if_it_passes_on():
     rows = block(residual=False)
-    seen = factory.first(replace(rows[2], outputs=(factory.tensor(bad=factory.census(1)),)))
+    seen = factory.first(replace(rows[2], outputs=(factory.tensor(bad=factory.counts(1)),)))
     layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
     assert labels(layers) == ["block.a", "block.b", "block"]
     assert layers.first_bad == 2

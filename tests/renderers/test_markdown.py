@@ -18,7 +18,7 @@ def test_every_verdict(make):
     report = make()
     text = report_markdown(report)
     assert text.startswith(f"### {report.verdict.upper()}: ")
-    assert text.count("<details>") == text.count("</details>") == 1 + bool(report.runs) + 3 * bool(report.prescriptions)
+    assert text.count("<details>") == text.count("</details>") == 1 + bool(report.runs) + 3 * bool(report.fixes)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert tables
     for table in tables:
@@ -33,8 +33,8 @@ def test_patches_are_in_fences():
 
 def test_a_patch_cannot_leave_its_fence():
     made = factory.cured()
-    patch = replace(made.prescriptions[0], patch="x\n```\n# out\n````")
-    text = report_markdown(replace(made, prescriptions=(patch,)))
+    patch = replace(made.fixes[0], patch="x\n```\n# out\n````")
+    text = report_markdown(replace(made, fixes=(patch,)))
     assert "`````python\nx\n```\n# out\n````\n`````" in text
 
 

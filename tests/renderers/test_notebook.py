@@ -40,7 +40,7 @@ def test_a_record_says_what_it_has():
 
 @pytest.mark.parametrize(
     "record",
-    [CURED.first_nonfinite, CURED.cause, CURED.prescriptions[0], compare(CURED, factory.healthy())],
+    [CURED.first_nonfinite, CURED.cause, CURED.fixes[0], compare(CURED, factory.healthy())],
     ids=lambda record: type(record).__name__,
 )
 def test_every_record_is_well_formed(record):
@@ -48,7 +48,7 @@ def test_every_record_is_well_formed(record):
 
 
 def test_records_have_a_line_where_there_is_no_html(shell):
-    records = (CURED.origin, CURED.cause, CURED.first_nonfinite, CURED.prescriptions[0])
+    records = (CURED.origin, CURED.cause, CURED.first_nonfinite, CURED.fixes[0])
     lines = [shell.display_formatter.format(record)[0]["text/plain"] for record in records]
     assert lines[0] == "div in encoder.blocks.2.attention: NaN in 288 of 65536"
     assert lines[1].startswith("eps-underflow: 1e-08 rounds to zero")
@@ -66,11 +66,11 @@ def test_nothing_happens_outside_of_ipython(monkeypatch):
     [
         (factory.tensor(2.0, shape=(3,)), "fp16 [3], -1 to 2, median magnitude 0.167"),
         (
-            factory.tensor(None, bad=factory.census(5), shape=(4, 2)),
+            factory.tensor(None, bad=factory.counts(5), shape=(4, 2)),
             "fp16 [4, 2], no finite value, NaN in 5 of 8 (sample 2)",
         ),
         (
-            factory.tensor(1.0, bad=factory.census(8, samples=(0, 1)), shape=(2, 4)),
+            factory.tensor(1.0, bad=factory.counts(8, samples=(0, 1)), shape=(2, 4)),
             "fp16 [2, 4], -0.5 to 1, median magnitude 0.0833, NaN in 8 of 8 (every sample)",
         ),
     ],

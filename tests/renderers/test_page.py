@@ -134,7 +134,7 @@ def hostile():
         origin=replace(made.origin, module=HOSTILE, op=HOSTILE, source=source, inputs=(named,)),
         cause=replace(made.cause, title=HOSTILE, explanation=HOSTILE, evidence=()),
         chain=tuple(replace(link, module=HOSTILE, op=HOSTILE, text=HOSTILE) for link in made.chain),
-        prescriptions=tuple(replace(one, title=HOSTILE, patch=HOSTILE) for one in made.prescriptions),
+        fixes=tuple(replace(one, title=HOSTILE, patch=HOSTILE) for one in made.fixes),
         counterfactuals=tuple(replace(one, setting=HOSTILE) for one in made.counterfactuals),
         headroom=tuple(replace(one, module=HOSTILE, type=HOSTILE) for one in made.headroom),
         eps_audit=tuple(replace(one, module=HOSTILE, name=HOSTILE) for one in made.eps_audit),

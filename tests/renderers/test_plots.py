@@ -58,10 +58,10 @@ def test_an_unknown_kind_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["exponents", "samples"])
-def test_what_only_a_survey_counts_asks_for_one(kind):
+def test_what_only_a_per_sample_counts_asks_for_one(kind):
     with pytest.raises(NanDoctorError) as caught:
         draw(factory.healthy(), kind)
-    assert "--survey" in caught.value.remedy
+    assert "--per-sample" in caught.value.remedy
 
 
 def test_divergence_names_the_layer_that_makes_the_error():
@@ -120,7 +120,7 @@ def test_samples_tell_who_is_bad_and_who_is_near():
     assert "near the limit" in title(draw(near, "samples"))
 
 
-def test_samples_of_a_failure_need_no_survey():
+def test_samples_of_a_failure_need_no_per_sample():
     made = factory.precision()
     samples = tuple(factory.SampleStats(num_bad=9 * (sample == 2), absmax=1.0) for sample in range(4))
     rows = {
@@ -135,13 +135,13 @@ def test_samples_of_a_failure_need_no_survey():
 
 
 def counted(stats, samples):
-    return replace(stats, census=replace(stats.census, by_sample=samples))
+    return replace(stats, counts=replace(stats.counts, by_sample=samples))
 
 
 def test_layers_without_a_batch_are_left_blank():
     made = surveyed()
     row = made.runs.autocast.modules[0]
-    other = replace(row.outputs[0], shape=(7, 3), census=None)
+    other = replace(row.outputs[0], shape=(7, 3), counts=None)
     image = draw(rows_with(made, **{row.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
     assert set(np.asarray(image)[:, 0]) == {0}
     assert image.shape[0] == factory.BATCH

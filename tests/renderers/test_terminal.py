@@ -28,7 +28,7 @@ def table_rows(text):
 def test_a_report_fits_one_screen(make):
     report = make()
     lines = printed(report).splitlines()
-    assert len(lines) <= (36 if report.prescriptions else 30)
+    assert len(lines) <= (36 if report.fixes else 30)
     assert max(map(len, lines)) <= 80
 
 
@@ -97,9 +97,9 @@ def test_the_first_layer_that_does_not_fit_is_marked():
 
 def test_the_kinds_of_a_bad_layer_stand_in_its_cell():
     made = factory.precision()
-    both = replace(factory.census(3), num_posinf=1, num_neginf=2)
-    for census, text in ((both, "NaN ±Inf"), (factory.census(3, kind="-inf"), "-Inf"), (None, "NaN/Inf")):
-        stats = replace(factory.tensor(1.0), finite=False, census=census)
+    both = replace(factory.counts(3), num_posinf=1, num_neginf=2)
+    for counts, text in ((both, "NaN ±Inf"), (factory.counts(3, kind="-inf"), "-Inf"), (None, "NaN/Inf")):
+        stats = replace(factory.tensor(1.0), finite=False, counts=counts)
         rows = tuple(replace(row, outputs=(stats,)) if not row.finite else row for row in made.runs.autocast.modules)
         report = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
         assert table_rows(printed(report, width=120))["encoder.blocks.2.attention"][1] == text

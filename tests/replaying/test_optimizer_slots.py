@@ -28,8 +28,8 @@ def test_the_numbers_are_exact(model):
     values = torch.tensor([0.0, 6e-8, 1.0], dtype=torch.float16)
     (slot,) = measure_slots([SecondMoment(index=1, name="", eps=1e-8, values=values)], model, FP16)
     assert slot.moment.dtype is FP16
-    assert slot.moment.census.num_zero == 1
-    assert slot.moment.census.smallest == pytest.approx(6e-8, rel=0.01)
+    assert slot.moment.counts.num_zero == 1
+    assert slot.moment.counts.smallest == pytest.approx(6e-8, rel=0.01)
 
 
 def test_names_go_by_the_order_of_the_model(model):

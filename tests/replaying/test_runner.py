@@ -72,7 +72,7 @@ def test_a_batch_is_counted_and_only_what_the_call_uses():
         description="",
     )
     (stats,) = run(setup, REFERENCE, training=False, seed=0, low=FP16).trace.batch
-    assert (stats.path, stats.census.num_posinf) == ("image", 1)
+    assert (stats.path, stats.counts.num_posinf) == ("image", 1)
 
 
 def test_runs_with_dropout_are_repeatable_and_seeds_differ():

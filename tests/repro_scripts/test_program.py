@@ -1,4 +1,4 @@
-"""Cutting, shrinking, mending and writing, one by one."""
+"""ExtractedOps, shrinking, mending and writing, one by one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.literals import write_tensor, write_value
 from nandoctor.repro_scripts.minimize import find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import mend
-from nandoctor.repro_scripts.program import Excerpt, Node, Ref, find_function, kinds_of
+from nandoctor.repro_scripts.program import Node, Program, Ref, find_function, kinds_of
 
 INF, NAN = float("inf"), float("nan")
 
 
-def excerpt(function, *leaves, mode="plain", others=(), numbers=None, **kwargs):
+def program(function, *leaves, mode="plain", others=(), numbers=None, **kwargs):
     """One op on leaves x, y, z and what else it takes."""
     named = dict(zip("xyz", leaves, strict=False))
     args = (*map(lambda name: Ref(name=name), [*named, *(numbers or {})]), *others)  # noqa: C417
     node = Node(name="made", function=function, mode=mode, args=args, kwargs=kwargs)
-    return Excerpt(nodes=(node,), result=Ref(name="made"), leaves=named, numbers=numbers or {}, low=torch.float16)
+    return Program(nodes=(node,), result=Ref(name="made"), leaves=named, numbers=numbers or {}, low=torch.float16)
 
 
 def half(*values):
@@ -37,38 +37,38 @@ def smallest(case):
 def test_a_product_is_rounded_once_after_its_sum():
     x = torch.full((1, 300), 300.0)
     y = torch.cat([torch.ones(150), -torch.ones(150)]).unsqueeze(1)
-    product = excerpt("torch.matmul", x * 2, y, mode="product")
+    product = program("torch.matmul", x * 2, y, mode="product")
     assert product.run()[0].tolist() == [[0.0]]  # 90000 on the way
     assert product.run()[0].dtype == torch.float16
     assert product.run_in_fp32()[0].dtype == torch.float32
 
 
 def test_a_finite_excerpt_has_no_failure():
-    assert find_failure(excerpt("torch.add", half(1.0), half(2.0))) is None
+    assert find_failure(program("torch.add", half(1.0), half(2.0))) is None
 
 
 def test_the_failure_tells_whether_fp32_is_finite():
-    assert find_failure(excerpt("torch.add", half(6e4), half(6e4))).finite_in_fp32
-    assert not find_failure(excerpt("torch.div", half(0.0), half(0.0))).finite_in_fp32
+    assert find_failure(program("torch.add", half(6e4), half(6e4))).finite_in_fp32
+    assert not find_failure(program("torch.div", half(0.0), half(0.0))).finite_in_fp32
 
 
 def test_dimensions_that_belong_together_shrink_together():
     x, y = torch.rand(6, 12) + 1, torch.rand(12, 9) + 1
     y[:, 4] *= 60000
-    found = smallest(excerpt("torch.matmul", x, y, mode="product"))
+    found = smallest(program("torch.matmul", x, y, mode="product"))
     assert found.leaves["x"].shape[1] == found.leaves["y"].shape[0] <= 2
     assert (found.leaves["x"].shape[0], found.leaves["y"].shape[1]) == (1, 1)
 
 
 def test_a_square_matrix_may_lose_rows_alone():
     found = smallest(
-        excerpt("torch.nn.functional.linear", torch.full((8, 8), 300.0), torch.full((8, 8), 300.0), mode="product")
+        program("torch.nn.functional.linear", torch.full((8, 8), 300.0), torch.full((8, 8), 300.0), mode="product")
     )
     assert [leaf.numel() for leaf in found.leaves.values()] == [1, 1]
 
 
 def test_a_sum_keeps_as_many_terms_as_it_takes():
-    found = smallest(excerpt("torch.sum", torch.full((1000, 70), 1000.0, dtype=torch.float16), others=([1],)))
+    found = smallest(program("torch.sum", torch.full((1000, 70), 1000.0, dtype=torch.float16), others=([1],)))
     assert found.leaves["x"].shape == (1, 66)
     assert found.leaves["x"].unique().tolist() == [1000.0]
 
@@ -76,7 +76,7 @@ def test_a_sum_keeps_as_many_terms_as_it_takes():
 def test_sizes_in_the_arguments_shrink_with_the_tensor():
     x = torch.zeros(4, 6)
     x[2] = NAN
-    found = smallest(excerpt("torch.nn.functional.layer_norm", x, others=([6],), mode="in_fp32"))
+    found = smallest(program("torch.nn.functional.layer_norm", x, others=([6],), mode="in_fp32"))
     assert found.leaves["x"].shape == (1, 1)
     assert found.nodes[0].args[1] == [1]
 
@@ -84,13 +84,13 @@ def test_sizes_in_the_arguments_shrink_with_the_tensor():
 def test_the_one_row_that_fails_is_what_is_left():
     x = torch.linspace(1, 2, 40, dtype=torch.float16).view(10, 4)
     x[7, 2] = 0
-    found = smallest(excerpt("torch.log", x, mode="in_fp32"))
+    found = smallest(program("torch.log", x, mode="in_fp32"))
     assert found.leaves["x"].tolist() == [[0.0]]
 
 
 def test_what_failed_by_range_does_not_become_a_failure_of_its_own():
     """1 / 1e-5 overflows in fp16 alone; made plainer still, to zero, it would be infinite in fp32 too."""
-    found = smallest(excerpt("torch.reciprocal", half(1e-5, 1.0)))
+    found = smallest(program("torch.reciprocal", half(1e-5, 1.0)))
     assert find_failure(found).finite_in_fp32
     assert found.leaves["x"].tolist() == half(1e-5).tolist()
 
@@ -98,30 +98,30 @@ def test_what_failed_by_range_does_not_become_a_failure_of_its_own():
 @pytest.mark.parametrize(
     ("case", "expression"),
     [
-        (excerpt("torch.add", half(6e4), half(3e4)), "x * 0.59"),
-        (excerpt("torch.softmax", torch.full((1, 3), -INF), others=(-1,)), "x.masked_fill(x.isneginf(), 0.0)"),
-        (excerpt("torch.masked_fill", half(1.0), torch.tensor([True]), others=(-INF,)), "torch.zeros_like(y)"),
-        (excerpt("torch.log", torch.tensor([0.0])), "x.clamp(min=1e-08)"),
-        (excerpt("torch.std", torch.tensor([3.0])), "torch.cat([x, x + 1], 0)"),
-        (excerpt("torch.mean", torch.empty(0)), "torch.cat([x, x.new_ones([1])], 0)"),
-        (excerpt("torch.nn.functional.nll_loss", torch.zeros(1, 2), torch.tensor([-100])), "torch.zeros_like(y)"),
-        (excerpt("torch.acos", torch.tensor([2.0])), "x * 0.5"),
-        (excerpt("torch.clone", torch.tensor([NAN])), "x.nan_to_num(0.0, 0.0, 0.0)"),
+        (program("torch.add", half(6e4), half(3e4)), "x * 0.59"),
+        (program("torch.softmax", torch.full((1, 3), -INF), others=(-1,)), "x.masked_fill(x.isneginf(), 0.0)"),
+        (program("torch.masked_fill", half(1.0), torch.tensor([True]), others=(-INF,)), "torch.zeros_like(y)"),
+        (program("torch.log", torch.tensor([0.0])), "x.clamp(min=1e-08)"),
+        (program("torch.std", torch.tensor([3.0])), "torch.cat([x, x + 1], 0)"),
+        (program("torch.mean", torch.empty(0)), "torch.cat([x, x.new_ones([1])], 0)"),
+        (program("torch.nn.functional.nll_loss", torch.zeros(1, 2), torch.tensor([-100])), "torch.zeros_like(y)"),
+        (program("torch.acos", torch.tensor([2.0])), "x * 0.5"),
+        (program("torch.clone", torch.tensor([NAN])), "x.nan_to_num(0.0, 0.0, 0.0)"),
     ],
 )
 def test_the_nearest_case_that_passes(case, expression):
     found = mend(case)
     assert expression in found.changes.values()
-    assert not kinds_of(found.excerpt.run())
+    assert not kinds_of(found.program.run())
 
 
 def test_a_constant_that_the_format_cannot_hold_becomes_its_largest():
-    found = mend(excerpt("torch.mul", half(1.0), numbers={"constant": -1e9}))
+    found = mend(program("torch.mul", half(1.0), numbers={"constant": -1e9}))
     assert found.changes == {"constant": "-65504.0"}
 
 
 def test_some_failures_have_no_mend():
-    assert mend(excerpt("torch.full", others=([1], NAN))) is None
+    assert mend(program("torch.full", others=([1], NAN))) is None
 
 
 def test_a_method_that_writes_to_its_tensor_gets_a_copy():

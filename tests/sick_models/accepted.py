@@ -1,4 +1,4 @@
-"""The smallest known cure of every sick model: what the first verified prescription has to be.
+"""The smallest known cure of every sick model: what the first verified fix has to be.
 
 Each is an edit's kind and its place: a module, the source line, the constant and what it becomes. None stands for an
 illness that no change of one operation cures: bad weights, or a custom Function's own mistake.

@@ -334,7 +334,7 @@ CASES = (
         phase="loss",
         verdict="numerics",
         module=LOSS,
-        op="log",  # log 0 = -inf is the birth; 0 * -inf makes the NaN of it
+        op="log",  # log 0 = -inf is the nonfinite_source; 0 * -inf makes the NaN of it
         line="(output * torch.log(output)).sum(dim=-1).mean()",
         cause="log-of-zero",
         near_causes=("indeterminate-form",),

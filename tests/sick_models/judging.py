@@ -16,7 +16,7 @@ from sick_models.case import Case
 from sick_models.probing import run
 
 
-def diagnose(case: Case, folder: Path, *, prescribe: bool = False) -> Report:
+def diagnose(case: Case, folder: Path, *, fixes: bool = False) -> Report:
     """The report on the case's failing step, by way of a dump file in `folder`; cures only where they are asked for.
 
     The file holds the last good weights; where the case has an optimizer, also what the step left in it.
@@ -33,7 +33,7 @@ def diagnose(case: Case, folder: Path, *, prescribe: bool = False) -> Report:
         loss=case.loss,
         loss_scale=case.loss_scale,
         mode="train" if case.train else "eval",
-        prescribe=prescribe,
+        fixes=fixes,
     ).report
 
 

@@ -1,6 +1,6 @@
 """An examiner of its own, sharing only the emulation of CUDA autocast: runs a case, finds the first non-finite value.
 
-In: a case. Out: `Outcome`, what was finite; `Birth`, which op of which module on which line made the first value.
+In: a case. Out: `Outcome`, what was finite; `NonfiniteSource`, the op, module and line that made the first value.
 """
 # mypy: disable-error-code=no-untyped-call
 
@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class NonfiniteSource:
     """The first non-finite value that finite ones made, or the first NaN that was made of none.
 
     `ops` holds the names that the op goes by: the kernel's, and that of the torch function which the user called.
@@ -73,12 +73,12 @@ def run(case: Case, *, autocast: bool) -> Outcome:
     return _step(case, autocast=autocast, witness=None)
 
 
-def first_birth(case: Case, *, autocast: bool) -> Birth | None:
-    """The first birth in forward or loss; in backward where the forward absorbed whatever it made."""
+def first_birth(case: Case, *, autocast: bool) -> NonfiniteSource | None:
+    """The first nonfinite_source in forward or loss; in backward where the forward absorbed whatever it made."""
     witness = Witness()
     outcome = _step(case, autocast=autocast, witness=witness)
     backward_only = outcome.first_bad == "gradients"
-    return next((b for b in witness.births if not backward_only or b.phase == "backward"), None)
+    return next((b for b in witness.nonfinite_sources if not backward_only or b.phase == "backward"), None)
 
 
 def distance(outcome: Outcome, reference: Outcome) -> float:
@@ -144,10 +144,10 @@ def _any_loss(output: Any, _batch: Batch) -> Tensor:
 
 
 class Witness:
-    """Watches a forward and then its backward, and notes every birth."""
+    """Watches a forward and then its backward, and notes every nonfinite_source."""
 
     def __init__(self) -> None:
-        self.births: list[Birth] = []
+        self.nonfinite_sources: list[NonfiniteSource] = []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -177,7 +177,7 @@ class Witness:
             self._note("backward", module, _names(made_by, function), line)
 
     def _note(self, phase: str, module: str, ops: frozenset[str], line: str) -> None:
-        self.births.append(Birth(phase=phase, module=module, ops=ops, line=line))
+        self.nonfinite_sources.append(NonfiniteSource(phase=phase, module=module, ops=ops, line=line))
 
 
 class Diary(TorchFunctionMode):

@@ -141,19 +141,19 @@ def test_line_stands_once_in_its_file(case: Case) -> None:
 
 @every_probed_case
 def test_origin_is_what_an_independent_prober_finds(case: Case) -> None:
-    birth = first_birth(case, autocast=True)
-    assert birth is not None
-    assert (birth.phase, birth.module) == (case.phase, case.module)
-    assert case.op in birth.ops
-    assert case.line in birth.line
+    nonfinite_source = first_birth(case, autocast=True)
+    assert nonfinite_source is not None
+    assert (nonfinite_source.phase, nonfinite_source.module) == (case.phase, case.module)
+    assert case.op in nonfinite_source.ops
+    assert case.line in nonfinite_source.line
 
 
 @pytest.mark.parametrize("case", [case for case in PROBED if case.verdict == "numerics"], ids=lambda case: case.name)
 def test_origin_is_the_same_in_fp32(case: Case) -> None:
-    birth = first_birth(case, autocast=False)
-    assert birth is not None
-    assert (birth.phase, birth.module) == (case.phase, case.module)
-    assert case.op in birth.ops
+    nonfinite_source = first_birth(case, autocast=False)
+    assert nonfinite_source is not None
+    assert (nonfinite_source.phase, nonfinite_source.module) == (case.phase, case.module)
+    assert case.op in nonfinite_source.ops
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.verdict == "loss-scale"], ids=lambda case: case.name)
@@ -201,10 +201,10 @@ def test_renamed_is_the_same_illness_under_other_names(case: Case) -> None:
     for one, same in zip(plain.output, fresh.output, strict=True):
         torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
     if case in PROBED:
-        birth = first_birth(other, autocast=True)
-        assert birth is not None
-        assert (birth.phase, birth.module) == (other.phase, other.module)
-        assert case.op in birth.ops
+        nonfinite_source = first_birth(other, autocast=True)
+        assert nonfinite_source is not None
+        assert (nonfinite_source.phase, nonfinite_source.module) == (other.phase, other.module)
+        assert case.op in nonfinite_source.ops
     assert run(other.twin(), autocast=True).first_bad == ""
 
 
@@ -217,6 +217,6 @@ def test_decoyed_is_as_sick_and_its_twin_as_healthy(case: Case) -> None:
 
 
 def test_the_decoy_does_look_ill() -> None:
-    birth = first_birth(decoyed(healthy_models()[-1]), autocast=True)
-    assert birth is not None
-    assert (birth.phase, birth.module) == ("forward", "")
+    nonfinite_source = first_birth(decoyed(healthy_models()[-1]), autocast=True)
+    assert nonfinite_source is not None
+    assert (nonfinite_source.phase, nonfinite_source.module) == ("forward", "")

@@ -21,7 +21,7 @@ ONE = torch.ones(2, 3)
 
 def trace(model, *args, examine=False, **kwargs):
     """The recorded calls of one forward."""
-    tracer = Tracer(model, census_for=FP16, examine=examine)
+    tracer = Tracer(model, counts_for=FP16, examine=examine)
     with torch.no_grad(), tracer:
         model(*args, **kwargs)
     return tracer.calls()
@@ -84,7 +84,7 @@ def test_nesting_without_end_is_cut_off():
 
 def test_a_generator_is_left_for_the_caller():
     model = Returns(lambda x: (x * factor for factor in (1, 2)))
-    with Tracer(model, census_for=FP16) as tracer:
+    with Tracer(model, counts_for=FP16) as tracer:
         output = model(ONE)
     assert [float(item.sum()) for item in output] == [6.0, 12.0]
     assert tracer.calls()[0].outputs == ()
@@ -150,7 +150,7 @@ def test_inference_tensors_are_read_every_time():
 
 def test_an_exception_passes_through_and_the_open_calls_never_return():
     model = Chain(first=nn.ReLU(), last=Raises())
-    tracer = Tracer(model, census_for=FP16)
+    tracer = Tracer(model, counts_for=FP16)
     with pytest.raises(ValueError, match="refused"), tracer:
         model(ONE)
     assert [(call.module, call.leave) for call in tracer.calls()] == [("", None), ("first", 2), ("last", None)]
@@ -193,14 +193,14 @@ def test_hooks_of_the_user_are_respected():
 
 def test_the_output_of_the_model_is_not_replaced():
     model = Returns(lambda x: {"logit": x})
-    with Tracer(model, census_for=FP16):
+    with Tracer(model, counts_for=FP16):
         assert model(ONE)["logit"] is ONE
 
 
 @pytest.mark.parametrize("model", [Chain(a=nn.ReLU()), FallsBack(), Chain(a=Raises())])
 def test_every_hook_is_gone_afterwards(model):
     model.register_forward_hook(lambda *_: None)
-    with suppress(ValueError), Tracer(model, census_for=FP16):
+    with suppress(ValueError), Tracer(model, counts_for=FP16):
         assert num_hooks(model) > 1
         model(ONE)
     assert num_hooks(model) == 1
@@ -209,7 +209,7 @@ def test_every_hook_is_gone_afterwards(model):
 def test_every_hook_is_gone_where_one_module_takes_none():
     model = Chain(a=nn.ReLU(), b=nn.ReLU())
     del model.b._forward_hooks
-    with pytest.raises(AttributeError), Tracer(model, census_for=FP16):
+    with pytest.raises(AttributeError), Tracer(model, counts_for=FP16):
         pass
     model.b._forward_hooks = OrderedDict()
     assert num_hooks(model) == 0
@@ -223,7 +223,7 @@ def test_a_tracer_can_be_followed_by_another():
 def test_no_tensor_is_kept():
     kept = []
     model = Chain(made=Returns(lambda x: x * 2), note=Returns(lambda x: kept.append(weakref.ref(x)) or x + 1))
-    with Tracer(model, census_for=FP16):
+    with Tracer(model, counts_for=FP16):
         model(ONE)
         assert kept[0]() is None
 
@@ -233,22 +233,22 @@ def test_no_tensor_is_kept():
 )
 def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
     (call,) = trace(nn.Identity(), torch.full((4,), value), examine=True)
-    assert (call.outputs[0].census is not None) is asks
-    assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].census is None
+    assert (call.outputs[0].counts is not None) is asks
+    assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].counts is None
 
 
 def test_a_tensor_read_without_a_census_gets_one_when_it_is_read_again_for_one():
     tensor = torch.tensor([math.nan, 1.0])
-    with Tracer(nn.Identity(), census_for=FP16) as tracer:
-        first, second = tracer.read(tensor), tracer.read(tensor, census=True)
-    assert first[0][1].census is None
-    assert (second[0][1].census.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
+    with Tracer(nn.Identity(), counts_for=FP16) as tracer:
+        first, second = tracer.read(tensor), tracer.read(tensor, counts=True)
+    assert first[0][1].counts is None
+    assert (second[0][1].counts.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
 
 
 def test_progress_counts_the_calls_that_returned():
     counts = []
     model = Chain(a=nn.ReLU(), b=nn.ReLU())
-    with Tracer(model, census_for=FP16, on_call=counts.append):
+    with Tracer(model, counts_for=FP16, on_call=counts.append):
         model(ONE)
     assert counts == [1, 2, 3]
 
@@ -344,7 +344,7 @@ def test_an_overflow_is_seen_at_the_module_that_made_it():
 
 def test_without_measures_the_calls_alone_are_recorded():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    tracer = Tracer(model, census_for=FP16, measures=False)
+    tracer = Tracer(model, counts_for=FP16, measures=False)
     with torch.no_grad(), tracer:
         model(ONE)
     assert keys(tracer.calls()) == keys(trace(model, ONE))

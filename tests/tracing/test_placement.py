@@ -85,17 +85,17 @@ def test_subnormals_have_the_exponent_of_their_value():
 
 
 def stats_of(tensor, **options):
-    return collect([("", measure(tensor, census_for=FP16, **options))])[0]
+    return collect([("", measure(tensor, counts_for=FP16, **options))])[0]
 
 
 def test_a_census_places_nothing_unless_asked():
     sound, bad = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
-    assert (stats_of(sound).census.by_sample, stats_of(sound).census.exponents) == ((), ())
-    assert stats_of(bad).census.grid is None
-    assert [sample.num_bad for sample in stats_of(bad).census.by_sample] == [1, 0]
-    assert stats_of(bad, place=True).census.grid.counts == ((0, 1), (0, 0))
-    assert stats_of(sound, survey=True).census.exponents == ((0, 6),)
-    assert len(stats_of(sound, survey=True).census.by_sample) == 2
+    assert (stats_of(sound).counts.by_sample, stats_of(sound).counts.exponents) == ((), ())
+    assert stats_of(bad).counts.grid is None
+    assert [sample.num_bad for sample in stats_of(bad).counts.by_sample] == [1, 0]
+    assert stats_of(bad, place=True).counts.grid.counts == ((0, 1), (0, 0))
+    assert stats_of(sound, per_sample=True).counts.exponents == ((0, 6),)
+    assert len(stats_of(sound, per_sample=True).counts.by_sample) == 2
 
 
 def test_a_picture_is_small_grey_and_stretched():

@@ -25,14 +25,14 @@ FLOATS = {
 }
 
 
-def stats_of(tensor, census_for=None):
+def stats_of(tensor, counts_for=None):
     """The statistics of one tensor, None where there is nothing to measure."""
-    reading = measure(tensor, census_for=census_for)
+    reading = measure(tensor, counts_for=counts_for)
     return None if reading is None else collect([("here", reading)])[0]
 
 
 def naive_census(values, own, target):
-    """The counts of a census, one Python float at a time."""
+    """The counts of a counts, one Python float at a time."""
     magnitudes = [abs(value) for value in values if math.isfinite(value) and value != 0]
     return {
         "num_nan": sum(math.isnan(value) for value in values),
@@ -50,7 +50,7 @@ def test_limits_of_a_finite_tensor_need_no_census(dtype, float_format):
     stats = stats_of(torch.tensor([[-3.0, 0.5], [2.0, 0.0]]).to(dtype))
     assert (stats.path, stats.shape, stats.numel, stats.dtype) == ("here", (2, 2), 4, float_format)
     assert (stats.finite, stats.min, stats.max, stats.absmax) == (True, -3.0, 2.0, 3.0)
-    assert stats.census is None
+    assert stats.counts is None
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -68,14 +68,14 @@ def test_a_large_finite_fp16_tensor_is_finite_although_its_fp16_sum_is_not():
 
 
 def test_limits_of_a_bad_tensor_are_those_of_its_finite_elements():
-    stats = stats_of(torch.tensor([NAN, -7.0, INF, 2.0]), census_for=FP16)
+    stats = stats_of(torch.tensor([NAN, -7.0, INF, 2.0]), counts_for=FP16)
     assert (stats.finite, stats.min, stats.max, stats.absmax) == (False, -7.0, 2.0, 7.0)
 
 
 def test_a_tensor_without_a_finite_element_has_no_limits():
-    stats = stats_of(torch.tensor([NAN, INF]), census_for=FP16)
+    stats = stats_of(torch.tensor([NAN, INF]), counts_for=FP16)
     assert (stats.min, stats.max, stats.absmax, stats.median) == (None, None, None, None)
-    assert stats.census.smallest is None
+    assert stats.counts.smallest is None
 
 
 SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e-8, 2.0**-24, 2.0**-25, 6e-8, 1e-40, 6e-5, 65504.0, 1e30])
@@ -87,17 +87,17 @@ SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e-8, 2.0**-24, 2.0**-25, 
 @given(values=st.lists(SPECIAL | st.floats(width=32), min_size=1, max_size=12))
 def test_the_census_is_that_of_a_naive_count(dtype, target, values):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
-    census = stats_of(tensor, census_for=target).census
+    counts = stats_of(tensor, counts_for=target).counts
     expected = naive_census(tensor.tolist(), FLOATS[dtype], target)
-    assert {name: getattr(census, name) for name in expected} == expected
+    assert {name: getattr(counts, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_census_of_fp8_is_that_of_a_naive_count(dtype):
     every_code = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
-    census = stats_of(every_code, census_for=FP16).census
+    counts = stats_of(every_code, counts_for=FP16).counts
     expected = naive_census(every_code.double().tolist(), FLOATS[dtype], FP16)
-    assert {name: getattr(census, name) for name in expected} == expected
+    assert {name: getattr(counts, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_the_first_bad_index_and_the_bad_samples(shape, bad, first, samples):
     tensor = torch.zeros(shape)
     for index in bad:
         tensor[index] = NAN
-    census = stats_of(tensor, census_for=FP16).census
-    assert (census.first_bad_index, census.samples, census.num_bad) == (first, samples, len(bad))
+    counts = stats_of(tensor, counts_for=FP16).counts
+    assert (counts.first_bad_index, counts.samples, counts.num_bad) == (first, samples, len(bad))
 
 
 def test_no_more_than_a_screenful_of_samples_is_listed():
-    census = stats_of(torch.full((500, 2), INF), census_for=FP16).census
-    assert census.samples == tuple(range(MAX_SAMPLES_LISTED))
-    assert census.num_posinf == 1000
+    counts = stats_of(torch.full((500, 2), INF), counts_for=FP16).counts
+    assert counts.samples == tuple(range(MAX_SAMPLES_LISTED))
+    assert counts.num_posinf == 1000
 
 
 def layouts():
@@ -138,7 +138,7 @@ def layouts():
 
 @pytest.mark.parametrize("tensor", [pytest.param(tensor, id=name) for name, tensor in layouts()])
 def test_any_strides_give_the_numbers_in_logical_order(tensor):
-    stats = stats_of(tensor, census_for=FP16)
+    stats = stats_of(tensor, counts_for=FP16)
     assert stats.shape == tuple(tensor.shape)
     assert (stats.min, stats.max) == (tensor.detach().min(), tensor.detach().max())
     assert np.array_equal(stats.sample, tensor.detach().flatten().numpy())
@@ -147,7 +147,7 @@ def test_any_strides_give_the_numbers_in_logical_order(tensor):
 def test_the_first_bad_index_is_logical_in_channels_last():
     tensor = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tensor[1, 0, 3, 4] = tensor[1, 2, 0, 0] = NAN
-    assert stats_of(tensor, census_for=FP16).census.first_bad_index == (1, 0, 3, 4)
+    assert stats_of(tensor, counts_for=FP16).counts.first_bad_index == (1, 0, 3, 4)
 
 
 def nothing_to_measure():
@@ -168,9 +168,9 @@ def nothing_to_measure():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("census_for", [None, FP16])
-def test_what_holds_no_plain_numbers_is_left_in_peace(census_for):
-    measured = [name for name, tensor in nothing_to_measure() if measure(tensor, census_for=census_for) is not None]
+@pytest.mark.parametrize("counts_for", [None, FP16])
+def test_what_holds_no_plain_numbers_is_left_in_peace(counts_for):
+    measured = [name for name, tensor in nothing_to_measure() if measure(tensor, counts_for=counts_for) is not None]
     assert measured == []
 
 
@@ -179,35 +179,35 @@ def test_what_holds_no_plain_numbers_is_left_in_peace(census_for):
     ("dtype", "part"), [(torch.complex32, FP16), (torch.complex64, FP32), (torch.complex128, FP64)]
 )
 def test_a_complex_tensor_is_measured_by_its_parts(dtype, part):
-    stats = stats_of(torch.tensor([3 - 4j, complex(INF, 0)]).to(dtype).conj(), census_for=FP16)
+    stats = stats_of(torch.tensor([3 - 4j, complex(INF, 0)]).to(dtype).conj(), counts_for=FP16)
     assert (stats.shape, stats.numel, stats.dtype) == ((2, 2), 4, part)
-    assert (stats.max, stats.census.num_posinf, stats.census.first_bad_index) == (4.0, 1, (1, 0))
+    assert (stats.max, stats.counts.num_posinf, stats.counts.first_bad_index) == (4.0, 1, (1, 0))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_a_nested_tensor_is_measured_over_all_its_rows(layout):
     tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.tensor([[NAN, -8.0, 0.0]])], layout=layout)
-    stats = stats_of(tensor, census_for=FP16)
-    assert (stats.numel, stats.absmax, stats.census.num_nan) == (9, 8.0, 1)
-    assert stats.census.samples == ()
+    stats = stats_of(tensor, counts_for=FP16)
+    assert (stats.numel, stats.absmax, stats.counts.num_nan) == (9, 8.0, 1)
+    assert stats.counts.samples == ()
 
 
 def test_a_tensor_under_vmap_is_measured_with_its_mapped_dimension():
     seen = []
 
     def double(row):
-        seen.append(measure(row, census_for=FP16))
+        seen.append(measure(row, counts_for=FP16))
         return row * 2
 
     torch.vmap(double)(torch.tensor([[1.0, 2.0], [INF, 4.0]]))
     (stats,) = collect([("", seen[0])])
-    assert (stats.shape, stats.census.first_bad_index, stats.absmax) == ((2, 2), (1, 0), 4.0)
+    assert (stats.shape, stats.counts.first_bad_index, stats.absmax) == ((2, 2), (1, 0), 4.0)
 
 
 def test_inference_tensors_are_measured():
     with torch.inference_mode():
-        assert stats_of(torch.tensor([1.0, NAN]), census_for=FP16).census.num_nan == 1
+        assert stats_of(torch.tensor([1.0, NAN]), counts_for=FP16).counts.num_nan == 1
 
 
 def test_a_small_tensor_is_its_own_sample_whatever_is_written_to_it_later():

@@ -1,6 +1,6 @@
 """The exponents plot: how every layer's values spread over the binary exponents, with the format's limits.
 
-In: a `Report` of a survey. Out: a matplotlib figure.
+In: a `Report` with per-sample statistics. Out: a matplotlib figure.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def draw_exponents(report: Report) -> Figure:
     fp32 shows what the low-precision format would have to hold.
 
     Raises:
-        NanDoctorError: the report is not that of a survey.
+        NanDoctorError: the report has no per-sample statistics.
     """
     layers = select_layers(report)
     histograms = [_histogram(pair) for pair in layers.pairs]
     if report.runs is None or not any(histograms):
         raise NanDoctorError(
             f"The report on {report.dump.path} holds no exponents.",
-            remedy="They are counted in a survey: `nandoctor plot DUMP --kind exponents`, or replay with --survey.",
+            remedy="Count them with `nandoctor plot DUMP --kind exponents`, or replay with --per-sample.",
         )
     low = report.runs.autocast.dtype
     limits = _find_limits(histograms, low)
@@ -67,7 +67,7 @@ def _histogram(pair: LayerPair) -> Histogram:
 def _count(row: LayerRow | None) -> Counter[int]:
     counts: Counter[int] = Counter()
     for stats in row.outputs if row is not None else ():
-        counts.update(dict(stats.census.exponents) if stats.census is not None else {})
+        counts.update(dict(stats.counts.exponents) if stats.counts is not None else {})
     return counts
 
 

@@ -90,7 +90,7 @@ def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Art
 def spread_of(row: LayerRow) -> Spread:
     """All outputs of a call together; the median is that of the largest one.
 
-    A non-finite tensor without a census has quantiles of its sample and no maximum: its 95 % quantile stands in.
+    A non-finite tensor without exact counts has quantiles of its sample and no maximum: its 95 % quantile stands in.
     """
     largest = max(row.outputs, key=lambda stats: stats.numel)
     tops = (stats.p95 if stats.absmax is None else stats.absmax for stats in row.outputs)

@@ -41,7 +41,7 @@ _NAMES = {
 
 
 def draw_samples(report: Report) -> Figure:
-    """Samples by layers, under autocast; how near a finite sample is to the limit is known from a survey alone.
+    """Draw samples by layers, under autocast; how near a finite sample is to the limit takes per-sample statistics.
 
     Layers whose dimension 0 is not the batch are left blank.
 
@@ -53,7 +53,7 @@ def draw_samples(report: Report) -> Figure:
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} does not tell the samples apart.",
-            remedy="They are counted in a survey: `nandoctor plot DUMP --kind samples`, or replay with --survey.",
+            remedy="Count them with `nandoctor plot DUMP --kind samples`, or replay with --per-sample.",
         )
     low = report.runs.autocast.dtype
     columns = [_classify(pair.autocast, num_samples, low) for pair in layers.pairs]
@@ -73,7 +73,7 @@ def _find_batch(report: Report, layers: Layers) -> int | None:
         min(stats.shape[0], MAX_SAMPLES)
         for pair in layers.pairs
         for stats in (pair.autocast.outputs if pair.autocast else ())
-        if stats.census is not None and stats.census.by_sample
+        if stats.counts is not None and stats.counts.by_sample
     )
     saved = {min(array.shape[0], MAX_SAMPLES) for array in report.dump.arrays if array.shape and array.role == "input"}
     likely = saved & set(counted) or set(counted)
@@ -86,7 +86,7 @@ def _classify(row: LayerRow | None, num_samples: int, low: FloatFormat) -> list[
     for stats in row.outputs if row is not None else ():
         if len(stats.shape) < 2 or min(stats.shape[0], MAX_SAMPLES) != num_samples:
             continue
-        counted = stats.census.by_sample if stats.census is not None else ()
+        counted = stats.counts.by_sample if stats.counts is not None else ()
         found = [_class_of(sample, low) for sample in counted] or [_FINITE if stats.finite else _BLANK] * num_samples
         classes = [max(pair) for pair in zip(classes, found, strict=True)]
     return classes
