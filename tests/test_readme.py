@@ -127,7 +127,7 @@ def test_every_document_can_be_reached_from_the_readme():
 def test_every_cause_of_the_catalogue_is_in_the_readme():
     codes = {
         re.search(r'^CODE = "([a-z-]+)"', path.read_text(), re.MULTILINE)[1]
-        for path in (ROOT / "nandoctor" / "rules").glob("*.py")
+        for path in (ROOT / "nandoctor" / "causes").glob("*.py")
         if "\nCODE = " in path.read_text()
     }
     text = README.read_text(encoding="utf-8")
