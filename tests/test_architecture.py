@@ -12,6 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "nandoctor").rglob("*.py"))
 SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py"))]
+LONG_FOR_NOW = {
+    "nandoctor/remedies/patches.py": "fixes that are written as source changes replace it",
+    "nandoctor/fixes/search.py": "the same change takes its candidates over",
+    "nandoctor/replaying/runner.py": "becomes FailingStep.run, with its preparation in a file of its own",
+    "nandoctor/replaying/interventions.py": "loses what source changes do instead",
+    "nandoctor/cli.py": "its options move to one record of settings",
+}
 
 
 def name_of(path):
@@ -25,9 +32,21 @@ def test_the_import_contracts_hold():
     assert "0 broken" in run.stdout
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_files_stay_under_500_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 500
+def test_files_are_short():
+    limits = {path: 400 if path in MODULES else 500 for path in SOURCES if name_of(path) not in LONG_FOR_NOW}
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in limits}
+    assert {name_of(path): lengths[path] for path in limits if lengths[path] >= limits[path]} == {}
+
+
+def test_names_of_tests_are_short():
+    names = [
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 60] == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -59,7 +78,7 @@ except SystemExit:
 @pytest.mark.parametrize(
     "code", ["import nandoctor; dir(nandoctor)", "import nandoctor.cli", HELP], ids=["package", "cli", "help"]
 )
-def test_torch_and_the_drawing_libraries_are_imported_only_when_they_are_needed(code):
+def test_heavy_libraries_are_imported_only_when_needed(code):
     assert imported_by(code).isdisjoint({"torch", "numpy", "matplotlib", "rich", "jinja2", "pandas"})
 
 

@@ -75,7 +75,7 @@ def test_exit_codes_of_a_check(arguments, code):
     assert result.stderr.startswith("nandoctor: ") is (code == 125)
 
 
-def test_a_check_that_fails_for_a_reason_of_our_own_judges_nothing(monkeypatch):
+def test_a_check_that_fails_by_itself_judges_nothing(monkeypatch):
     monkeypatch.setattr("nandoctor.case.replay_dump", lambda *_, **__: 1 / 0)
     assert run("replay", *SICK, "--check").exit_code == 125
 

@@ -81,7 +81,7 @@ def test_a_model_alone_is_told_what_half_and_mixed_precision_do(tmp_path):
     ]
 
 
-def test_layers_alike_are_one_row_and_a_group_norm_stores_its_root_in_fp16(tmp_path):
+def test_layers_alike_are_one_row_of_the_eps_table(tmp_path):
     (tmp_path / "net.py").write_text(
         "from torch import nn\n"
         "def make():\n"
@@ -117,7 +117,7 @@ def test_the_report_carries_the_audit():
     ]
 
 
-def test_the_report_on_a_failing_backward_pass_carries_what_its_forward_used(tmp_path):
+def test_a_failing_backward_reports_the_eps_of_its_forward(tmp_path):
     class Edge(nn.Module):
         def __init__(self):
             super().__init__()

@@ -72,7 +72,7 @@ def test_the_verdict_and_the_first_bad_module(make, image, verdict, module):
     assert report.next_steps
 
 
-def test_the_first_bad_layer_comes_with_its_inputs_and_what_fp32_has_there():
+def test_the_first_bad_layer_comes_with_inputs_and_fp32_values():
     image = torch.ones(4, 4) / 8
     image[2] = 1
     first = replay(Overflowing(), image=image).first_nonfinite
@@ -140,14 +140,14 @@ def poisoned_norm():
     return model
 
 
-def test_poisoned_buffers_are_found_in_eval_mode_although_train_mode_is_tried_first():
+def test_poisoned_buffers_are_found_in_eval_mode():
     report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=BAD)
     assert (report.verdict, report.first_nonfinite.module) == ("state", "norm")
     assert report.reproduction.attempts == ("train mode, seed 0: finite", "eval mode, seed 0: exact")
     assert report.runs.autocast.training is False
 
 
-def test_poisoned_buffers_are_not_blamed_for_what_fails_in_train_mode():
+def test_poisoned_buffers_are_not_blamed_in_train_mode():
     model = Chain(norm=nn.BatchNorm1d(4), shift=Returns(lambda x: x + 10), net=Overflowing())
     model.norm.running_var.fill_(NAN)
     report = replay(model, image=torch.rand(4, 4), logit=BAD)
@@ -173,7 +173,7 @@ class LogOfDropout(nn.Module):
         return torch.where(self.dropout(image) > 0, NAN, self.head(image))
 
 
-def test_a_few_seeds_are_tried_where_the_model_draws_random_numbers():
+def test_a_few_seeds_are_tried_where_the_model_is_random():
     model, image = LogOfDropout(), torch.ones(4, 64)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -205,7 +205,7 @@ class PassesOn(nn.Module):
         return self.net(inputs)
 
 
-def test_a_call_that_the_model_rejects_is_followed_by_the_next_likeliest():
+def test_a_rejected_call_is_followed_by_the_next_likeliest():
     report = replay(PassesOn(lambda inputs: torch.log(-inputs["image"])), image=IMAGE, logit=BAD)
     assert report.notes[0] == "Called as model({image}) in train mode, seed 0."
 
@@ -237,13 +237,13 @@ def test_sound_weights_alone_are_nothing_to_replay():
     assert "--call" in caught.value.remedy
 
 
-def test_weights_alone_are_replayed_by_a_call_that_makes_its_own_batch():
+def test_weights_alone_are_replayed_by_a_call_with_its_own_batch():
     model = Overflowing()
     settings = Settings(call=lambda model, batch: model(IMAGE))
     assert replay_dump(dump_of(model, layout="weights-only"), model, settings).verdict == "precision"
 
 
-def test_a_model_that_checks_for_nan_itself_is_replayed_up_to_there():
+def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
     def check(x):
         if not torch.isfinite(x["logit"]).all():
             raise FloatingPointError("NaN in the output")

@@ -35,7 +35,7 @@ def test_the_forward_of_a_copy_is_no_call_of_the_model(tmp_path):
     assert nandoctor.replay(dump, model=make_model).report.reproduction.grade == "exact"
 
 
-def test_a_whole_model_is_saved_and_comes_back_without_its_recorder(tmp_path):
+def test_a_whole_model_comes_back_without_its_recorder(tmp_path):
     model, file = make_model(), io.BytesIO()
     image, _ = make_batch()
     with Recorder(model, folder=tmp_path):

@@ -88,7 +88,7 @@ def test_poisoned_buffers_stay_out_of_the_dump(tmp_path):
 
 
 @each_optimizer
-def test_without_a_scaler_the_weights_are_saved_before_the_optimizer_spoils_them(tmp_path, fused):
+def test_without_a_scaler_weights_are_saved_before_the_update(tmp_path, fused):
     model = make_model()
     recorder = record(tmp_path, model)
     weights = train(model, recorder, loud={2}, num_steps=4, fused=fused)
@@ -128,7 +128,7 @@ def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
     assert nandoctor.replay(recorder.written[0]).report.reproduction.grade == "exact"
 
 
-def test_an_error_of_the_loops_own_survives_and_the_step_is_saved(tmp_path):
+def test_an_error_of_the_loop_survives_and_the_step_is_saved(tmp_path):
     model = make_model()
     recorder = Recorder(model, folder=tmp_path)
 
@@ -260,7 +260,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
             Recorder(nn.Linear(2, 2), folder=tmp_path, **wrong)
 
 
-def test_an_input_that_is_overwritten_is_not_passed_off_as_the_models(tmp_path):
+def test_an_overwritten_input_is_not_recorded_as_the_models(tmp_path):
     model = make_model()
     with Recorder(model, folder=tmp_path) as recorder:
         image, mask = make_batch(loud=True)

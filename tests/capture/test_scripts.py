@@ -52,7 +52,7 @@ def train(folder, **parts):
     return run(folder, "train.py")
 
 
-def test_a_script_that_trains_on_import_does_not_train_again_at_the_replay(tmp_path):
+def test_a_script_that_trains_on_import_does_not_train_again(tmp_path):
     train(tmp_path)
     replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
     assert "exact" in replay.stdout
@@ -62,7 +62,7 @@ def test_a_script_that_trains_on_import_does_not_train_again_at_the_replay(tmp_p
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["nan-step000000.pth"]
 
 
-def test_what_such_a_script_defines_too_late_is_said_to_be_missing_and_why(tmp_path):
+def test_what_a_script_defines_too_late_is_reported_missing(tmp_path):
     train(tmp_path, early="loss_of = lambda output, batch: output.float().mean()", late=LOSS)
     replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth", "--loss", "train.py:later")
     assert replay.returncode == 1
@@ -70,7 +70,7 @@ def test_what_such_a_script_defines_too_late_is_said_to_be_missing_and_why(tmp_p
 
 
 @pytest.mark.parametrize("end", ["raise RuntimeError('my own check')", "raise KeyboardInterrupt", ""])
-def test_a_recorder_that_nobody_closes_looks_at_the_last_step_when_python_ends(tmp_path, end):
+def test_an_unclosed_recorder_checks_the_last_step_at_exit(tmp_path, end):
     training = train(tmp_path, end=end)
     assert "next: nandoctor replay dumps/nan-step000000.pth" in training.stderr
     assert torch.load(tmp_path / "dumps" / "nan-step000000.pth", weights_only=True)["event"]["step"] == 0
@@ -82,7 +82,7 @@ def difference(a, b):
     return (a.float() - b.float()).square().mean()
 
 
-def test_a_loss_that_cannot_be_replayed_is_a_note_and_the_bad_call_is_the_one_that_is_graded(tmp_path, monkeypatch):
+def test_a_loss_that_cannot_be_replayed_becomes_a_note(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     model = Gambler()
     with Recorder(model, folder=tmp_path, loss=difference) as recorder:
@@ -95,7 +95,7 @@ def test_a_loss_that_cannot_be_replayed_is_a_note_and_the_bad_call_is_the_one_th
     assert any("The loss function raised AttributeError" in note for note in report.notes)
 
 
-def test_a_forward_for_another_models_optimizer_is_no_call_of_the_next_step(tmp_path):
+def test_a_forward_for_another_optimizer_is_no_call_of_the_step(tmp_path):
     """A discriminator is called for the generator's step as well, where nobody watches it."""
     judge, maker = Gambler(), Gambler()
     optimizer = torch.optim.SGD(maker.parameters(), 1e-3)

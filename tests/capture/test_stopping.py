@@ -123,7 +123,7 @@ def flags_of_a_device(monkeypatch):
 
 
 @pytest.mark.usefixtures("flags_of_a_device")
-def test_a_fused_optimizer_is_judged_a_step_late_and_the_file_says_so(tmp_path):
+def test_a_fused_optimizer_is_judged_a_step_late(tmp_path):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=0.5)
     with Recorder(model, folder=tmp_path, scaler=scaler) as recorder:
         train(recorder, model, scaler, 1.0, 1e20, 1.0, 1.0, fused=True)

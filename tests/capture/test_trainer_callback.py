@@ -85,7 +85,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_autocast_that_accelerate_wraps_around_a_forward_is_seen(tmp_path):
+def test_the_autocast_of_accelerate_is_seen(tmp_path):
     class Breaking(transformers.Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             if self.state.global_step == 2:

@@ -68,7 +68,7 @@ class TestEpsUnderflow:
         cause = eps_underflow.diagnose(self.saturated(*between).finding())
         assert "absorbed" in cause.explanation
 
-    def test_not_for_the_eps_of_a_norm_far_behind_a_saturated_sigmoid(self):
+    def test_not_for_the_eps_of_a_norm_far_behind_a_sigmoid(self):
         assert eps_underflow.diagnose(self.saturated("sigmoid").finding()) is None
 
     def test_a_derivative_that_fp32_has_too_is_none_of_its_business(self):
@@ -199,7 +199,7 @@ class TestWhereGradientTrap:
         return gradient_finding(recipe, 0, incoming=incoming, outgoing=outgoing)
 
     @pytest.mark.parametrize("between", [(), ("mul", "view")])
-    def test_zero_gradients_from_a_selection_meet_an_infinite_derivative(self, between):
+    def test_zero_gradients_of_a_where_meet_an_infinite_derivative(self, between):
         cause = where_gradient_trap.diagnose(self.finding(self.hidden(between=between)))
         assert cause.code == "where-gradient-trap"
 

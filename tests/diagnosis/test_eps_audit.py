@@ -151,7 +151,7 @@ def test_an_attribute_that_no_op_used_has_no_format():
     assert (use.place, use.dtype, use.effect) == ("module", None, None)
 
 
-def test_a_line_that_ran_in_two_formats_is_two_rows_and_every_further_call_joins_its_row():
+def test_a_line_that_ran_in_two_formats_is_two_rows():
     def divide(m, y):
         for tensor in (y, y.float(), y):
             y = tensor / (tensor.abs() + 1e-8)

@@ -48,17 +48,17 @@ def test_an_inner_module_returns_before_the_one_around_it():
     assert place(find_first(sick, HEALTHY)) == ("output", "a.b", None)
 
 
-def test_a_value_made_between_two_modules_belongs_to_the_forward_around_them():
+def test_a_value_between_modules_belongs_to_the_outer_forward():
     sick = trace(call("", 0, 7), call("a", 1, 6), call("a.b", 2, 3), call("a.c", 4, 5, inputs=(BAD,), outputs=(BAD,)))
     assert place(find_first(sick, HEALTHY)) == ("between", "a", "a.c")
 
 
-def test_a_value_made_in_the_forward_of_the_root_before_its_first_module():
+def test_a_value_made_in_the_root_before_its_first_module():
     sick = trace(call("", 0, 3), call("a", 1, 2, inputs=(BAD,)))
     assert place(find_first(sick, HEALTHY)) == ("between", "", "a")
 
 
-def test_a_value_made_after_the_last_module_belongs_to_the_module_that_returns_it():
+def test_a_value_after_the_last_module_belongs_to_its_caller():
     sick = trace(call("", 0, 5, outputs=(BAD,)), call("a", 1, 4, outputs=(BAD,)), call("a.b", 2, 3))
     assert place(find_first(sick, HEALTHY)) == ("output", "a", None)
 
@@ -120,7 +120,7 @@ def test_a_nan_where_fp32_has_a_mask_is_not_meant():
     assert place(find_first(sick, reference(*MASKED))) == ("output", "bias", None)
 
 
-def test_before_the_census_any_bad_value_at_the_place_of_a_mask_counts_as_meant():
+def test_uncounted_values_at_the_place_of_a_mask_are_intended():
     sick = trace(call("", 0, 3), call("bias", 1, 2, outputs=(without_census(stats(0.0, NAN)),)))
     assert find_first(sick, reference(*MASKED)) is None
 
@@ -139,7 +139,7 @@ def test_another_tensor_of_the_same_call_is_not_meant():
         (stats(1.0, 2.0), False),
     ],
 )
-def test_a_census_is_asked_for_where_there_is_none_of_what_is_bad_or_flushed(tensor, asks):
+def test_counts_are_requested_where_there_are_none(tensor, asks):
     assert needs_counts(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
 
 

@@ -12,7 +12,7 @@ from nandoctor.diagnosis.layer_comparison import align, first_unholdable, relati
 from nandoctor.evidence.formats import BF16, FP16
 
 
-def test_rows_stand_in_the_order_of_return_and_the_unfinished_come_last():
+def test_rows_are_in_order_of_return_and_unfinished_ones_last():
     run = trace(call("", 0, None), call("a", 1, 4), call("a.b", 2, 3), call("c", 5, None), raised="stop")
     assert [row.module for row in align(run, reference(), FP16)] == ["a.b", "a", "", "c"]
 
@@ -28,7 +28,7 @@ def test_a_call_that_the_other_run_never_made_has_no_error():
     assert row.rel_err is None
 
 
-def test_headroom_is_that_of_the_largest_output_in_the_low_format():
+def test_headroom_is_of_the_largest_output_in_the_low_format():
     run = trace(call("a", 0, 1, outputs=(stats(1.0), stats(-65504.0 / 4))), call("b", 2, 3, outputs=(stats(NAN),)))
     a, b = align(run, reference(), FP16)
     assert a.headroom_bits == pytest.approx(2.0)
@@ -66,7 +66,7 @@ def test_only_the_same_tensors_are_compared(other):
     assert relative_error((stats(1.0),), (other,)) is None
 
 
-def test_the_first_output_that_fp16_cannot_hold_goes_by_the_order_of_return():
+def test_the_first_output_past_fp16_goes_by_order_of_return():
     run = reference(
         call("", 0, 5, outputs=(stats(1e6),)), call("a", 1, 2), call("b", 3, 4, outputs=(GOOD, stats(-65520.0)))
     )
@@ -78,6 +78,6 @@ def test_65519_is_held_by_rounding():
     assert first_unholdable(reference(call("a", 0, 1, outputs=(stats(65519.0),))), FP16) is None
 
 
-def test_calls_without_a_finite_output_or_that_never_returned_are_passed_over():
+def test_calls_without_a_finite_output_are_passed_over():
     run = reference(call("", 0, None), call("a", 1, 2, outputs=(stats(NAN),)))
     assert first_unholdable(run, FP16) is None

@@ -34,7 +34,7 @@ def test_the_output_of_a_module_comes_with_what_fp32_has_there():
     assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), BAD, (BAD,), 1e6)
 
 
-def test_a_value_made_between_modules_is_compared_where_it_was_seen():
+def test_a_value_between_modules_is_compared_where_it_was_seen():
     sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(BAD,)))
     healthy = reference(call("", 0, 3), call("head", 1, 2, number=2, inputs=(BIG,)))
     found = first(sick, healthy)

@@ -295,7 +295,7 @@ def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
     }
 
 
-def test_the_trained_weights_come_before_their_average_and_other_nets(read):
+def test_trained_weights_come_before_averages_and_other_nets(read):
     average = {name: tensor * 0 for name, tensor in WEIGHTS.items()}
     dump = read(
         {"ema": {"module": average}, "criterion": {"a.weight": torch.ones(1)}, "model": WEIGHTS, "last_epoch": 2}
@@ -331,7 +331,7 @@ def test_a_model_without_weights_and_extra_state(read):
     assert dump.left_out == ("state_dict.encoder._extra_state",)
 
 
-def test_what_the_process_allows_torch_to_load_makes_no_difference(read):
+def test_safe_globals_of_the_process_make_no_difference(read):
     ours = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np.dtypes.Float32DType, argparse.Namespace]
     before = set(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals(ours)

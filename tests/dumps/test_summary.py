@@ -97,7 +97,7 @@ def test_poisoned_buffers_are_told_from_bad_weights(summary_of):
     assert any(sentence.startswith("The buffers are non-finite") for sentence in summary.missing)
 
 
-def test_a_nonfinite_array_of_unknown_name_is_taken_for_the_output(summary_of):
+def test_a_nonfinite_array_of_unknown_name_is_the_output(summary_of):
     bad = torch.tensor([1.0, NAN])
     roles = {entry.name: entry.role for entry in summary_of(heat=bad, extra=torch.ones(2), image=bad).arrays}
     assert roles == {"heat": "output", "extra": "unknown", "image": "input"}

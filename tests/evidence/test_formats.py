@@ -82,7 +82,7 @@ def test_values_near_the_limits_round_as_torch_does(float_format, data):
 
 
 @pytest.mark.parametrize("float_format", [FP16, BF16, FP8_E5M2], ids=str)
-def test_the_overflow_threshold_is_the_first_value_past_the_largest(float_format):
+def test_the_overflow_threshold_is_the_first_value_past_max(float_format):
     threshold = float_format.overflow_threshold
     below = math.nextafter(threshold, 0)
     assert not float_format.holds(threshold)
@@ -92,7 +92,7 @@ def test_the_overflow_threshold_is_the_first_value_past_the_largest(float_format
 
 
 @pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
-def test_the_flush_threshold_is_the_last_value_that_rounds_to_zero(float_format):
+def test_the_flush_threshold_is_the_last_value_rounded_to_zero(float_format):
     threshold = float_format.flush_threshold
     assert float_format.round(threshold) == 0.0
     assert float_format.round(math.nextafter(threshold, 1)) == float_format.smallest_subnormal
@@ -144,7 +144,7 @@ def test_formats_are_found_by_the_names_of_torch():
 
 @pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
 @pytest.mark.parametrize("addend", [1e-12, 2.9e-8, 3e-8, 1e-7, 2.0**-14, 1e-5, 1e-3, 0.37, 3.0])
-def test_from_the_absorbing_magnitude_on_every_value_swallows_the_addend_and_before_it_not(float_format, addend):
+def test_the_absorbing_magnitude_is_where_an_addend_is_lost(float_format, addend):
     values = values_of(float_format).tolist()
     start = float_format.absorbed_from(addend)
     swallow = {x: cast(x + addend, float_format) == x for x in values}
@@ -152,6 +152,6 @@ def test_from_the_absorbing_magnitude_on_every_value_swallows_the_addend_and_bef
     assert start == 0 or not all(swallow[x] for x in values if start / 2 <= x < start)
 
 
-def test_nothing_swallows_what_is_larger_than_half_a_step_of_the_largest():
+def test_nothing_absorbs_more_than_half_a_step_of_the_largest():
     assert FP16.absorbed_from(16.0) == math.inf
     assert FP16.absorbed_from(15.9) == 2.0**15

@@ -34,7 +34,7 @@ def test_the_error_is_relative():
     assert rounded.rel_err == pytest.approx(0.19209, abs=1e-5)
 
 
-def test_a_power_of_two_is_exact_and_absorbed_from_two_more_than_its_fraction_on():
+def test_a_power_of_two_is_exact_and_absorbed_late():
     rounded = round_constant(2.0**-10, FP16)
     assert (rounded.rel_err, rounded.absorbed_from) == (0.0, 4.0)
 

@@ -63,7 +63,7 @@ def test_a_guess_with_more_than_is_needed_is_cut_down():
     assert found == (4,)
 
 
-def test_leaving_any_member_out_brings_it_back_even_where_more_can_hurt():
+def test_leaving_any_member_out_brings_the_failure_back():
     def cures(kept):  # 5 spoils what 2 and 8 cure, unless 6 is there
         return {2, 8} <= set(kept) and (5 not in kept or 6 in kept)
 

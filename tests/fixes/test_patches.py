@@ -59,7 +59,7 @@ def test_a_constant_that_is_not_in_the_line_is_told_in_words(text, what):
     assert patch.splitlines()[1:] == [f"#   {text}", f"# {what}; it is 1e-8 now"]
 
 
-def test_rows_within_torch_s_own_attention_are_opened_by_the_mask_that_it_gets():
+def test_rows_within_torchs_attention_are_opened_by_its_mask():
     site = OpSite(
         module="attention", type="MultiheadAttention", op="softmax", source=at("y = self.attention(x)").source
     )
@@ -152,7 +152,7 @@ def test_titles_name_the_line_and_numbers_as_code_does():
     assert write_title(clamp) == "Clamp the argument of log to at least 1e-12 in line 45 of unet.py"
 
 
-def test_what_has_to_be_in_fp32_is_not_lifted_out_with_the_module_that_it_goes_into():
+def test_an_fp32_operand_is_not_lifted_out_with_its_module():
     site = at("return self.norm(self.conv(x) * (1 + gain) + shift)", "")
     assert write_patch(KeepOp(site=site)).splitlines()[1:] == [
         "h = self.conv(x)  # as it was, outside",

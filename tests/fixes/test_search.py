@@ -190,7 +190,7 @@ def dice(p, batch):
     return 1 - (p * p).mean() / ((p * p).mean() + 1e-8)
 
 
-def test_an_output_that_the_format_cannot_tell_from_fp32_is_in_agreement(tmp_path):
+def test_an_output_within_the_formats_rounding_agrees(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
     assert report.cause.code == "eps-underflow"
     assert report.fixes[0].verified

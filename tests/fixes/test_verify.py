@@ -96,7 +96,7 @@ def test_a_clamp_that_cuts_values_off_is_no_cure(setup):
     assert not judgement.cures
 
 
-def test_leaving_the_sample_out_is_judged_against_fp32_without_it(setup):
+def test_leaving_a_sample_out_is_judged_against_fp32_without_it(setup):
     judgement = make_trials(setup).judge(KeepSamples(samples=(0,)))
     assert judgement.cures
     assert not make_trials(setup).cures(KeepSamples(samples=(1,)))

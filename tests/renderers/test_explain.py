@@ -40,7 +40,7 @@ def test_everything_that_a_page_has_to_say_is_printed(page):
         assert paragraph == "None." or paragraph in shown
 
 
-def test_lines_stay_short_on_a_wide_terminal_and_fit_a_narrow_one():
+def test_lines_are_short_on_a_wide_terminal_and_fit_a_narrow_one():
     page = find_page("poisoned-buffers")
     assert max(map(len, lines_of(printed(page, width=200)))) <= 88
     assert max(map(len, lines_of(printed(page, width=40)))) <= 40

@@ -156,7 +156,7 @@ def test_the_first_value_too_large_and_an_early_end():
     assert len(told["raised"]) < 200
 
 
-def test_the_first_value_too_large_is_no_news_where_it_is_the_first_bad_one():
+def test_the_first_value_too_large_is_not_told_twice():
     made = factory.precision()
     assert "too large" not in facts(replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.label)))
 

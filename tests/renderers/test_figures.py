@@ -183,7 +183,7 @@ def test_any_magnitude_leaves_an_axis(size, low):
     assert 0 < bottom < top < float("inf")
 
 
-def test_a_layer_whose_maximum_is_unknown_reaches_to_its_95_percent_quantile():
+def test_a_layer_without_a_maximum_reaches_to_its_95_percentile():
     sampled = replace(factory.tensor(8.0), finite=False, min=None, max=None, absmax=None)
     (axes,) = draw_ranges(report_on((sampled, factory.tensor(8.0)))).axes
     assert bars(axes)[1] == pytest.approx((8.0 / 300, 4.0))

@@ -87,7 +87,7 @@ def test_what_did_not_cure_comes_last_and_says_so():
     assert facts(failed)[0] == ("cure", "none of 1 tried held: Clamp what add returns")
 
 
-def test_a_long_patch_is_cut_on_the_terminal_and_whole_in_the_report():
+def test_a_long_patch_is_cut_on_the_terminal_only():
     made = factory.cured()
     long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, fixes=(long,))

@@ -125,7 +125,7 @@ def test_a_damaged_report_names_file_and_place(saved):
         read_report(saved)
 
 
-def test_a_report_cut_at_any_key_is_refused_or_filled_by_its_default(saved):
+def test_a_report_without_any_one_key_is_refused_or_filled(saved):
     whole = json.loads(saved.read_text())
     required = {"verdict", "headline", "reproduction", "first_nonfinite", "runs", "dump", "environment"}
     for key in whole.keys() - {"schema"}:

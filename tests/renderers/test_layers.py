@@ -79,7 +79,7 @@ def test_a_run_that_raised_is_filled_up_from_the_other():
     assert layers.pairs[1].fp32 == fp32[1]
 
 
-def test_a_value_seen_going_into_a_container_is_marked_before_its_first_layer():
+def test_a_value_going_into_a_container_marks_its_first_layer():
     first_block = block(residual=True)[:3]
     second = tuple(replace(row, module=row.module.replace("block", "next")) for row in first_block)
     made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in="next")

@@ -55,7 +55,7 @@ def sort_by(browser, column):
 
 
 @pytest.mark.parametrize("name", ["cured", "large", "hostile", "weights", "huge"])
-def test_it_opens_from_disk_without_a_request_and_without_a_complaint(name, browser, pages):
+def test_it_opens_from_disk_without_requests_or_complaints(name, browser, pages):
     browser.look()
     browser.open(pages[name])
     browser.run("new Promise(done => setTimeout(done, 200))")
@@ -80,7 +80,7 @@ def test_sorting_goes_down_up_and_back_to_the_tree(opened):
     assert opened.run(NAMES) == tree
 
 
-def test_what_is_not_finite_sorts_above_every_number_and_what_is_missing_below(opened):
+def test_nonfinite_sorts_above_numbers_and_missing_below(opened):
     sort_by(opened, 2)
     cells = opened.run(CELLS.format(2))
     assert cells[: cells.count("NaN")] == ["NaN"] * cells.count("NaN")

@@ -182,7 +182,7 @@ def test_how_far_the_damage_reaches(grid, text):
     assert describe_spread(grid) == text
 
 
-def test_cells_of_a_large_dimension_are_told_by_the_places_in_them():
+def test_cells_of_a_large_dimension_are_told_by_their_places():
     counts = (tuple(int(cell in (3, 4)) for cell in range(32)),)
     grid = Grid(dims=(1,), sizes=(100,), numel=100, counts=counts)
     cells = np.arange(100) * 32 // 100

@@ -105,7 +105,7 @@ def test_the_kinds_of_a_bad_layer_stand_in_its_cell():
         assert table_rows(printed(report, width=120))["encoder.blocks.2.attention"][1] == text
 
 
-def test_a_layer_past_the_format_has_negative_headroom_and_an_empty_bar():
+def test_a_layer_past_the_format_has_negative_headroom():
     made = factory.network(4, growth=32.0)
     text = printed(factory.report(made))
     assert re.search(r"mlp .* -\d+\.\d ░░░░░", text)

@@ -30,7 +30,7 @@ def test_parents_stand_before_what_they_hold():
     assert all(row.shown and not row.folded for row in rows)
 
 
-def test_a_large_model_is_folded_but_for_the_way_to_the_first_bad_layer():
+def test_a_large_model_is_folded_but_for_the_first_bad_layer():
     rows = make_tree(factory.precision(400, bad_from=250)).rows
     shown = [row for row in rows if row.shown]
     assert len(rows) == 501
@@ -51,7 +51,7 @@ def test_calls_of_one_module_stand_together():
     ]
 
 
-def test_of_very_large_models_the_rows_around_the_first_bad_one_are_kept(monkeypatch):
+def test_of_very_large_models_rows_near_the_first_bad_are_kept(monkeypatch):
     monkeypatch.setattr(tree, "MAX_ROWS", 50)
     made = make_tree(factory.precision(400, bad_from=250))
     assert (len(made.rows), made.num_calls) == (50, 501)

@@ -59,7 +59,7 @@ def script(name="Net", **fields):
     return Reference(**{"module": "__main__", "name": name, "file": "script_of_the_test.py", **fields})
 
 
-def test_a_class_of_the_working_directory_is_built_with_its_arguments(project):
+def test_a_class_of_the_working_directory_gets_its_arguments(project):
     model = find_model(script(arguments={"width": 3}), DUMP)()
     assert (type(model).__name__, model.linear.in_features) == ("Net", 3)
     assert type(find_model(script("Net.Inner"), DUMP)()).__name__ == "Inner"
@@ -117,7 +117,7 @@ def test_a_model_from_a_console_has_to_be_named(project):
         find_model(None, DUMP)
 
 
-def test_the_loss_is_used_while_its_source_is_that_of_the_training(project):
+def test_the_loss_is_used_while_its_source_is_unchanged(project):
     source = project / "script_of_the_test.py"
     reference = script("loss", sha256=hash_of(source))
     loss, notes = find_loss(reference)

@@ -53,7 +53,7 @@ def test_nans_of_any_bits_are_one():
     assert grade_of(bits.flip(0), bits).grade == "exact"
 
 
-def test_the_error_is_that_of_the_finite_elements_over_the_largest():
+def test_the_error_is_of_finite_elements_over_the_largest():
     reproduction = grade_of(torch.tensor([[1.5, NAN], [INF, -4.0]]))
     assert reproduction.max_rel_err == pytest.approx(0.5 / 4)
     assert (reproduction.num_bad_saved, reproduction.num_bad_replayed, reproduction.numel) == (2, 2, 4)

@@ -205,7 +205,7 @@ def test_a_dict_that_is_passed_on_is_the_second_choice():
     assert descriptions == ["model(inputs=image)", "model({image})"]
 
 
-def test_a_tensor_is_the_second_choice_for_a_parameter_that_looks_like_a_dict():
+def test_a_dict_parameter_takes_a_tensor_as_second_choice():
     bindings = find_bindings(model_of(dict_by_name), {"image": IMAGE}, ["image"])
     assert [binding.description for binding in bindings] == ["model({image})", "model(batch=image)"]
     assert [binding.arrays for binding in bindings] == [("image",), ("image",)]
@@ -239,7 +239,7 @@ def test_wrappers_are_looked_through(wrap):
     assert [binding.description for binding in bindings] == ["model(mask, image)"]
 
 
-def test_a_model_with_a_child_called_module_has_its_own_signature():
+def test_a_model_with_a_child_called_module_keeps_its_signature():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -354,7 +354,7 @@ def test_the_user_asks_for_a_dict_of_everything():
 
 
 @pytest.mark.parametrize("inputs", [["pixels"], ["image", "mask=pixels"], [""]])
-def test_an_input_that_is_not_there_is_an_error_that_lists_the_names(inputs):
+def test_a_missing_input_is_an_error_that_lists_the_names(inputs):
     with pytest.raises(ModelError, match="has no array") as caught:
         bind_inputs(inputs, {"image": IMAGE, "step": 3}, ["image"])
     assert "image, step" in caught.value.remedy

@@ -108,7 +108,7 @@ def test_keeping_own_ops_leaves_children_under_autocast():
     assert dtypes(execute(setup, KeepModule(module="branch", children=False)))["branch"] is FP32
 
 
-def test_own_ops_of_a_module_within_own_ops_leave_children_under_autocast():
+def test_nested_own_ops_leave_children_under_autocast():
     kept = KeepModule(module="", children=False), KeepModule(module="branch", children=False)
     ops = execute(make_setup(), *kept, watch=CLOSELY).trace.ops
     assert next(op.outputs[0].dtype for op in ops if op.module == "branch.inner") is FP16
@@ -208,7 +208,7 @@ def test_an_attribute_is_set_and_put_back():
     assert setup.model.branch.eps == 1e-8
 
 
-def test_scaling_before_a_product_gives_the_same_and_leaves_the_division_out():
+def test_scaling_before_a_product_leaves_the_division_out():
     setup = make_setup()
     edit = ScaleFirst(product=site_of(setup, "matmul"), scale=site_of(setup, "div"), factor=1 / 8)
     assert torch.allclose(execute(setup, edit).output, execute(setup).output, atol=1e-3)

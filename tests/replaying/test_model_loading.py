@@ -154,7 +154,7 @@ def test_a_file_imports_its_siblings(write):
     assert type(build_model(f"{path}:make", {})).__name__ == "Block"
 
 
-def test_a_file_may_import_a_sibling_as_late_as_when_the_model_is_built(write):
+def test_a_file_may_import_a_sibling_when_the_model_is_built(write):
     write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
     path = write("net.py", "def make():\n    from blocks import Block\n    return Block(2, 2)")
     assert type(build_model(f"{path}:make", {})).__name__ == "Block"
@@ -200,7 +200,7 @@ def test_two_projects_with_files_of_the_same_names_keep_apart(write, tmp_path, l
 
 
 @pytest.mark.parametrize("stem", ["types", "torch", "numpy"])
-def test_a_file_called_like_an_installed_module_does_not_take_its_place(write, stem):
+def test_a_file_named_like_an_installed_module_is_kept_apart(write, stem):
     known = sys.modules[stem]
     path = write(f"{stem}.py", "import types\nimport torch\nclass Net(torch.nn.Identity): ...\ntypes.SimpleNamespace()")
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_a_live_module_is_copied():
     assert model.weight.abs().sum() > 0
 
 
-def test_a_live_module_that_cannot_be_copied_says_what_to_pass_instead():
+def test_a_module_that_cannot_be_copied_says_what_to_pass():
     model = nn.Linear(2, 2)
     model.cache = torch.ones(1, requires_grad=True) * 2
     with pytest.raises(ModelError, match="Linear cannot be copied") as caught:

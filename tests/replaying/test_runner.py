@@ -203,7 +203,7 @@ def test_a_model_that_takes_gradients_on_its_way_gets_them():
     assert [call.key for call in outcome.trace.calls] == [("", 0), ("part", 0), ("force", 0)]
 
 
-def test_a_forward_that_needs_a_graph_for_its_weights_runs_once_more_from_the_same_state():
+def test_a_forward_that_needs_a_graph_runs_once_more():
     model = nn.Linear(4, 1)
     seen = []
 
@@ -226,7 +226,7 @@ def test_a_forward_that_needs_a_graph_for_its_weights_runs_once_more_from_the_sa
     assert seen[0] == seen[1]
 
 
-def test_a_forward_that_raises_on_finite_values_is_called_wrongly():
+def test_a_forward_that_raises_on_finite_values_is_miscalled():
     with pytest.raises(ModelError, match=r"raised ValueError at .*tiny_models\.py:\d+: refused") as caught:
         run_once(failing(nn.Identity()))
     assert "--inputs" in caught.value.remedy
@@ -238,7 +238,7 @@ def refuses_bad_values(x):
     return x
 
 
-def test_a_model_that_itself_raises_on_bad_values_is_recorded_up_to_there():
+def test_a_model_that_raises_on_nan_is_recorded_up_to_there():
     outcome = run_once(Chain(net=Overflowing(), check=Returns(refuses_bad_values)), policy=CUDA)
     assert outcome.output is None
     assert outcome.trace.raised.startswith("AssertionError: the output is NaN")

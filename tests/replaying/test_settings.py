@@ -132,7 +132,7 @@ def test_patterns_choose_by_path_within_the_project_or_by_name(project, monkeypa
         ("[[tool.nandoctor.dumps]]\npattern = '*'\nsede = 1", "There is no setting 'sede'"),
     ],
 )
-def test_keys_and_values_that_mean_nothing_are_refused_by_the_file_that_holds_them(project, table, message):
+def test_unknown_keys_and_values_are_refused_by_their_file(project, table, message):
     folder = project(f"[tool.nandoctor]\n{table}")
     with pytest.raises(NanDoctorError, match=message) as caught:
         read_settings(Path("dump.pth"), start=folder)

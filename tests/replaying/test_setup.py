@@ -151,7 +151,7 @@ def test_what_does_not_fit_says_what_to_do(model, settings, error, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there_is_an_error_that_names_the_emulation():
+def test_missing_cuda_is_an_error_that_names_the_emulation():
     with pytest.raises(NanDoctorError, match="no CUDA device") as caught:
         prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(device="cuda"))
     assert "CPU replays a CUDA run" in caught.value.remedy

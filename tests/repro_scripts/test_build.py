@@ -83,7 +83,7 @@ def scripts(tmp_path_factory):
 
 @pytest.mark.usefixtures("in_the_project")
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.stem)
-def test_the_script_of_a_sample_runs_with_torch_alone_and_fails_as_it_says(sample, tmp_path):
+def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
     script = tmp_path / "repro.py"
     result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample.name}", "-o", str(script)])
     assert (result.exit_code, result.stdout) == (0, "")
@@ -93,7 +93,7 @@ def test_the_script_of_a_sample_runs_with_torch_alone_and_fails_as_it_says(sampl
     assert sample.name in script.read_text(encoding="utf-8")
 
 
-def test_the_scripts_of_sick_models_run_with_torch_alone_and_fail_as_they_say(scripts):
+def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
     assert [line for line in lines if not (line.startswith("ok ") and line.endswith(" True"))] == []
@@ -101,7 +101,7 @@ def test_the_scripts_of_sick_models_run_with_torch_alone_and_fail_as_they_say(sc
     assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
 
 
-def test_the_scripts_of_sick_models_have_a_case_that_passes_and_fit_on_a_screen(scripts):
+def test_the_scripts_have_a_passing_case_and_fit_on_a_screen(scripts):
     texts = {name: path.read_text(encoding="utf-8") for name, path in scripts.items()}
     assert [name for name, text in texts.items() if "passing = case(" not in text] == []
     assert [name for name, text in texts.items() if len(text.splitlines()) > 50] == []
@@ -117,7 +117,7 @@ def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
     assert [name for name in blamed if "# The same in fp32" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
-def test_a_lost_eps_is_shown_with_the_line_that_lost_it_and_is_raised_just_enough(scripts):
+def test_a_lost_eps_is_shown_and_raised_just_enough(scripts):
     text = scripts["eps/digital-silence"].read_text(encoding="utf-8")
     assert "eps=1e-08" in text
     assert "case(x, eps=3e-08)" in text  # the smallest two digits that fp16 does not round to zero

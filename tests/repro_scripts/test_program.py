@@ -88,7 +88,7 @@ def test_the_one_row_that_fails_is_what_is_left():
     assert found.leaves["x"].tolist() == [[0.0]]
 
 
-def test_what_failed_by_range_does_not_become_a_failure_of_its_own():
+def test_a_failure_by_range_does_not_become_another_failure():
     """1 / 1e-5 overflows in fp16 alone; made plainer still, to zero, it would be infinite in fp32 too."""
     found = smallest(program("torch.reciprocal", half(1e-5, 1.0)))
     assert find_failure(found).finite_in_fp32
@@ -115,7 +115,7 @@ def test_the_nearest_case_that_passes(case, expression):
     assert not kinds_of(found.program.run())
 
 
-def test_a_constant_that_the_format_cannot_hold_becomes_its_largest():
+def test_a_constant_too_large_for_the_format_becomes_its_max():
     found = mend(program("torch.mul", half(1.0), numbers={"constant": -1e9}))
     assert found.changes == {"constant": "-65504.0"}
 
@@ -219,7 +219,7 @@ def test_gradients_of_an_op_that_wrote_in_place(tmp_path):
     assert "in the gradients of torch.sqrt" in script
 
 
-def test_a_derivative_that_lost_its_eps_is_shown_with_the_op_that_lost_it(tmp_path):
+def test_a_derivative_that_lost_its_eps_is_shown_with_its_op(tmp_path):
     script = script_of(
         lambda y: torch.sqrt(y * 0 + 1e-9), torch.ones(2, 4), tmp_path, loss=lambda out, _: out.float().sum()
     )

@@ -172,7 +172,7 @@ def test_a_mean_of_nothing_leaves_every_gradient_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.phase == "state"], ids=lambda case: case.name)
-def test_bad_state_is_in_the_module_that_it_names_and_nowhere_else(case: Case) -> None:
+def test_bad_state_is_in_the_module_that_it_names_alone(case: Case) -> None:
     model = case.build()
     guilty = model.get_submodule(case.module)
     kind = "parameters" if case.cause == "poisoned-weights" else "buffers"

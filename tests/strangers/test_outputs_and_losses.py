@@ -64,7 +64,7 @@ def test_a_masked_logit_does_not_hide_a_sick_gradient(examine):
 @pytest.mark.parametrize(
     "cut", [lambda x: x.clamp(-1, 1), torch.sigmoid, torch.tanh, nn.functional.hardtanh, nn.functional.relu6]
 )
-def test_an_infinity_that_a_saturating_function_removes_is_healthy(examine, cut):
+def test_an_infinity_removed_by_saturation_is_healthy(examine, cut):
     class Saturated(nn.Module):
         def forward(self, x):
             return cut(x.half() * 6e4)

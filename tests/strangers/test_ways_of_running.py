@@ -193,7 +193,7 @@ def test_a_region_without_autocast_is_innocent(examine):
     assert blamed(examine(Between(Careful()), {"x": 1e3 * normal(3, 8)})) == HEALTHY
 
 
-def test_what_leaves_a_region_without_autocast_is_too_large_for_the_next_layer(examine):
+def test_what_leaves_an_fp32_region_is_too_large_for_the_next(examine):
     class Careless(nn.Module):
         def forward(self, x):
             with torch.autocast("cuda", enabled=False):
@@ -239,7 +239,7 @@ def test_complex_numbers_divided_by_zero(examine):
     assert blamed(report) == ("numerics", "middle", "div", "division-by-zero")
 
 
-def test_jagged_tensors_cannot_be_watched_op_by_op_but_module_by_module(examine):
+def test_jagged_tensors_are_watched_module_by_module(examine):
     class Jagged(nn.Module):
         def __init__(self):
             super().__init__()

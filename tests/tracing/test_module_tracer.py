@@ -90,7 +90,7 @@ def test_a_generator_is_left_for_the_caller():
     assert tracer.calls()[0].outputs == ()
 
 
-def test_calls_stand_in_the_order_of_entry_with_depth_and_one_clock():
+def test_calls_are_in_order_of_entry_with_depth_and_one_clock():
     calls = trace(Chain(inner=Chain(leaf=nn.ReLU()), last=nn.Tanh()), ONE)
     assert [(call.module, call.type, call.depth, call.enter, call.leave) for call in calls] == [
         ("", "Chain", 0, 0, 7),
@@ -120,7 +120,7 @@ def test_a_module_that_calls_itself_is_recorded_inside_out():
     assert [call.inputs[0].absmax for call in calls] == [1.0, 0.5, 0.25]
 
 
-def test_inputs_are_read_before_an_in_place_module_writes_over_them():
+def test_inputs_are_read_before_an_in_place_module_writes():
     _, relu = trace(Chain(relu=nn.ReLU(inplace=True)), torch.tensor([-4.0, 2.0]))
     assert (relu.inputs[0].min, relu.outputs[0].min) == (-4.0, 0.0)
     assert relu.inputs[0].sample.tolist() == [-4.0, 2.0]
@@ -148,7 +148,7 @@ def test_inference_tensors_are_read_every_time():
     assert (zero.inputs[0].max, last.inputs[0].max) == (1.0, 0.0)
 
 
-def test_an_exception_passes_through_and_the_open_calls_never_return():
+def test_an_exception_passes_and_open_calls_never_return():
     model = Chain(first=nn.ReLU(), last=Raises())
     tracer = Tracer(model, counts_for=FP16)
     with pytest.raises(ValueError, match="refused"), tracer:
@@ -156,7 +156,7 @@ def test_an_exception_passes_through_and_the_open_calls_never_return():
     assert [(call.module, call.leave) for call in tracer.calls()] == [("", None), ("first", 2), ("last", None)]
 
 
-def test_a_caught_exception_ends_the_calls_that_it_passed_and_no_other():
+def test_a_caught_exception_ends_only_the_calls_it_passed():
     calls = trace(FallsBack(), ONE)
     assert [(call.module, call.depth, call.leave is None) for call in calls] == [
         ("", 0, False),
@@ -237,7 +237,7 @@ def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
     assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].counts is None
 
 
-def test_a_tensor_read_without_a_census_gets_one_when_it_is_read_again_for_one():
+def test_a_tensor_read_again_for_counts_gets_them():
     tensor = torch.tensor([math.nan, 1.0])
     with Tracer(nn.Identity(), counts_for=FP16) as tracer:
         first, second = tracer.read(tensor), tracer.read(tensor, counts=True)
@@ -318,7 +318,7 @@ def test_modules_under_a_function_transform_are_measured(transform):
     assert leaf.outputs[0].max == pytest.approx(math.tanh(0.5))
 
 
-def test_tensors_of_a_subclass_are_measured_without_its_own_function():
+def test_tensors_of_a_subclass_are_measured_as_plain_ones():
     class Refuses(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):

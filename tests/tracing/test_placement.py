@@ -49,7 +49,7 @@ def test_a_scalar_has_no_place():
 
 
 @pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
-def test_large_dimensions_are_joined_into_cells_and_nothing_is_lost(size):
+def test_large_dimensions_are_joined_into_cells_without_loss(size):
     torch.manual_seed(0)
     bad = torch.rand(2, size, 50) < 0.3
     grid = place_bad(bad)

@@ -63,7 +63,7 @@ def test_one_bad_element_anywhere_is_seen(dtype, bad):
     assert stats.absmax is None
 
 
-def test_a_large_finite_fp16_tensor_is_finite_although_its_fp16_sum_is_not():
+def test_a_finite_fp16_tensor_with_an_infinite_sum_is_finite():
     assert stats_of(torch.full((4096,), 60000.0, dtype=torch.float16)).finite
 
 
@@ -193,7 +193,7 @@ def test_a_nested_tensor_is_measured_over_all_its_rows(layout):
     assert stats.counts.samples == ()
 
 
-def test_a_tensor_under_vmap_is_measured_with_its_mapped_dimension():
+def test_a_tensor_under_vmap_keeps_its_mapped_dimension():
     seen = []
 
     def double(row):
@@ -210,7 +210,7 @@ def test_inference_tensors_are_measured():
         assert stats_of(torch.tensor([1.0, NAN]), counts_for=FP16).counts.num_nan == 1
 
 
-def test_a_small_tensor_is_its_own_sample_whatever_is_written_to_it_later():
+def test_the_sample_of_a_small_tensor_is_a_copy():
     tensor = torch.arange(6.0)
     reading = measure(tensor)
     tensor.zero_()
@@ -218,7 +218,7 @@ def test_a_small_tensor_is_its_own_sample_whatever_is_written_to_it_later():
 
 
 @pytest.mark.parametrize("width", [64, 100, 256, 1000])
-def test_the_sample_of_a_large_tensor_is_spread_over_rows_and_columns(width):
+def test_the_sample_of_a_large_tensor_spans_rows_and_columns(width):
     columns = torch.arange(float(width)).expand(1000, width)
     for positions, size in ((columns, width), (torch.arange(1000.0)[:, None].expand(1000, width), 1000)):
         sample = stats_of(positions).sample
