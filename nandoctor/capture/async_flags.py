@@ -1,4 +1,4 @@
-"""Flags that are raised on a device and read later, without making the device wait.
+"""Flags that are computed on a device and read later, without making the device wait.
 
 In: tensors. Out: `Flag`, read when its copy has long arrived.
 """
@@ -29,7 +29,7 @@ class Flag:
 
     @property
     def on_device(self) -> bool:
-        """Whether reading it may have to wait."""
+        """True if reading it may have to wait."""
         return self._event is not None
 
     def values(self) -> list[float]:
@@ -39,17 +39,17 @@ class Flag:
         return [float(item) for item in self._host.flatten().tolist()]
 
 
-def raise_flag(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """One bool on the device: whether any element of the floating-point tensors is NaN or Inf; None without any."""
-    bad = [~torch.isfinite(values).all() for values in tensors if values.is_floating_point() or values.is_complex()]
-    if not bad:
+def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """One bool on the device: True if any element of the floating-point tensors is NaN or Inf; None without any."""
+    found = [~torch.isfinite(values).all() for values in tensors if values.is_floating_point() or values.is_complex()]
+    if not found:
         return None
-    device = bad[0].device
-    return bad[0] if len(bad) == 1 else torch.stack([flag.to(device) for flag in bad]).any()
+    device = found[0].device
+    return found[0] if len(found) == 1 else torch.stack([flag.to(device) for flag in found]).any()
 
 
-def agree(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
-    """[whether it is so here, ..., whether it is so anywhere]; to ask all, every rank must do so at the same step."""
+def reduce_over_ranks(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
+    """[the flag of this rank, ..., True if any rank's is]; to ask all, every rank must do so at the same step."""
     if not ask_all or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return local
     both = torch.stack([local, local]).float()

@@ -1,6 +1,6 @@
 """What goes into a dump, put together when one is written.
 
-In: a moment, its observer and the history. Out: the contents of a `nandoctor.dump/1` file.
+In: a recorded step, the model, the optimizers and the history. Out: the contents of a `nandoctor.dump/1` file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
-from nandoctor.capture.history import History, StepResult
+from nandoctor.capture.observer import Observer
 from nandoctor.capture.source_info import describe_model
-from nandoctor.capture.step import Moment, Observer
+from nandoctor.capture.step import RecordedStep
+from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.dumps.recorded_format import FORMAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origins:
+class ModelSources:
     """How the model and the loss are made: what the user told, and where their sources were when training began.
 
     `built`: `model` is the source of a builder, not of the model's class.
@@ -33,61 +34,83 @@ class Origins:
     method: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What all steps of a run have in common; `keep_optimizer`: its whole state goes into each file."""
+
+    observer: Observer
+    sources: ModelSources
+    scaler: Any
+    keep_optimizer: bool
+
+
 def describe(
-    moment: Moment, result: StepResult, event: str, observer: Observer, origins: Origins, history: History
+    training: Training,
+    step: RecordedStep,
+    result: StepResult,
+    event: str,
+    *,
+    history: StepHistory,
+    optimizers: Iterable[Optimizer],
 ) -> dict[str, Any]:
-    """The contents of a dump, but for the scaler and the optimizer."""
-    assert moment.before is not None
-    model = observer.model
-    before, lost = observer.describe(moment.before)
-    function = getattr(model, origins.method or "forward")
-    step, dropped = moment.describe(function, is_method=bool(origins.method))
-    reference, unfit = describe_model(model, origins.model, origins.arguments, built=origins.built)
+    """The contents of a dump of `step`."""
+    assert step.before is not None
+    model, sources = training.observer.model, training.sources
+    before, lost = training.observer.describe(step.before)
+    function = getattr(model, sources.method or "forward")
+    calls, dropped = step.describe(function, is_method=bool(sources.method))
+    reference, unfit = describe_model(model, sources.model, sources.arguments, built=sources.built)
     return {
         "format": FORMAT,
-        "event": _describe_event(moment, result, event),
+        "event": _describe_event(step, result, event),
         "model": reference,
         **before,
-        **step,
-        "method": origins.method,
-        "loss_function": origins.loss,
+        **calls,
+        "method": sources.method,
+        "loss_function": sources.loss,
+        "scaler": _describe_scaler(training.scaler, step),
+        "optimizer": _describe_optimizer(optimizers, with_state=training.keep_optimizer),
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
-        "left_out": [*lost, *dropped, *unfit, *_describe_updates(moment)],
+        "left_out": [*lost, *dropped, *unfit, *_describe_updates(step)],
     }
 
 
-def describe_scaler(scaler: Any, moment: Moment) -> dict[str, Any]:
+def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
     """The scaler's state, with the scale that this step had."""
-    if scaler is None or moment.scale is None:
+    if scaler is None or step.scale is None:
         return {}
     state = {key: value for key, value in scaler.state_dict().items() if isinstance(value, (int, float))}
-    return {**state, "scale": float(moment.scale)}
+    return {**state, "scale": float(step.scale)}
 
 
-def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any] | None:
-    """The state of the first optimizer of the model."""
-    return next((optimizer.state_dict() for optimizer in optimizers), None)
+def _describe_optimizer(optimizers: Iterable[Optimizer], *, with_state: bool) -> dict[str, Any] | None:
+    """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked."""
+    optimizer = next(iter(optimizers), None)
+    if optimizer is None:
+        return None
+    saved = optimizer.state_dict()
+    return saved if with_state else {**saved, "state": {}}
 
 
-def _describe_event(moment: Moment, result: StepResult, event: str) -> dict[str, Any]:
+def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[str, Any]:
     rank, world_size = read_rank()
     return {
         "event": event,
         "reason": result.reason,
-        "step": moment.step,
-        "epoch": moment.epoch,
-        "loss": None if moment.loss is None else float(moment.loss),
+        "step": step.step,
+        "epoch": step.epoch,
+        "loss": None if step.loss is None else float(step.loss),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "rank": rank,
         "world_size": world_size,
-        "nonfinite_here": moment.bad_here,
+        "nonfinite_here": step.nonfinite_here,
     }
 
 
-def _describe_updates(moment: Moment) -> list[str]:
-    number = moment.updates_since
+def _describe_updates(step: RecordedStep) -> list[str]:
+    number = step.updates_since
     return (
         [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
     )

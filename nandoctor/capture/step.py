@@ -1,6 +1,6 @@
 """One step under way: what a replay of it would need, kept until it is known to be good.
 
-In: what the hooks see. Out: `Moment`, and what a dump says of it.
+In: what the hooks see. Out: `RecordedStep`, and what a dump says of it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
 
 from nandoctor.capture.async_flags import Flag
-from nandoctor.capture.buffers import BufferKeeper, Snapshot
-from nandoctor.capture.environment import RandomStates, keep_random_states, read_autocast
+from nandoctor.capture.environment import RandomStates
+from nandoctor.capture.observer import StateBefore
 from nandoctor.dumps.trees import Packed, pack
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """The state before the forward; `training` are the train flags in the order of the model's modules."""
-
-    random: RandomStates
-    buffers: Snapshot
-    training: tuple[bool, ...]
-    autocast: dict[str, Any]
-
-
 @dataclass(slots=True, kw_only=True)
-class Moment:
+class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
     `explicit`: the loop said where the step begins. `between` are the generators before each call but the first.
@@ -45,7 +34,7 @@ class Moment:
     epoch: int | None = None
     explicit: bool = False
     batch: Any = None
-    before: Before | None = None
+    before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
     returned: list[Packed] = field(default_factory=list)
@@ -60,15 +49,15 @@ class Moment:
     num_updates: int = 0
     scale: torch.Tensor | None = None
     scale_version: int | None = None
-    judged: bool = False
+    decided: bool = False
 
     @property
-    def loss_bad(self) -> bool:
+    def loss_nonfinite(self) -> bool:
         """Whether what was watched is non-finite, here or on another rank."""
         return any(flag.values()[-1] > 0 for flag in self.flags)
 
     @property
-    def bad_here(self) -> bool:
+    def nonfinite_here(self) -> bool:
         """Whether it is so on this rank."""
         return any(flag.values()[0] > 0 for flag in self.flags)
 
@@ -133,53 +122,6 @@ class Moment:
         for name, packed in named:
             if packed.overwritten:
                 yield f"{name}: overwritten in place after the forward, so it is not what the model saw or gave"
-
-
-class Observer:
-    """Looks at a model before its forward; what does not change from step to step is found out once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._buffers = BufferKeeper(model)
-        self._paths = tuple(path for path, _ in model.named_modules())
-        self._modules = tuple(model.modules())
-        first = next(iter([*model.parameters(), *model.buffers()]), None)
-        self.device = first.device if first is not None else torch.device("cpu")
-        self.autocast_inside: dict[str, Any] | None = None
-
-    def look(self) -> Before:
-        """The state as it is now."""
-        return Before(
-            random=keep_random_states(self.device),
-            buffers=self._buffers.keep(),
-            training=tuple([module.training for module in self._modules]),
-            autocast=read_autocast(self.device.type),
-        )
-
-    def look_between(self) -> RandomStates:
-        """What a further call of the same step starts from: the loop may have drawn in between."""
-        return keep_random_states(self.device)
-
-    def learn(self, before: Before) -> None:
-        """See which buffers the forward wrote."""
-        self._buffers.learn(before.buffers)
-
-    def note_autocast(self, state: dict[str, Any]) -> None:
-        """Keep the autocast that was found within the model's call."""
-        self.autocast_inside = state
-
-    def describe(self, before: Before) -> tuple[dict[str, Any], list[str]]:
-        """What a dump says of the state before the forward, and what could not be kept."""
-        buffers, lost = self._buffers.state(before.buffers)
-        state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        contents = {
-            "state_dict": {name: buffers.get(name, value) for name, value in state.items()},
-            "buffers": [name for name in self._buffers.names if name in state],
-            "training": dict(zip(self._paths, before.training, strict=True)),
-            "rng": before.random.to_plain(),
-            "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
-        }
-        return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
 
 
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:

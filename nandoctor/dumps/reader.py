@@ -94,6 +94,7 @@ def _make_recorded(path: Path, saved: Any, nbytes: int) -> Dump:
         scalars=contents.scalars,
         rng_states=tuple(contents.rng_states.values()),
         moments=tuple(contents.moments),
+        optimizer_eps=contents.optimizer_eps,
         recorded=recorded,
         missing=tuple(contents.left_out),
     )

@@ -286,3 +286,13 @@ def test_the_optimizer_is_saved_on_request(tmp_path):
     recorder = record(tmp_path, model, keep_optimizer=True)
     train(model, recorder, loud={2}, num_steps=3)
     assert {moment.index for moment in read_dump(recorder.written[0]).moments} == set(range(6))
+
+
+def test_the_settings_of_the_optimizer_are_always_saved(tmp_path):
+    model = make_model()
+    recorder = record(tmp_path, model)
+    train(model, recorder, loud={2}, num_steps=3)
+    dump = read_dump(recorder.written[0])
+    assert (dump.optimizer_eps, dump.moments, dump.missing) == ((1e-8,), (), ())
+    uses = nandoctor.replay(recorder.written[0]).report.eps_audit
+    assert [use.value for use in uses if use.place == "optimizer"] == [1e-8]

@@ -9,7 +9,7 @@ from torch import nn
 import nandoctor
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
 from nandoctor.capture.async_flags import Flag
-from nandoctor.capture.history import History, StepResult, StopRule
+from nandoctor.capture.step_policy import StepHistory, StepResult, StopRule
 from nandoctor.dumps.reader import read_dump
 
 each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -17,10 +17,10 @@ each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "
 
 def feed(rule, pattern):
     """The history after steps told by letters: "." good, "L" bad loss, "S" skipped at scale 1/2, "s" at 1024."""
-    history = History(rule)
+    history = StepHistory(rule)
     for step, letter in enumerate(pattern):
         scale = {"S": 0.5, "s": 1024.0}.get(letter)
-        history.add(StepResult(step=step, loss_bad=letter == "L", skipped=scale is not None, loss_scale=scale))
+        history.add(StepResult(step=step, loss_nonfinite=letter == "L", skipped=scale is not None, loss_scale=scale))
     return history
 
 

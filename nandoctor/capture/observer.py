@@ -1,0 +1,72 @@
+"""Looks at a model before its forward: buffers, train flags, random generators, autocast.
+
+In: a model. Out: `StateBefore`, and what a dump says of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.capture.buffers import BufferKeeper, Snapshot
+from nandoctor.capture.environment import RandomStates, keep_random_states, read_autocast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBefore:
+    """The state before the forward; `training` are the train flags in the order of the model's modules."""
+
+    random: RandomStates
+    buffers: Snapshot
+    training: tuple[bool, ...]
+    autocast: dict[str, Any]
+
+
+class Observer:
+    """Looks at a model before its forward; what does not change from step to step is found out once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._buffers = BufferKeeper(model)
+        self._paths = tuple(path for path, _ in model.named_modules())
+        self._modules = tuple(model.modules())
+        first = next(iter([*model.parameters(), *model.buffers()]), None)
+        self.device = first.device if first is not None else torch.device("cpu")
+        self.autocast_inside: dict[str, Any] | None = None
+
+    def look(self) -> StateBefore:
+        """The state as it is now."""
+        return StateBefore(
+            random=keep_random_states(self.device),
+            buffers=self._buffers.keep(),
+            training=tuple([module.training for module in self._modules]),
+            autocast=read_autocast(self.device.type),
+        )
+
+    def look_between(self) -> RandomStates:
+        """What a further call of the same step starts from: the loop may have drawn in between."""
+        return keep_random_states(self.device)
+
+    def learn(self, before: StateBefore) -> None:
+        """See which buffers the forward wrote."""
+        self._buffers.learn(before.buffers)
+
+    def note_autocast(self, state: dict[str, Any]) -> None:
+        """Keep the autocast that was found within the model's call."""
+        self.autocast_inside = state
+
+    def describe(self, before: StateBefore) -> tuple[dict[str, Any], list[str]]:
+        """What a dump says of the state before the forward, and what could not be kept."""
+        buffers, lost = self._buffers.state(before.buffers)
+        state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        contents = {
+            "state_dict": {name: buffers.get(name, value) for name, value in state.items()},
+            "buffers": [name for name in self._buffers.names if name in state],
+            "training": dict(zip(self._paths, before.training, strict=True)),
+            "rng": before.random.to_plain(),
+            "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
+        }
+        return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
