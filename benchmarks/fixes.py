@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from sick_models import all_cases
 from sick_models.judging import diagnose
 
-from nandoctor.autocast.policy import REFERENCE, make_policy
-from nandoctor.evidence.edits import Edit, KeepModule
+from nandoctor.autocast.policy import make_policy
+from nandoctor.evidence.edits import KeepModule
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.minimal_sets import find_minimal_sets
-from nandoctor.fixes.verify import Budget, Precision, Purse, Trials
-from nandoctor.replaying.runner import Outcome, Setup, run
+from nandoctor.fixes.verify import TrialBudget, Trials
+from nandoctor.replaying.runner import FailingStep
 
 ROW = "{:<32} {:<11} {:<70} {:>7} {:>7}"
 
@@ -49,7 +49,7 @@ def main() -> None:
     for verdict in sorted({name.removesuffix(" cured") for name in tally}):
         print(f"{verdict:<12} {tally[f'{verdict} cured']} of {tally[verdict]} with a verified cure")
     print()
-    search_islands()
+    search_fp32_sets()
 
 
 class Lane(nn.Module):
@@ -83,29 +83,26 @@ class TwoLanes(nn.Module):
         return [self.left(x), self.right(x)]
 
 
-def search_islands() -> None:
+def search_fp32_sets() -> None:
     """Probes and time, with and without the diagnosis as a first guess."""
     torch.manual_seed(0)
     model = TwoLanes()
     batch = {"x": torch.rand(16, 64) + 0.5}
-    setup = Setup(
+    step = FailingStep(
         model=model,
         batch=batch,
         used=frozenset(batch),
         forward=lambda arrays: model(arrays["x"]),
         device=torch.device("cpu"),
         description="",
+        policy=make_policy("cuda", FP16),
     )
-
-    def run_step(edits: tuple[Edit, ...], precision: Precision) -> Outcome:
-        policy = REFERENCE if precision == "fp32" else make_policy("cuda", FP16)
-        return run(setup, policy, training=True, seed=0, low=FP16, edits=edits)
 
     members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]
     members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
     blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
     for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
-        trials = Trials(run_step, Purse(Budget()), numerics=False)
+        trials = Trials(step, TrialBudget(), numerics=False)
         started = time.perf_counter()
         first, *others = find_minimal_sets(members, lambda kept, t=trials: t.cures(*kept), guess=guess)
         elapsed_s = time.perf_counter() - started

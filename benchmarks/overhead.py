@@ -26,7 +26,7 @@ from workloads import Workload, make_encoder, make_unet
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
 from nandoctor.evidence.formats import FP16
-from nandoctor.replaying.runner import Setup, run
+from nandoctor.replaying.runner import FailingStep
 from nandoctor.tracing.module_tracer import Tracer
 
 CUDA = make_policy("cuda", FP16)
@@ -54,13 +54,14 @@ def main() -> None:
 
 def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
     """The plain forward first, and everything that is compared with it; all without an autograd graph."""
-    setup = Setup(
+    step = FailingStep(
         model=model,
         batch=workload.batch,
         used=frozenset(workload.batch),
         forward=lambda batch: model(**batch),
         device=CPU,
         description="",
+        policy=CUDA,
     )
     watched = deepcopy(model)
 
@@ -80,10 +81,10 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
     return {
         "plain": plain,
         "traced forward": traced,
-        "run() in fp32": lambda: run(setup, REFERENCE, training=True, seed=0, low=FP16),
+        "a run in fp32": lambda: step.run(REFERENCE),
         "DebugUnderflowOverflow of transformers": _debugged(watched, workload),
         "emulated fp16 forward": emulated,
-        "run() in emulated fp16": lambda: run(setup, CUDA, training=True, seed=0, low=FP16),
+        "a run in emulated fp16": step.run,
     }
 
 

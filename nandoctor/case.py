@@ -18,11 +18,11 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.pipeline import audit_dump, examine_dump, replay_dump
+from nandoctor.pipeline import audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
-from nandoctor.replaying.reproduction import Progress
+from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.settings import Settings, override, read_settings
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
@@ -61,7 +61,7 @@ def replay(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     dump, settings = _read(dump, options)
-    return Case(replay_dump(dump, _anchor(model), settings, progress=progress))
+    return Case(replay_dump(dump, _anchor(model), settings, progress=progress).report)
 
 
 def repro(
@@ -80,8 +80,8 @@ def repro(
             project's own code.
     """
     dump, settings = _read(dump, options)
-    found = examine_dump(dump, _anchor(model), override(settings, {"fixes": False}), progress=progress)
-    return make_script(found.report, found.step, dump)
+    found = replay_dump(dump, _anchor(model), override(settings, {"fixes": False}), progress=progress)
+    return make_script(found.report, found.step, dump.state)
 
 
 def list_eps(

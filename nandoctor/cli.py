@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nandoctor.case import Case
     from nandoctor.evidence.report import EpsUse, Report
     from nandoctor.evidence.rounding import RoundedConstant
-    from nandoctor.replaying.reproduction import Progress
+    from nandoctor.replaying.progress import Progress
 
 EXIT_NOT_REPRODUCED = 3
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"

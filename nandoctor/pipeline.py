@@ -16,6 +16,7 @@ from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
 from nandoctor.diagnosis.eps_audit import audit
+from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
@@ -26,48 +27,33 @@ from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction, Verdict
+from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
-from nandoctor.fixes.search import Remedies
-from nandoctor.fixes.treatment import treat
-from nandoctor.fixes.verify import Budget
+from nandoctor.fixes.search import FixSearch, search_fixes
+from nandoctor.fixes.verify import TrialBudget
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.optimizer_slots import measure_slots
-from nandoctor.replaying.reproduction import (
-    Attempt,
-    Progress,
-    Replay,
-    choose_policy,
-    find_loss_scale,
-    make_replay,
-    reproduce,
-)
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, Setup, Step, Watch
+from nandoctor.replaying.progress import Progress, RunProgress
+from nandoctor.replaying.reproduction import Replayed, reproduce
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.replaying.setup import ModelSource, choose_policy, prepare
 from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.tracing.tensor_stats import collect, measure
 
 
-def replay_dump(
-    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
-) -> Report:
-    """The report of `examine_dump`, which is all that most want."""
-    return examine_dump(dump, model, settings, progress=progress).report
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Postmortem:
+class Diagnosed:
     """A report, and the step that it is about, to be run again; None where nothing was run."""
 
     report: Report
-    step: Step | None
+    step: FailingStep | None
 
 
-def examine_dump(
+def replay_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
-) -> Postmortem:
-    """Replay `dump` under autocast and in fp32, and report.
+) -> Diagnosed:
+    """Replay `dump` under autocast and in fp32, diagnose the step, search for fixes, and report.
 
     A file of weights alone is judged by its weights, and needs no model. A loss that the dump names and that raises
     here is left out, and a note says so.
@@ -77,67 +63,35 @@ def examine_dump(
         DumpError: the file holds nothing to replay.
     """
     try:
-        return _examine_dump(dump, model, settings, progress)
+        return _replay_dump(dump, model, settings, progress)
     except LossError as error:
         assert dump.recorded is not None
         without = replace(dump, recorded=replace(dump.recorded, loss_function=None))
-        found = _examine_dump(without, model, settings, progress)
-        return replace(
-            found, report=replace(found.report, notes=(*found.report.notes, f"{error.message}. {error.remedy}"))
-        )
+        found = _replay_dump(without, model, settings, progress)
+        notes = (*found.report.notes, f"{error.message}. {error.remedy}")
+        return replace(found, report=replace(found.report, notes=notes))
 
 
-def _examine_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Postmortem:
+def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Diagnosed:
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Postmortem(report=_report_weights(dump, summary, choose_policy(dump, settings).format), step=None)
-    preparation = prepare(dump, model, settings)
-    replay = make_replay(dump, settings, progress)
-    attempt = reproduce(replay, preparation, settings, dump.recorded)
-    loss_scale = find_loss_scale(dump, settings)
-    findings = _examine(replay, attempt, loss_scale)
-    slots = measure_slots(dump.moments, attempt.setup.model, replay.low)
-    findings = _look_at_optimizer(findings, slots)
-    remedies = _treat(replay, attempt, findings, slots, settings, loss_scale) if settings.fixes else Remedies()
-    kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
-    notes = (f"Called as {attempt.setup.description} in {attempt.name}.", *preparation.notes, *kept_from_it)
-    report = _write_report(findings, remedies, attempt, summary, notes, replay.low)
-    constants = audit(findings.ops, list_constants(attempt.setup.model), slots, dump.optimizer_eps)
-    return Postmortem(
-        report=replace(
-            report,
-            eps_audit=constants,
-            picture=_take_picture(report, attempt.setup) if settings.per_sample else None,
-        ),
-        step=attempt.step(replay.policy, loss_scale),
-    )
+        return Diagnosed(report=_report_weights(dump, summary, choose_policy(dump, settings).format), step=None)
+    preparation = prepare(dump, model, settings, RunProgress(progress))
+    replayed = reproduce(preparation)
+    step, findings = replayed.step, _diagnose(replayed)
+    budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
+    search = search_fixes(step, findings, budget) if settings.fixes else FixSearch()
+    notes = (f"Called as {step.description} in {replayed.name}.", *preparation.notes)
+    report = _write_report(replayed, findings, search, summary, notes)
+    if settings.per_sample:
+        report = replace(report, picture=_take_picture(report, step))
+    return Diagnosed(report=report, step=step)
 
 
-def _treat(
-    replay: Replay,
-    attempt: Attempt,
-    findings: _Findings,
-    slots: tuple[OptimizerSlot, ...],
-    settings: Settings,
-    loss_scale: float,
-) -> Remedies:
-    return treat(
-        replay,
-        attempt,
-        findings.trace,
-        findings.reference,
-        findings.conclusion,
-        findings.verdict,
-        slots=slots,
-        loss_scale=loss_scale,
-        budget=Budget(max_trials=settings.max_trials, time_s=settings.time),
-    )
-
-
-def _take_picture(report: Report, setup: Setup) -> Picture | None:
+def _take_picture(report: Report, step: FailingStep) -> Picture | None:
     """The first sample that the origin is bad in."""
     samples = report.origin.samples if report.origin is not None else ()
-    used = {name: array for name, array in setup.batch.items() if name in setup.used}
+    used = {name: array for name, array in step.batch.items() if name in step.used}
     return take_picture(used, samples[0]) if samples else None
 
 
@@ -145,59 +99,44 @@ def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
-    replay = make_replay(dump, settings, progress)
-    attempt = reproduce(replay, prepare(dump, model, settings), settings, dump.recorded)
-    ops = replay.run_again("closer look", attempt, replay.policy, Watch(ops=True)).ops
-    net = attempt.setup.model
-    return audit(ops, list_constants(net), measure_slots(dump.moments, net, replay.low), dump.optimizer_eps)
+    step = reproduce(prepare(dump, model, settings, RunProgress(progress))).step
+    ops = step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
+    return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Findings:
-    """What all runs together show."""
-
-    trace: Trace
-    reference: Trace
-    verdict: Verdict
-    conclusion: Conclusion
-    bad_gradients: tuple[TensorStats, ...] = ()
-    ops: tuple[OpCall, ...] = ()
-    notes: tuple[str, ...] = ()
+def _audit(step: FailingStep, ops: Sequence[OpCall], slots: Sequence[OptimizerSlot]) -> tuple[EpsUse, ...]:
+    return audit(ops, list_constants(step.model), slots, step.optimizer_eps)
 
 
 def _write_report(
-    findings: _Findings,
-    remedies: Remedies,
-    attempt: Attempt,
-    summary: DumpSummary,
-    notes: tuple[str, ...],
-    low: FloatFormat,
+    replayed: Replayed, findings: Findings, search: FixSearch, summary: DumpSummary, notes: tuple[str, ...]
 ) -> Report:
-    verdict, trace, reference = findings.verdict, findings.trace, findings.reference
+    verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
     shown = Conclusion() if verdict in ("healthy", "not-reproduced") else findings.conclusion
     first, *others = shown.diagnoses or (None,)
-    runs = summarize_runs(trace, reference, low)
+    runs = summarize_runs(trace, reference, step.low)
     return Report(
         verdict=verdict,
         headline=write_headline(verdict, trace, shown),
-        reproduction=attempt.reproduction,
+        reproduction=replayed.reproduction,
         first_nonfinite=describe_first(shown.first_nonfinite, trace, reference) if shown.first_nonfinite else None,
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
         chain=shown.chain,
         bad_gradients=findings.bad_gradients,
-        fixes=remedies.fixes,
-        counterfactuals=remedies.counterfactuals,
-        fp32_sets=remedies.fp32_sets,
-        headroom=find_near_misses(reference, low),
+        fixes=search.fixes,
+        counterfactuals=search.counterfactuals,
+        fp32_sets=search.fp32_sets,
+        headroom=find_near_misses(reference, step.low),
+        eps_audit=_audit(step, findings.ops, findings.slots),
         runs=runs,
         dump=summary,
-        environment=describe_environment(attempt.setup.device),
+        environment=describe_environment(step.device),
         notes=(
             *notes,
             *findings.notes,
-            *remedies.notes,
+            *search.notes,
             *_describe_blindness(trace),
             *describe_error_source(runs.autocast.modules),
         ),
@@ -224,31 +163,76 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _examine(replay: Replay, attempt: Attempt, loss_scale: float) -> _Findings:
-    """Forward and loss, then the backward pass where there is a loss: a sound forward can end in bad gradients."""
-    trace, reference, conclusion = _examine_forward(replay, attempt)
-    verdict = judge(trace, reference, conclusion, attempt.reproduction)
-    findings = _Findings(trace=trace, reference=reference, verdict=verdict, conclusion=conclusion, ops=trace.ops)
-    if attempt.setup.loss is None:
-        return findings
-    sound = trace.finite or verdict == "healthy"  # an output may hold infinities that are meant
-    backward = _examine_backward(replay, attempt, loss_scale, sound=sound)
-    bad_gradients = backward.trace.bad_gradients
-    findings = replace(findings, ops=backward.trace.ops)
-    if trace.loss is not None and not trace.loss.finite and not bad_gradients:
+def _diagnose(replayed: Replayed) -> Findings:
+    """Forward and loss, then the backward pass where there is a loss, then what the optimizer would do next."""
+    findings = _diagnose_forward(replayed)
+    if replayed.step.loss is not None:
+        findings = _diagnose_backward(replayed.step, findings)
+    slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
+    return _diagnose_optimizer(replace(findings, slots=slots))
+
+
+def _diagnose_forward(replayed: Replayed) -> Findings:
+    """The fp32 run beside the replay, op by op in both where something went wrong."""
+    step, trace = replayed.step, replayed.trace
+    reference = step.run(REFERENCE, MODULES_ONLY if trace.finite else replace(CLOSELY, stage="replay")).trace
+    conclusion = Conclusion()
+    if trace.finite and not is_silently_wrong(trace, reference):
+        trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
+    else:
+        trace = trace if trace.ops else step.run(watch=CLOSELY).trace
+        reference = reference if reference.ops else step.run(REFERENCE, CLOSELY).trace
+        conclusion = conclude(trace, reference, step.low)
+    return Findings(
+        trace=trace,
+        reference=reference,
+        verdict=judge(trace, reference, conclusion, replayed.reproduction),
+        conclusion=conclusion,
+        random=replayed.random,
+        ops=trace.ops,
+    )
+
+
+def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
+    """The trace, with exact counts wherever it asks for them."""
+    if not needs_counts(trace, step.low):
+        return trace
+    return step.run(policy, Watch(stage="closer look", counts=True)).trace
+
+
+def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
+    """The backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
+    sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
+    watch = Watch(stage="backward", ops=True, backward=True)
+    trace = step.run(watch=watch).trace
+    findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
+    loss = findings.trace.loss
+    if loss is not None and not loss.finite and not trace.bad_gradients:
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))
-    if sound and bad_gradients:
-        findings = replace(findings, verdict=backward.verdict, conclusion=backward.conclusion)
-    return replace(findings, bad_gradients=bad_gradients)
+    if not sound or not trace.bad_gradients:
+        return findings
+    reference = step.run(REFERENCE, watch).trace
+    fixed = step.loss_scale > 1 and not _gradients_at_scale_one(step, watch)
+    return replace(
+        findings,
+        verdict=judge_backward(trace, reference, fixed_by_scale=fixed),
+        conclusion=conclude_backward(trace, reference, step.low, loss_scale=step.loss_scale, fixed_by_scale=fixed),
+    )
 
 
-def _look_at_optimizer(findings: _Findings, slots: Sequence[OptimizerSlot]) -> _Findings:
+def _gradients_at_scale_one(step: FailingStep, watch: Watch) -> tuple[TensorStats, ...]:
+    """The non-finite gradients that are left without the loss scale."""
+    unscaled = replace(step, loss_scale=1.0)
+    return unscaled.run(watch=replace(watch, stage="backward at scale 1")).trace.bad_gradients
+
+
+def _diagnose_optimizer(findings: Findings) -> Findings:
     """An optimizer that divides by zero spoils the weights after a step in which all was finite.
 
     In a file from after that step the weights are bad already, and it is to blame for those that it owns.
     """
-    diagnoses = diagnose_optimizer(slots, findings.trace)
+    diagnoses = diagnose_optimizer(findings.slots, findings.trace)
     if diagnoses and findings.verdict == "healthy":
         return replace(findings, verdict="precision", conclusion=Conclusion(diagnoses=diagnoses))
     first = next(iter(findings.conclusion.diagnoses), None)
@@ -257,54 +241,6 @@ def _look_at_optimizer(findings: _Findings, slots: Sequence[OptimizerSlot]) -> _
         conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
         return replace(findings, conclusion=conclusion)
     return findings
-
-
-def _examine_forward(replay: Replay, attempt: Attempt) -> tuple[Trace, Trace, Conclusion]:
-    """The fp32 run beside the replay, op by op in both where something went wrong."""
-    trace = attempt.outcome.trace
-    reference = replay.run_again("replay", attempt, REFERENCE, MODULES_ONLY if trace.finite else CLOSELY)
-    if trace.finite and not is_silently_wrong(trace, reference):
-        trace, reference = (_counted(replay, attempt, *run) for run in ((trace, replay.policy), (reference, REFERENCE)))
-        return trace, reference, Conclusion()
-    if not trace.ops:
-        trace = replay.run_again("closer look", attempt, replay.policy, CLOSELY)
-    if not reference.ops:
-        reference = replay.run_again("closer look", attempt, REFERENCE, CLOSELY)
-    return trace, reference, conclude(trace, reference, replay.low)
-
-
-def _counted(replay: Replay, attempt: Attempt, trace: Trace, policy: Policy) -> Trace:
-    """The trace, with exact counts wherever it asks for them."""
-    if not needs_counts(trace, replay.low):
-        return trace
-    return replay.run_again("closer look", attempt, policy, Watch(counts=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Backward:
-    """The backward pass under autocast, and what it shows."""
-
-    trace: Trace
-    verdict: Verdict
-    conclusion: Conclusion
-
-
-def _examine_backward(replay: Replay, attempt: Attempt, loss_scale: float, *, sound: bool) -> _Backward:
-    """The backward pass at the step's loss scale; where gradients are bad, in fp32 and at scale 1 as well."""
-    watch = Watch(ops=True, backward=True, loss_scale=loss_scale)
-    trace = replay.run_again("backward", attempt, replay.policy, watch)
-    if not trace.bad_gradients or not sound:
-        return _Backward(trace=trace, verdict="healthy", conclusion=Conclusion())
-    reference = replay.run_again("backward", attempt, REFERENCE, watch)
-    cured = False
-    if loss_scale > 1:
-        unscaled = replay.run_again("backward at scale 1", attempt, replay.policy, replace(watch, loss_scale=1.0))
-        cured = not unscaled.bad_gradients
-    return _Backward(
-        trace=trace,
-        verdict=judge_backward(trace, reference, fixed_by_scale=cured),
-        conclusion=conclude_backward(trace, reference, replay.low, loss_scale=loss_scale, fixed_by_scale=cured),
-    )
 
 
 def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Report:

@@ -32,7 +32,7 @@ def dump_of(model, *, layout="plain", scalars=None, **arrays):
 def replay(model, settings=None, **arrays):
     """The report on a dump of this model with these arrays, an image of ones unless given."""
     arrays = arrays or {"image": IMAGE, "logit": BAD}
-    return replay_dump(dump_of(model, **arrays), model, settings or Settings())
+    return replay_dump(dump_of(model, **arrays), model, settings or Settings()).report
 
 
 def poisoned_weight():
@@ -217,7 +217,7 @@ def test_where_no_call_fits_the_error_is_that_of_the_likeliest():
 
 def test_weights_alone_are_judged_by_themselves():
     dump = dump_of(poisoned_weight(), layout="weights-only")
-    report = replay_dump(dump, None, Settings())
+    report = replay_dump(dump, None, Settings()).report
     assert (report.verdict, report.runs) == ("state", None)
     assert report.headline == "1 of 4 saved tensors are non-finite: last.bias."
     assert (report.origin.phase, report.origin.module, report.cause.code) == ("state", "last", "poisoned-weights")
@@ -227,7 +227,7 @@ def test_weights_alone_are_judged_by_themselves():
 def test_buffers_alone_are_told_from_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_var.fill_(float("inf"))
-    report = replay_dump(dump_of(model, layout="weights-only"), None, Settings())
+    report = replay_dump(dump_of(model, layout="weights-only"), None, Settings()).report
     assert (report.origin.module, report.cause.code) == ("1", "poisoned-buffers")
 
 
@@ -240,7 +240,7 @@ def test_sound_weights_alone_are_nothing_to_replay():
 def test_weights_alone_are_replayed_by_a_call_with_its_own_batch():
     model = Overflowing()
     settings = Settings(call=lambda model, batch: model(IMAGE))
-    assert replay_dump(dump_of(model, layout="weights-only"), model, settings).verdict == "precision"
+    assert replay_dump(dump_of(model, layout="weights-only"), model, settings).report.verdict == "precision"
 
 
 def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
@@ -302,7 +302,7 @@ def test_a_saved_random_state_brings_the_dropout_mask_back():
     with cuda_autocast():
         logit = model(IMAGE)
     dump = dataclasses.replace(dump_of(model, x=IMAGE, logit=logit), rng_states=(state,))
-    reproduction = replay_dump(dump, model, Settings(mode="train")).reproduction
+    reproduction = replay_dump(dump, model, Settings(mode="train")).report.reproduction
     assert reproduction.grade == "exact"
     assert reproduction.attempts == ("train mode, the saved random state: exact",)
-    assert replay_dump(dump, model, Settings(mode="train", seed=1)).reproduction.max_rel_err > 0
+    assert replay_dump(dump, model, Settings(mode="train", seed=1)).report.reproduction.max_rel_err > 0

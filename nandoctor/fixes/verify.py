@@ -1,23 +1,27 @@
 """Tries edits on the failing step, within a budget, and judges each against fp32.
 
-In: a function that runs the step. Out: `Trials`, whose `judge` gives a `Judgement`; nothing is run twice.
+In: the failing step. Out: `Trials`, whose `judge` gives a `Judgement`; nothing is run twice.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.errors import ModelError
 from nandoctor.evidence.edits import Edit, KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.replaying.interventions import flatten
-from nandoctor.replaying.runner import Outcome
+from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.tracing.module_tracer import walk_tensors
 
 TOLERANCE = 0.01
@@ -34,21 +38,14 @@ _SMALLEST_SHARE = 1e-3
 GRADIENT_TOLERANCE = 0.1
 """The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
 
+MOST_FP64_PARAMETERS = 250_000_000
+"""2 GB of weights in float64, on top of those that are there."""
+
 Precision = Literal["autocast", "fp32"]
-RunStep = Callable[[tuple[Edit, ...], Precision], Outcome | None]
-"""Runs the failing step with edits, under autocast or in fp32; None where the edited step cannot run at all."""
 
 
 class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
     """No further trial may be run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much may be tried: runs of the step, and seconds; None is without limit."""
-
-    max_trials: int | None = None
-    time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +56,19 @@ class Judgement:
     cures: bool
 
 
-class Purse:
-    """What is left of a budget, shared by all trials of one step."""
+class TrialBudget:
+    """How much may still be tried of one step: at most `max_trials` runs, in at most `time_s` seconds from now on."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, max_trials: int | None = None, time_s: float | None = None) -> None:
+        self._max_trials, self._time_s = max_trials, time_s
         self._started = time.monotonic()
         self.num_run = 0
 
     def spend(self) -> None:
-        """Pay for one more run; raises BudgetSpent where that is too much."""
+        """Pay for one more run; raise BudgetSpent where that is too much."""
         elapsed_s = time.monotonic() - self._started
-        most, longest_s = self._budget.max_trials, self._budget.time_s
-        if (most is not None and self.num_run >= most) or (longest_s is not None and elapsed_s > longest_s):
+        too_many = self._max_trials is not None and self.num_run >= self._max_trials
+        if too_many or (self._time_s is not None and elapsed_s > self._time_s):
             raise BudgetSpent
         self.num_run += 1
 
@@ -80,22 +77,28 @@ class Trials:
     """The trials of one failing step.
 
     With `numerics` the step fails in fp32 as well: an edit is then judged against fp32 with the same edit, and must not
-    change what was finite without it. Gradients have to be finite where fp32's are; with `strict_gradients` they have
-    to agree too, which is asked too much where no loss scale keeps fp16's from underflowing.
+    change what was finite without it. Gradients have to be finite where fp32's are; with a loss scale they have to
+    agree too, which is asked too much where none keeps fp16's from underflowing.
     """
 
-    def __init__(self, run: RunStep, purse: Purse, *, numerics: bool, strict_gradients: bool = True) -> None:
-        self._run = run
-        self._purse = purse
+    def __init__(self, step: FailingStep, budget: TrialBudget, *, numerics: bool) -> None:
+        self.step = step
+        self._budget = budget
         self._numerics = numerics
-        self._gradient_tolerance = GRADIENT_TOLERANCE if strict_gradients else math.inf
+        self._gradient_tolerance = GRADIENT_TOLERANCE if step.loss_scale != 1 else math.inf
         self._judgements: dict[frozenset[Edit], Judgement] = {}
         self._references: dict[frozenset[Edit], _Result] = {}
 
+    def varied(self, *, training: bool, seed: int | None) -> Trials:
+        """The trials of the same step in this mode and with this seed, out of the same budget."""
+        if (training, seed) == (self.step.training, self.step.seed):
+            return self
+        return Trials(replace(self.step, training=training, seed=seed), self._budget, numerics=self._numerics)
+
     @property
     def num_run(self) -> int:
-        """How often the step was run so far, by all trials that share the purse."""
-        return self._purse.num_run
+        """How often the step was run so far, by all trials that share the budget."""
+        return self._budget.num_run
 
     @property
     def num_judged(self) -> int:
@@ -166,8 +169,21 @@ class Trials:
         return self._references[key]
 
     def _execute(self, edits: tuple[Edit, ...], precision: Precision) -> _Result:
-        self._purse.spend()
-        return _keep(self._run(edits, precision))
+        self._budget.spend()
+        if _is_too_large(self.step.model, edits):
+            return _keep(None)
+        has_loss = self.step.loss is not None
+        watch = Watch(stage=f"trial {self.num_run}", measures=False, backward=has_loss, keep=has_loss)
+        # A changed model may not run at all, or not fit into memory.
+        with suppress(ModelError, RuntimeError, MemoryError):
+            return _keep(self.step.run(REFERENCE if precision == "fp32" else None, watch, edits))
+        return _keep(None)
+
+
+def _is_too_large(model: nn.Module, edits: tuple[Edit, ...]) -> bool:
+    """Tell whether a float64 run was asked for that may not fit beside the model."""
+    in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in flatten(edits))
+    return in_fp64 and sum(parameter.numel() for parameter in model.parameters()) > MOST_FP64_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.array_roles import role_of
-from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError
 from nandoctor.evidence.report import Grade, Reproduction
 from nandoctor.tracing.module_tracer import walk_tensors
 
 
-def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()) -> list[str]:
+def saved_outputs(
+    arrays: Mapping[str, torch.Tensor],
+    key: str | None,
+    *,
+    taken: Collection[str] = (),
+    read: Collection[str] = (),
+) -> list[str]:
     """The names of the arrays that are saved outputs, the one to grade against first.
 
     `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a
@@ -27,22 +32,20 @@ def saved_outputs(dump: Dump, key: str | None, *, taken: Collection[str] = (), r
     Raises:
         DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
     """
-    if dump.recorded is not None and key is None:
-        return _recorded_outputs(dump)
-    named = [name for name in dump.arrays if role_of(name) == "output" and name not in taken]
-    named.sort(key=lambda name: _is_finite(dump.arrays[name]))
-    if key is not None and key in dump.arrays:
+    named = [name for name in arrays if role_of(name) == "output" and name not in taken]
+    named.sort(key=lambda name: _is_finite(arrays[name]))
+    if key is not None and key in arrays:
         return [key, *(name for name in named if name != key)]
     if key is not None and not named:
         raise DumpError(
             f"The dump has no array {key!r}.",
-            remedy=f"--output takes the name of the saved output: {', '.join(dump.arrays) or '(there are no arrays)'}.",
+            remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
         )
     if named:
         return named
     return [
         name
-        for name, array in dump.arrays.items()
+        for name, array in arrays.items()
         if role_of(name) == "unknown" and name not in {*taken, *read} and not _is_finite(array)
     ]
 
@@ -51,10 +54,10 @@ def _is_finite(array: torch.Tensor) -> bool:
     return not array.is_floating_point() or bool(torch.isfinite(array).all())
 
 
-def _recorded_outputs(dump: Dump) -> list[str]:
+def recorded_outputs(arrays: Mapping[str, torch.Tensor]) -> list[str]:
     """What the recorder saved as output, the largest array of floating-point numbers first."""
-    names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
-    return sorted(names, key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
+    names = [name for name in arrays if name.partition(".")[0] == "output"]
+    return sorted(names, key=lambda name: (not arrays[name].is_floating_point(), -arrays[name].numel()))
 
 
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:

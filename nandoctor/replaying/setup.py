@@ -1,13 +1,13 @@
-"""Makes a dump runnable: the model with its weights, the batch on the device, and the call.
+"""Turns a dump into the step that failed, in every way that it may have been called.
 
-In: a `Dump`, a model and `Settings`. Out: `Preparation`, with one `Setup` for each likely way to call the model.
+In: a `Dump`, a model and `Settings`. Out: `Preparation`; below here nobody reads a `Dump`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.policy import Policy, make_policy
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError, NanDoctorError
+from nandoctor.evidence.formats import FORMATS
 from nandoctor.replaying.code_references import describe_change, find_loss, find_model
-from nandoctor.replaying.grading import saved_outputs
+from nandoctor.replaying.grading import recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
+from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.recorded_step import bind_calls, make_batch, own_loss
-from nandoctor.replaying.runner import Setup
+from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -31,13 +34,16 @@ ModelSource = str | nn.Module | Callable[..., nn.Module]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What a replay starts from: ways to run the model, the likeliest first, and the saved output to grade against.
+    """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
 
-    `output_field` is the user's name for the field of the model's output that the saved one is compared with, or its
-    exact place where the recorder noted it.
+    The likeliest of `steps` comes first. `modes` are the train flags to try, and `seeds` the seeds, None for the saved
+    random state. `output_field` is the user's name for the field of the model's output that the saved one is compared
+    with, or its exact place where the recorder noted it.
     """
 
-    setups: tuple[Setup, ...]
+    steps: tuple[FailingStep, ...]
+    modes: tuple[bool, ...]
+    seeds: tuple[int | None, ...]
     saved: tuple[str, torch.Tensor] | None
     output_field: str | None
     notes: tuple[str, ...]
@@ -48,7 +54,12 @@ class Preparation:
         return self.saved is not None and not bool(torch.isfinite(self.saved[1]).all())
 
 
-def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Preparation:
+NUM_EXTRA_SEEDS = 3
+
+
+def prepare(
+    dump: Dump, model: ModelSource | None, settings: Settings, progress: RunProgress | None = None
+) -> Preparation:
     """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
 
     Raises:
@@ -62,25 +73,38 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings) -> Prepar
         loss, loss_notes = _find_loss(dump, settings, device)
     notes = [*model_notes, *load_state(net, dump.state, strict=settings.strict), *loss_notes]
     net.to(device)
-    taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
-    outputs = saved_outputs(dump, settings.output, taken=taken, read={*_texts_in(call), *_texts_in(loss)})
-    if dump.recorded is None:
-        batch, cast_notes = _make_batch(dump.arrays, net, device)
-    else:
+    outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss)})
+    if dump.recorded is not None:
         _take_dtypes(net, dump.state)
-        batch, cast_notes = {name: array.to(device) for name, array in dump.arrays.items()}, []
+    batch, cast_notes = _make_batch(dump, net, device)
     inputs = {name: array for name, array in batch.items() if name not in outputs}
-    if dump.recorded is not None and dump.recorded.calls and not settings.inputs and call is None:
-        bindings = [bind_calls(dump.recorded, device)]
-    else:
-        call = _on_recorded_batch(call, dump.recorded, device)
-        bindings = _find_bindings(net, call, inputs if call is None else batch, dump.scalars, settings)
+    bindings = _find_bindings(dump, net, call, inputs if call is None else batch, settings)
     graded = _choose_output(outputs, dump)
+    step = FailingStep(
+        model=net,
+        batch=batch,
+        used=frozenset(),
+        forward=net,
+        loss=loss,
+        loss_scale=find_loss_scale(dump, settings),
+        device=device,
+        description="",
+        policy=choose_policy(dump, settings),
+        rng_states=dump.rng_states,
+        recorded=dump.recorded,
+        second_moments=dump.moments,
+        optimizer_eps=dump.optimizer_eps,
+        per_sample=settings.per_sample,
+        progress=progress or RunProgress(),
+    )
+    kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     return Preparation(
-        setups=tuple(_make_setup(net, binding, loss, batch, inputs, dump, device) for binding in bindings),
+        steps=tuple(_called_as(binding, step, inputs, dump.scalars) for binding in bindings),
+        modes=_modes(dump, settings),
+        seeds=_seeds(dump, settings),
         saved=(graded, dump.arrays[graded]) if graded else None,
         output_field=settings.output or (_place_of(graded) if dump.recorded is not None and graded else None),
-        notes=(*notes, *cast_notes),
+        notes=(*notes, *cast_notes, *kept_from_it),
     )
 
 
@@ -190,13 +214,13 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _make_batch(
-    arrays: Mapping[str, torch.Tensor], net: nn.Module, device: torch.device
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The arrays on the device. A float64 array is what numpy made of a float32 one, unless the model is float64."""
+def _make_batch(dump: Dump, net: nn.Module, device: torch.device) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Put the arrays on the device; float64 is what numpy made of float32, unless the model is in float64 itself."""
+    if dump.recorded is not None:
+        return {name: array.to(device) for name, array in dump.arrays.items()}, []
     batch, notes = {}, []
     keeps_float64 = any(parameter.dtype == torch.float64 for parameter in net.parameters())
-    for name, array in arrays.items():
+    for name, array in dump.arrays.items():
         narrow = array.dtype == torch.float64 and not keeps_float64
         batch[name] = array.to(device, torch.float32 if narrow else array.dtype)
         if narrow:
@@ -205,43 +229,72 @@ def _make_batch(
 
 
 def _find_bindings(
-    net: nn.Module,
-    call: Callable[..., Any] | None,
-    batch: Mapping[str, torch.Tensor],
-    scalars: Mapping[str, Any],
-    settings: Settings,
+    dump: Dump, net: nn.Module, call: Callable[..., Any] | None, batch: Mapping[str, torch.Tensor], settings: Settings
 ) -> list[Binding]:
-    available = {**scalars, **batch}
+    available = {**dump.scalars, **batch}
     if call is not None:
-        return [bind_user_call(call, getattr(call, "__name__", "call"), list(batch))]
+        on_batch = _on_recorded_batch(call, dump.recorded, torch.device(settings.device))
+        assert on_batch is not None
+        return [bind_user_call(on_batch, getattr(call, "__name__", "call"), list(batch))]
     if settings.inputs:
         return [bind_inputs(settings.inputs, available, list(batch))]
+    if dump.recorded is not None and dump.recorded.calls:
+        return [bind_calls(dump.recorded, torch.device(settings.device))]
     return find_bindings(net, available, list(batch))
 
 
-def _make_setup(
-    net: nn.Module,
-    binding: Binding,
-    loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None,
-    batch: Mapping[str, torch.Tensor],
-    inputs: Collection[str],
-    dump: Dump,
-    device: torch.device,
-) -> Setup:
-    plain = {name: dump.scalars[name] for name in binding.arrays if name in dump.scalars and name not in batch}
+def _called_as(binding: Binding, step: FailingStep, inputs: Collection[str], scalars: Mapping[str, Any]) -> FailingStep:
+    plain = {name: scalars[name] for name in binding.arrays if name in scalars and name not in step.batch}
 
     def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
         chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
-        return binding.forward(net, {**plain, **chosen})
+        return binding.forward(step.model, {**plain, **chosen})
 
-    return Setup(
-        model=net,
-        batch=batch,
-        used=frozenset(binding.arrays).intersection(inputs),
-        forward=forward,
-        loss=loss,
-        device=device,
-        description=binding.description,
-        rng_states=dump.rng_states,
-        recorded=dump.recorded,
+    used = frozenset(binding.arrays).intersection(inputs)
+    return replace(step, forward=forward, used=used, description=binding.description)
+
+
+def _find_outputs(dump: Dump, net: nn.Module, settings: Settings, *, read: Collection[str]) -> list[str]:
+    """The names of the saved outputs, none of which goes into the model; `read` are texts in the user's functions."""
+    taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
+    if dump.recorded is not None and settings.output is None:
+        return recorded_outputs(dump.arrays)
+    return saved_outputs(dump.arrays, settings.output, taken=taken, read=read)
+
+
+def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
+    """The user's word, else what the recorder saw, else both."""
+    if settings.mode:
+        return (settings.mode == "train",)
+    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
+    return (True, False) if recorded is None else (recorded,)
+
+
+def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
+    """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
+    first = settings.seed if settings.seed is not None or dump.rng_states else 0
+    return (first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1)))
+
+
+def choose_policy(dump: Dump, settings: Settings) -> Policy:
+    """The user's word; else what the recorder saw; else CUDA's autocast in fp16."""
+    autocast = dump.recorded.autocast if dump.recorded is not None else None
+    if autocast is None:
+        return make_policy(settings.policy or "cuda", FORMATS[settings.amp_dtype or "float16"])
+    native = autocast.device != "cuda" and not autocast.emulated
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in dump.state.values()}
+    low = next((name for name in ("float16", "bfloat16") if name in dtypes), "float16")
+    dtype = autocast.dtype if autocast.enabled and autocast.dtype in ("float16", "bfloat16") else low
+    return make_policy(
+        settings.policy or ("native" if native else "cuda"),
+        FORMATS[settings.amp_dtype or dtype],
+        ambient=autocast.enabled or settings.amp_dtype is not None,
     )
+
+
+def find_loss_scale(dump: Dump, settings: Settings) -> float:
+    """The user's word, else what the dump saved (a plain number, or GradScaler's state), else 1."""
+    if settings.loss_scale is not None:
+        return settings.loss_scale
+    saved = [value for name, value in dump.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
+    return float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 import torch
 
 from nandoctor import __version__
-from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
-from nandoctor.replaying.runner import Step, Watch
+from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import mend
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
@@ -30,32 +30,34 @@ _OUTSIDE = ("weight", "buffer", "batch")
 _SEE_REPLAY = "`nandoctor replay` tells how it went, and what could be tried."
 
 
-def make_script(report: Report, step: Step | None, dump: Dump) -> str:
-    """A script that fails as the report says, with torch alone.
+def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, torch.Tensor]) -> str:
+    """Write a script that fails as the report says, with torch alone; `saved` are the weights of the dump.
 
     Raises NanDoctorError where there is nothing to show, or where it takes the project's own code to show it.
     """
     if report.verdict in ("healthy", "not-reproduced"):
         raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
-    program, failure = _find_program(report, step, dump)
+    program, failure = _find_program(report, step, saved)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
         smallest = shrink(program, failure)
-        script = write_script(smallest, failure, mend(smallest), dict(_facts(report, dump)))
+        script = write_script(smallest, failure, mend(smallest), dict(_facts(report)))
         _prove(script)
     return script
 
 
-def _find_program(report: Report, step: Step | None, dump: Dump) -> tuple[Program, Failure]:
+def _find_program(
+    report: Report, step: FailingStep | None, saved: Mapping[str, torch.Tensor]
+) -> tuple[Program, Failure]:
     origin = report.origin
     if step is None:
-        return _failing(_bad_weight(report, dump))
+        return _failing(_bad_weight(report, saved))
     if origin is None:
         raise NanDoctorError("The report names no origin.", remedy=_SEE_REPLAY)
     if origin.phase == "optimizer":
-        return _failing(_optimizer_step(origin, dump))
+        return _failing(_optimizer_step(origin, step.second_moments))
     backward = origin.phase == "backward"
-    ops = step.run(Watch(ops=True, backward=backward, loss_scale=step.loss_scale)).trace.ops
+    ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
     target = _reader_of(origin, ops) if origin.phase in ("state", "input") else _find(origin, ops)
     extracted = cut(step, ops, target, backward=backward)
     return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
@@ -128,16 +130,16 @@ def _grown(
                 yield [*orders, supplier], program, found
 
 
-def _bad_weight(report: Report, dump: Dump) -> Program:
+def _bad_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
     """A file of weights alone: the tensor as it was saved."""
     name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
     nodes = (_node("clone_1", "torch.clone", "saved"),)
-    return Program(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": dump.state[name]}, low=torch.float16)
+    return Program(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": saved[name]}, low=torch.float16)
 
 
-def _optimizer_step(origin: Origin, dump: Dump) -> Program:
+def _optimizer_step(origin: Origin, moments: Sequence[SecondMoment]) -> Program:
     """Adam's quotient for the parameter of the origin, where its gradient was zero."""
-    flushed = [moment for moment in dump.moments if not moment.values.all()]
+    flushed = [moment for moment in moments if not moment.values.all()]
     moment = next((m for m in flushed if m.values.numel() == origin.numel), flushed[0])
     return Program(
         nodes=(
@@ -156,8 +158,8 @@ def _node(name: str, function: str, *taken: str) -> Node:
     return Node(name=name, function=function, mode="plain", args=tuple(Ref(name=other) for other in taken), kwargs={})
 
 
-def _facts(report: Report, dump: Dump) -> Iterator[tuple[str, str]]:
-    yield "dump", dump.path.name
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield "dump", PurePath(report.dump.path).name
     origin = report.origin
     if origin is not None:
         yield "from", _describe(origin)

@@ -20,7 +20,7 @@ from nandoctor.causes.base import ancestors
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
-from nandoctor.replaying.runner import Step, Watch
+from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
 from nandoctor.tracing.op_call import Invocation
 
@@ -99,7 +99,7 @@ class ExtractedOps:
         yield from sorted((p for p in producers - chosen if p is not None and p in self.pieces), reverse=True)
 
 
-def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
+def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
     """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
 
     Raises NanDoctorError where the op took what cannot be written down: tensors that are sparse, nested or mapped.
@@ -115,18 +115,18 @@ def cut(step: Step, ops: Sequence[OpCall], target: OpCall, *, backward: bool) ->
         if order not in wanted:
             return
         try:
-            pieces[order] = _keep(call, output, step.setup.device.type)
+            pieces[order] = _keep(call, output, step.device.type)
         except NanDoctorError as error:  # raised in here, it would pass for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
             _await_gradient([leaf for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)], gradient)
 
-    step.run(Watch(ops=True, backward=backward, loss_scale=step.loss_scale), on_op=keep)
+    step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if target.order in refused:
         raise refused[target.order]
     if target.order not in pieces or (gradient is not None and gradient.values is None):
         raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
-    low = torch_dtype(step.policy.format)
+    low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 
 

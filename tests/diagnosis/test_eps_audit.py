@@ -14,7 +14,7 @@ from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import EpsUse
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.optimizer_slots import measure_slots
-from nandoctor.replaying.runner import Setup, Watch, run
+from nandoctor.replaying.runner import FailingStep, Watch
 
 
 class Made(nn.Module):
@@ -32,16 +32,16 @@ class Made(nn.Module):
 
 
 def trace_ops(model, x):
-    setup = Setup(
+    step = FailingStep(
         model=model,
         batch={"x": x},
         used=frozenset({"x"}),
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="model(x)",
+        policy=make_policy("cuda", FP16),
     )
-    policy = make_policy("cuda", FP16)
-    return run(setup, policy, training=True, seed=0, low=FP16, watch=Watch(ops=True)).trace.ops
+    return step.run(watch=Watch(ops=True)).trace.ops
 
 
 def audited(function, x=None, **attributes):

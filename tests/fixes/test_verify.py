@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.autocast.policy import REFERENCE, make_policy
+from nandoctor.autocast.policy import make_policy
 from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamples, OpSite, SetArgument, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.fixes.verify import Budget, BudgetSpent, Purse, Trials
-from nandoctor.replaying.runner import CLOSELY, Setup, Watch, run
+from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
+from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FP16_AUTOCAST = make_policy("cuda", FP16)
 
@@ -34,76 +34,73 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def setup():
+def step():
     torch.manual_seed(0)
     model = Attention()
     x = torch.randn(2, 6, 8)
     x[1] *= 600
-    return Setup(
+    return FailingStep(
         model=model,
         batch={"x": x},
         used=frozenset({"x"}),
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="",
+        policy=FP16_AUTOCAST,
     )
 
 
-def make_trials(setup, *, max_trials=None, time_s=None, numerics=False):
-    def run_step(edits, precision):
-        policy = REFERENCE if precision == "fp32" else FP16_AUTOCAST
-        return run(setup, policy, training=True, seed=0, low=FP16, watch=Watch(), edits=edits)
-
-    return Trials(run_step, Purse(Budget(max_trials=max_trials, time_s=time_s)), numerics=numerics)
+def make_trials(step, *, max_trials=None, time_s=None, numerics=False):
+    return Trials(step, TrialBudget(max_trials=max_trials, time_s=time_s), numerics=numerics)
 
 
-def site_of(setup, op, nth=0):
-    trace = run(setup, FP16_AUTOCAST, training=True, seed=0, low=FP16, watch=CLOSELY).trace
+def site_of(step, op, nth=0):
+    trace = step.run(watch=CLOSELY).trace
     found = [o for o in trace.ops if o.op == op][nth]
     return OpSite(module=found.module, type=found.type, op=op, nth=found.nth, source=found.source)
 
 
-def test_the_step_fails_and_fp32_of_the_scores_cures_it(setup):
-    trials = make_trials(setup)
+def test_the_step_fails_and_fp32_of_the_scores_cures_it(step):
+    trials = make_trials(step)
     assert not trials.judge().outcome.finite
-    judgement = trials.judge(KeepOp(site=site_of(setup, "matmul")))
+    judgement = trials.judge(KeepOp(site=site_of(step, "matmul")))
     assert judgement.cures
     assert judgement.outcome.max_rel_err < 0.01
 
 
 @pytest.mark.parametrize("op", ["softmax", "masked_fill", "div"])
-def test_nan_to_num_on_the_scores_is_finite_and_no_cure(setup, op):
+def test_nan_to_num_on_the_scores_is_finite_and_no_cure(step, op):
     """0 in place of NaN, and large numbers in place of Inf, let a query see what it must not, or not what it must."""
     argument = "self"
-    edit = ClampArgument(site=site_of(setup, op), argument=argument, low=-65504.0, high=65504.0, nan=True)
-    judgement = make_trials(setup).judge(edit)
+    edit = ClampArgument(site=site_of(step, op), argument=argument, low=-65504.0, high=65504.0, nan=True)
+    judgement = make_trials(step).judge(edit)
     assert judgement.outcome.finite
     assert not judgement.cures
 
 
-def test_a_clamp_that_never_binds_is_no_cure(setup):
-    edit = ClampArgument(site=site_of(setup, "matmul"), argument="self", low=-1e30, high=1e30)
-    judgement = make_trials(setup).judge(edit)
+def test_a_clamp_that_never_binds_is_no_cure(step):
+    edit = ClampArgument(site=site_of(step, "matmul"), argument="self", low=-1e30, high=1e30)
+    judgement = make_trials(step).judge(edit)
     assert not judgement.outcome.finite
     assert not judgement.cures
 
 
-def test_a_clamp_that_cuts_values_off_is_no_cure(setup):
-    edit = ClampArgument(site=site_of(setup, "matmul"), argument="self", low=-0.1, high=0.1)
-    judgement = make_trials(setup).judge(edit)
+def test_a_clamp_that_cuts_values_off_is_no_cure(step):
+    edit = ClampArgument(site=site_of(step, "matmul"), argument="self", low=-0.1, high=0.1)
+    judgement = make_trials(step).judge(edit)
     assert judgement.outcome.finite
     assert judgement.outcome.max_rel_err > 0.1
     assert not judgement.cures
 
 
-def test_leaving_a_sample_out_is_judged_against_fp32_without_it(setup):
-    judgement = make_trials(setup).judge(KeepSamples(samples=(0,)))
+def test_leaving_a_sample_out_is_judged_against_fp32_without_it(step):
+    judgement = make_trials(step).judge(KeepSamples(samples=(0,)))
     assert judgement.cures
-    assert not make_trials(setup).cures(KeepSamples(samples=(1,)))
+    assert not make_trials(step).cures(KeepSamples(samples=(1,)))
 
 
-def test_nothing_is_run_twice(setup):
-    trials = make_trials(setup)
+def test_nothing_is_run_twice(step):
+    trials = make_trials(step)
     edit = KeepModule(module="", children=False)
     assert trials.cures(edit)
     runs = trials.num_run
@@ -113,8 +110,8 @@ def test_nothing_is_run_twice(setup):
 
 
 @pytest.mark.parametrize("budget", [{"max_trials": 2}, {"time_s": 0.0}])
-def test_a_budget_ends_it(setup, budget):
-    trials = make_trials(setup, **budget)
+def test_a_budget_ends_it(step, budget):
+    trials = make_trials(step, **budget)
     names = iter(("", "query", "key", "head"))
     with pytest.raises(BudgetSpent):
         [trials.judge(KeepModule(module=name)) for name in names]
@@ -145,17 +142,18 @@ class Noisy(nn.Module):
 def test_what_fp32_itself_is_unsure_of_need_not_agree():
     torch.manual_seed(0)
     model = Noisy()
-    setup = Setup(
+    step = FailingStep(
         model=model,
         batch={"x": torch.full((3, 2), 0.3)},
         used=frozenset({"x"}),
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="",
+        policy=FP16_AUTOCAST,
     )
-    trials = make_trials(setup)
+    trials = make_trials(step)
     assert not trials.judge().outcome.finite
-    edit = SetArgument(site=site_of(setup, "add"), argument="other", was=1e-8, value=1e-4)
+    edit = SetArgument(site=site_of(step, "add"), argument="other", was=1e-8, value=1e-4)
     assert trials.cures(edit)
 
 
@@ -166,16 +164,17 @@ def test_numerics_is_judged_against_fp32_with_the_same_change():
 
     model = Logs()
     x = torch.tensor([[0.0, 1.0, 1e-3]])
-    setup = Setup(
+    step = FailingStep(
         model=model,
         batch={"x": x},
         used=frozenset({"x"}),
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="",
+        policy=FP16_AUTOCAST,
     )
-    site = site_of(setup, "log")
-    trials = make_trials(setup, numerics=True)
+    site = site_of(step, "log")
+    trials = make_trials(step, numerics=True)
     assert trials.cures(ClampArgument(site=site, argument="self", low=1e-6))
     blunt = trials.judge(ClampArgument(site=site, argument="self", low=0.5))  # changes the log of 1e-3, which was fine
     assert blunt.outcome.finite

@@ -132,15 +132,15 @@ def test_the_field_that_the_user_names_is_the_counterpart():
     ],
 )
 def test_saved_outputs_go_by_name_the_users_first(names, key, expected):
-    assert saved_outputs(dump_of(**dict.fromkeys(names, torch.ones(2))), key) == expected
+    assert saved_outputs(dict.fromkeys(names, torch.ones(2)), key) == expected
 
 
 def test_a_bad_array_of_no_known_role_is_taken_for_the_output():
     arrays = {"image": SAVED, "thing": SAVED, "other": torch.ones(2), "count": torch.arange(3)}
-    assert saved_outputs(dump_of(**arrays), None) == ["thing"]
+    assert saved_outputs(arrays, None) == ["thing"]
 
 
 def test_an_output_that_is_not_there_lists_what_is():
     with pytest.raises(DumpError, match="no array 'thing'") as caught:
-        saved_outputs(dump_of(image=SAVED, mask=SAVED), "thing")
+        saved_outputs({"image": SAVED, "mask": SAVED}, "thing")
     assert "image, mask" in caught.value.remedy

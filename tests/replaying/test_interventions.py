@@ -1,6 +1,7 @@
 """Every edit does to the run what it says, and is gone afterwards."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from nandoctor.evidence.edits import (
     UseFormat,
 )
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, Setup, Watch, run
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 
 FP16_AUTOCAST = make_policy("cuda", FP16)
 
@@ -58,11 +59,11 @@ class Net(nn.Module):
         return torch.softmax(h, dim=-1).log()
 
 
-def make_setup(model=None, call=None, loss=None, **batch):
+def make_step(model=None, call=None, loss=None, **batch):
     torch.manual_seed(0)
     model = model or Net()
     batch = batch or {"x": torch.randn(3, 4)}
-    return Setup(
+    return FailingStep(
         model=model,
         batch=batch,
         used=frozenset(batch),
@@ -70,11 +71,13 @@ def make_setup(model=None, call=None, loss=None, **batch):
         loss=loss,
         device=torch.device("cpu"),
         description="",
+        policy=FP16_AUTOCAST,
+        training=False,
     )
 
 
-def execute(setup, *edits, policy=FP16_AUTOCAST, watch=MODULES_ONLY):
-    return run(setup, policy, training=False, seed=0, low=FP16, watch=watch, edits=edits)
+def execute(step, *edits, policy=FP16_AUTOCAST, watch=MODULES_ONLY):
+    return step.run(policy, watch, edits)
 
 
 def dtypes(outcome):
@@ -82,35 +85,35 @@ def dtypes(outcome):
     return {call.module: call.outputs[0].dtype for call in outcome.trace.calls}
 
 
-def site_of(setup, op, nth=0, module=None):
+def site_of(step, op, nth=0, module=None):
     """The place of a traced op."""
-    ops = [o for o in execute(setup, watch=CLOSELY).trace.ops if o.op == op and module in (None, o.module)]
+    ops = [o for o in execute(step, watch=CLOSELY).trace.ops if o.op == op and module in (None, o.module)]
     chosen = ops[nth]
     return OpSite(module=chosen.module, type=chosen.type, op=op, nth=chosen.nth, source=chosen.source)
 
 
 def test_a_kept_module_returns_fp32_and_its_neighbours_do_not():
-    setup = make_setup()
-    assert dtypes(execute(setup, KeepModule(module="first"))) | {} == {
+    step = make_step()
+    assert dtypes(execute(step, KeepModule(module="first"))) | {} == {
         "": FP32, "first": FP32, "branch": FP16, "branch.inner": FP16,
     }  # fmt: skip
 
 
 def test_keeping_own_ops_leaves_children_under_autocast():
-    setup = make_setup()
+    step = make_step()
 
     def format_of_inner(*edits):
-        ops = execute(setup, *edits, watch=CLOSELY).trace.ops
+        ops = execute(step, *edits, watch=CLOSELY).trace.ops
         return next(op.outputs[0].dtype for op in ops if op.module == "branch.inner")
 
     assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
     assert format_of_inner(KeepModule(module="branch")) is FP32
-    assert dtypes(execute(setup, KeepModule(module="branch", children=False)))["branch"] is FP32
+    assert dtypes(execute(step, KeepModule(module="branch", children=False)))["branch"] is FP32
 
 
 def test_nested_own_ops_leave_children_under_autocast():
     kept = KeepModule(module="", children=False), KeepModule(module="branch", children=False)
-    ops = execute(make_setup(), *kept, watch=CLOSELY).trace.ops
+    ops = execute(make_step(), *kept, watch=CLOSELY).trace.ops
     assert next(op.outputs[0].dtype for op in ops if op.module == "branch.inner") is FP16
 
 
@@ -125,7 +128,7 @@ def test_a_region_of_the_model_s_own_holds_among_own_ops_in_fp32():
                 h = self.first(x)
             return self.second(h)
 
-    ops = execute(make_setup(Careful()), KeepModule(module="", children=False), watch=CLOSELY).trace.ops
+    ops = execute(make_step(Careful()), KeepModule(module="", children=False), watch=CLOSELY).trace.ops
     assert {op.module: op.outputs[0].dtype for op in ops if op.op == "linear"} == {"first": FP32, "second": FP16}
 
 
@@ -140,23 +143,23 @@ def test_own_ops_take_what_children_return_as_fp32():
             h = self.inner(x)
             return h @ h
 
-    setup = make_setup(Large(), x=torch.ones(1, 1))
-    assert not execute(setup).trace.finite
-    assert float(execute(setup, KeepModule(module="", children=False)).output) == 90000.0
+    step = make_step(Large(), x=torch.ones(1, 1))
+    assert not execute(step).trace.finite
+    assert float(execute(step, KeepModule(module="", children=False)).output) == 90000.0
 
 
 def test_a_module_of_half_weights_can_be_kept_and_gets_them_back():
-    setup = make_setup(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half(), x=torch.randn(2, 4).half())
-    before = copy.deepcopy(setup.model.state_dict())
-    assert dtypes(execute(setup, KeepModule(module="")))[""] is FP32
-    after = setup.model.state_dict()
+    step = make_step(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half(), x=torch.randn(2, 4).half())
+    before = copy.deepcopy(step.model.state_dict())
+    assert dtypes(execute(step, KeepModule(module="")))[""] is FP32
+    after = step.model.state_dict()
     assert all(after[name].dtype is torch.float16 and torch.equal(after[name], before[name]) for name in before)
 
 
 def test_a_kept_op_gives_fp32_there_alone():
-    setup = make_setup()
-    edit = KeepOp(site=site_of(setup, "matmul"))
-    ops = {op.op: op.outputs[0].dtype for op in execute(setup, edit, watch=CLOSELY).trace.ops}
+    step = make_step()
+    edit = KeepOp(site=site_of(step, "matmul"))
+    ops = {op.op: op.outputs[0].dtype for op in execute(step, edit, watch=CLOSELY).trace.ops}
     assert ops["matmul"] is FP32
     assert ops["linear"] is FP16
 
@@ -167,59 +170,59 @@ def test_a_kept_line_holds_for_every_module_of_the_class():
             return x * x
 
     model = nn.Sequential(nn.Linear(4, 4), Row(), nn.Linear(4, 4), Row())
-    setup = make_setup(model)
-    edit = KeepOp(site=OpSite(module="1", type="Row", op="", source=site_of(setup, "mul").source))
-    kept = dtypes(execute(setup, edit))
+    step = make_step(model)
+    edit = KeepOp(site=OpSite(module="1", type="Row", op="", source=site_of(step, "mul").source))
+    kept = dtypes(execute(step, edit))
     assert (kept["1"], kept["3"]) == (FP32, FP32)
     assert (kept["0"], kept["2"]) == (FP16, FP16)
 
 
 def test_an_op_without_a_line_is_found_by_its_number():
-    setup = make_setup()
+    step = make_step()
     edit = KeepOp(site=OpSite(module="branch", type="Branch", op="matmul", nth=0))
-    assert dtypes(execute(setup, edit))["branch"] is FP32
+    assert dtypes(execute(step, edit))["branch"] is FP32
     elsewhere = KeepOp(site=OpSite(module="branch", type="Branch", op="matmul", nth=1))
-    assert dtypes(execute(setup, elsewhere))["branch"] is FP16
+    assert dtypes(execute(step, elsewhere))["branch"] is FP16
 
 
 def test_a_constant_is_replaced_only_where_it_is_that_number():
-    setup = make_setup()
-    site = site_of(setup, "add", module="branch")
-    changed = execute(setup, SetArgument(site=site, argument="other", was=1e-8, value=1.0), watch=CLOSELY)
+    step = make_step()
+    site = site_of(step, "add", module="branch")
+    changed = execute(step, SetArgument(site=site, argument="other", was=1e-8, value=1.0), watch=CLOSELY)
     (op,) = [op for op in changed.trace.ops if op.op == "add" and op.module == "branch"]
     assert dict(op.scalars)["other"] == 1.0
-    other = execute(setup, SetArgument(site=site, argument="other", was=1e-6, value=1.0))
-    assert torch.equal(other.output, execute(setup).output)
+    other = execute(step, SetArgument(site=site, argument="other", was=1e-6, value=1.0))
+    assert torch.equal(other.output, execute(step).output)
 
 
 def test_the_lowest_number_of_the_format():
     def call(model, batch):
         return torch.where(batch["hide"], -1e9, model(batch["x"]))
 
-    setup = make_setup(nn.Linear(4, 4), call, x=torch.randn(2, 4), hide=torch.eye(2, 4).bool())
-    edit = SetArgument(site=site_of(setup, "where"), argument="self", was=-1e9, value=None)
-    assert float(execute(setup, edit).output.min()) == -65504.0
+    step = make_step(nn.Linear(4, 4), call, x=torch.randn(2, 4), hide=torch.eye(2, 4).bool())
+    edit = SetArgument(site=site_of(step, "where"), argument="self", was=-1e9, value=None)
+    assert float(execute(step, edit).output.min()) == -65504.0
 
 
 def test_an_attribute_is_set_and_put_back():
-    setup = make_setup()
-    changed = execute(setup, SetAttribute(type="Branch", name="eps", was=1e-8, value=2.0), watch=CLOSELY)
+    step = make_step()
+    changed = execute(step, SetAttribute(type="Branch", name="eps", was=1e-8, value=2.0), watch=CLOSELY)
     assert 2.0 in [value for op in changed.trace.ops for _, value in op.scalars]
-    assert setup.model.branch.eps == 1e-8
+    assert step.model.branch.eps == 1e-8
 
 
 def test_scaling_before_a_product_leaves_the_division_out():
-    setup = make_setup()
-    edit = ScaleFirst(product=site_of(setup, "matmul"), scale=site_of(setup, "div"), factor=1 / 8)
-    assert torch.allclose(execute(setup, edit).output, execute(setup).output, atol=1e-3)
-    assert "div" in [op.op for op in execute(setup, watch=CLOSELY).trace.ops]
+    step = make_step()
+    edit = ScaleFirst(product=site_of(step, "matmul"), scale=site_of(step, "div"), factor=1 / 8)
+    assert torch.allclose(execute(step, edit).output, execute(step).output, atol=1e-3)
+    assert "div" in [op.op for op in execute(step, watch=CLOSELY).trace.ops]
 
 
 @pytest.mark.parametrize("argument", ["self", ""])
 def test_a_clamp_before_an_op_or_after_it(argument):
-    setup = make_setup()
-    edit = ClampArgument(site=site_of(setup, "log"), argument=argument, low=-0.5, high=0.25)
-    output = execute(setup, edit).output
+    step = make_step()
+    edit = ClampArgument(site=site_of(step, "log"), argument=argument, low=-0.5, high=0.25)
+    output = execute(step, edit).output
     assert float(output.max()) <= (0.25 if not argument else torch.tensor(0.25).log() + 1e-6)
 
 
@@ -228,10 +231,10 @@ def test_rows_without_a_key_are_opened_and_give_zeros():
         return torch.softmax(model(batch["x"]).masked_fill(batch["hide"], float("-inf")), dim=-1)
 
     hide = torch.tensor([[True] * 4, [True, False, False, False]])
-    setup = make_setup(nn.Linear(4, 4), call, x=torch.randn(2, 4), hide=hide)
-    output = execute(setup, UnmaskRows(site=site_of(setup, "softmax"))).output
+    step = make_step(nn.Linear(4, 4), call, x=torch.randn(2, 4), hide=hide)
+    output = execute(step, UnmaskRows(site=site_of(step, "softmax"))).output
     assert torch.equal(output[0], torch.zeros(4))
-    assert torch.equal(output[1], execute(setup).output[1])
+    assert torch.equal(output[1], execute(step).output[1])
 
 
 @pytest.mark.parametrize("boolean", [True, False])
@@ -241,8 +244,8 @@ def test_attention_with_a_row_without_a_key(boolean):
         mask = batch["seen"] if boolean else torch.zeros(2, 2).masked_fill(~batch["seen"], float("-inf"))
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    setup = make_setup(nn.Linear(4, 4), call, x=torch.randn(2, 4), seen=torch.tensor([[False, False], [True, True]]))
-    output = execute(setup, UnmaskRows(site=site_of(setup, "scaled_dot_product_attention"))).output
+    step = make_step(nn.Linear(4, 4), call, x=torch.randn(2, 4), seen=torch.tensor([[False, False], [True, True]]))
+    output = execute(step, UnmaskRows(site=site_of(step, "scaled_dot_product_attention"))).output
     assert torch.equal(output[0, 0].float(), torch.zeros(4))
     assert torch.isfinite(output).all()
 
@@ -253,27 +256,27 @@ def test_the_logarithm_of_a_saturated_sigmoid(complement):
         p = torch.sigmoid(model(batch["x"]))
         return torch.log(1 - p) if complement else torch.log(p)
 
-    setup = make_setup(nn.Identity(), call, x=torch.tensor([[-300.0, 0.0, 300.0]]))
-    edit = StableLog(log=site_of(setup, "log"), inner=site_of(setup, "sigmoid"), complement=complement)
+    step = make_step(nn.Identity(), call, x=torch.tensor([[-300.0, 0.0, 300.0]]))
+    edit = StableLog(log=site_of(step, "log"), inner=site_of(step, "sigmoid"), complement=complement)
     sign = -1.0 if complement else 1.0
-    assert torch.equal(execute(setup, edit).output, F.logsigmoid(sign * setup.batch["x"]))
+    assert torch.equal(execute(step, edit).output, F.logsigmoid(sign * step.batch["x"]))
 
 
 def test_formats():
-    setup = make_setup()
-    assert dtypes(execute(setup, UseFormat(format=BF16)))["first"] is BF16
-    assert dtypes(execute(setup, UseFormat(format=FP32)))["first"] is FP32
-    assert dtypes(execute(setup, UseFormat(format=FP64)))["first"] is FP64
-    assert all(parameter.dtype is torch.float32 for parameter in setup.model.parameters())
+    step = make_step()
+    assert dtypes(execute(step, UseFormat(format=BF16)))["first"] is BF16
+    assert dtypes(execute(step, UseFormat(format=FP32)))["first"] is FP32
+    assert dtypes(execute(step, UseFormat(format=FP64)))["first"] is FP64
+    assert all(parameter.dtype is torch.float32 for parameter in step.model.parameters())
 
 
 def test_buffers_are_reset_for_the_run_alone():
-    setup = make_setup()
-    reset = execute(setup, ResetBuffers(names=("running_mean",)), watch=CLOSELY)
+    step = make_step()
+    reset = execute(step, ResetBuffers(names=("running_mean",)), watch=CLOSELY)
     assert any(
         tensor.stats.absmax == 0 for op in reset.trace.ops for tensor in op.inputs if tensor.path == "running_mean"
     )
-    assert float(setup.model.running_mean) == 0.5
+    assert float(step.model.running_mean) == 0.5
 
 
 def test_samples_are_taken_from_every_array_of_the_batch():
@@ -282,37 +285,37 @@ def test_samples_are_taken_from_every_array_of_the_batch():
         return model(batch["x"]) + batch["shift"]
 
     batch = {"x": torch.randn(3, 4), "shift": torch.arange(3.0)[:, None], "table": torch.zeros(7, 2)}
-    setup = make_setup(nn.Linear(4, 4), call, **batch)
-    output = execute(setup, KeepSamples(samples=(2, 0))).output
-    assert torch.equal(output, execute(setup).output[[2, 0]])
+    step = make_step(nn.Linear(4, 4), call, **batch)
+    output = execute(step, KeepSamples(samples=(2, 0))).output
+    assert torch.equal(output, execute(step).output[[2, 0]])
 
 
 def test_the_loss_in_fp32_and_its_scale():
     def loss(output, batch):
         return (output * 200000).mean()
 
-    setup = make_setup(nn.Linear(4, 4), loss=loss)
-    assert not torch.isfinite(execute(setup).loss)
-    assert torch.isfinite(execute(setup, KeepModule(module="<loss>")).loss)
-    watch = Watch(backward=True, keep=True, loss_scale=2.0**20)
-    assert execute(setup, watch=watch).trace.bad_gradients
-    quiet = execute(setup, KeepModule(module="<loss>"), SetLossScale(value=1.0), watch=watch)
+    step = make_step(nn.Linear(4, 4), loss=loss)
+    assert not torch.isfinite(execute(step).loss)
+    assert torch.isfinite(execute(step, KeepModule(module="<loss>")).loss)
+    watch, step = Watch(backward=True, keep=True), replace(step, loss_scale=2.0**20)
+    assert execute(step, watch=watch).trace.bad_gradients
+    quiet = execute(step, KeepModule(module="<loss>"), SetLossScale(value=1.0), watch=watch)
     assert not quiet.trace.bad_gradients
     assert quiet.gradients.keys() == {"weight", "bias"}
 
 
 def test_edits_together_are_traced_like_any_other_run():
-    setup = make_setup()
-    both = Together(edits=(KeepModule(module="first"), KeepOp(site=site_of(setup, "matmul"))))
-    ops = {op.op: op.outputs[0].dtype for op in execute(setup, both, watch=CLOSELY).trace.ops}
+    step = make_step()
+    both = Together(edits=(KeepModule(module="first"), KeepOp(site=site_of(step, "matmul"))))
+    ops = {op.op: op.outputs[0].dtype for op in execute(step, both, watch=CLOSELY).trace.ops}
     assert (ops["matmul"], ops["linear"]) == (FP32, FP16)
-    assert execute(setup, UseFormat(format=FP32)).output.dtype is torch.float32
+    assert execute(step, UseFormat(format=FP32)).output.dtype is torch.float32
 
 
 def test_an_edited_reference_is_still_the_reference():
-    setup = make_setup()
-    plain = execute(setup, policy=REFERENCE).output
-    assert torch.equal(execute(setup, KeepModule(module="branch"), policy=REFERENCE).output, plain)
+    step = make_step()
+    plain = execute(step, policy=REFERENCE).output
+    assert torch.equal(execute(step, KeepModule(module="branch"), policy=REFERENCE).output, plain)
 
 
 def test_everything_is_undone_when_the_forward_raises():
@@ -320,8 +323,8 @@ def test_everything_is_undone_when_the_forward_raises():
         model.first(batch["x"])
         raise ZeroDivisionError
 
-    setup = make_setup(call=call)
+    step = make_step(call=call)
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        execute(setup, KeepModule(module=""), KeepModule(module="branch", children=False))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in setup.model.modules())
+        execute(step, KeepModule(module=""), KeepModule(module="branch", children=False))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
     assert not torch.is_autocast_enabled("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,28 +15,30 @@ from torch import nn
 from nandoctor.autocast.policy import REFERENCE, make_policy
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.replaying.runner import Setup, run
+from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.runner import FailingStep
 
 CUDA = make_policy("cuda", FP16)
 POLICIES = [REFERENCE, CUDA, make_policy("native", FP16)]
 IMAGE = torch.ones(2, 4)
 
 
-def setup_of(model, **batch):
-    """The setup that calls `model` with the one array of the batch, an image unless given."""
+def step_of(model, **batch):
+    """The step that calls `model` with the one array of the batch, an image unless given."""
     batch = batch or {"image": IMAGE}
-    return Setup(
+    return FailingStep(
         model=model,
         batch=batch,
         used=frozenset(batch),
         forward=lambda arrays: model(next(iter(arrays.values()))),
         device=torch.device("cpu"),
         description="model(image)",
+        policy=CUDA,
     )
 
 
 def run_once(model, *, policy=REFERENCE, training=False, seed=0, **batch):
-    return run(setup_of(model, **batch), policy, training=training, seed=seed, low=FP16)
+    return replace(step_of(model, **batch), training=training, seed=seed).run(policy)
 
 
 def failing(model):
@@ -62,16 +65,9 @@ def test_an_overflow_shows_under_autocast_and_not_in_fp32():
 
 
 def test_a_batch_is_counted_and_only_what_the_call_uses():
-    setup = setup_of(nn.Identity(), image=torch.tensor([1.0, float("inf")]))
-    setup = Setup(
-        model=setup.model,
-        batch={**setup.batch, "mask": IMAGE},
-        used=setup.used,
-        forward=setup.forward,
-        device=setup.device,
-        description="",
-    )
-    (stats,) = run(setup, REFERENCE, training=False, seed=0, low=FP16).trace.batch
+    step = step_of(nn.Identity(), image=torch.tensor([1.0, float("inf")]))
+    step = replace(step, training=False, batch={**step.batch, "mask": IMAGE})
+    (stats,) = step.run(REFERENCE).trace.batch
     assert (stats.path, stats.counts.num_posinf) == ("image", 1)
 
 
@@ -179,10 +175,10 @@ def test_what_a_forward_keeps_for_the_next_is_forgotten():
 
 def test_a_batch_that_is_written_to_is_whole_in_the_next_run():
     model = Returns(lambda x: x.mul_(2))
-    setup = setup_of(model, image=torch.ones(2))
+    step = step_of(model, image=torch.ones(2))
     for _ in range(2):
-        assert run(setup, REFERENCE, training=False, seed=0, low=FP16).output.tolist() == [2.0, 2.0]
-    assert setup.batch["image"].tolist() == [1.0, 1.0]
+        assert step.run(REFERENCE).output.tolist() == [2.0, 2.0]
+    assert step.batch["image"].tolist() == [1.0, 1.0]
 
 
 def test_no_graph_is_built():
@@ -212,7 +208,9 @@ def test_a_forward_that_needs_a_graph_runs_once_more():
         seen.append(torch.rand(()))
         return torch.autograd.grad(output.sum(), model.weight)[0]
 
-    setup = Setup(
+    step = FailingStep(
+        policy=CUDA,
+        training=False,
         model=model,
         batch={"image": IMAGE},
         used=frozenset({"image"}),
@@ -220,7 +218,7 @@ def test_a_forward_that_needs_a_graph_runs_once_more():
         device=torch.device("cpu"),
         description="",
     )
-    outcome = run(setup, REFERENCE, training=False, seed=0, low=FP16)
+    outcome = step.run(REFERENCE)
     assert outcome.output.tolist() == [[2.0, 2.0, 2.0, 2.0]]
     assert [call.key for call in outcome.trace.calls] == [("", 0)]
     assert seen[0] == seen[1]
@@ -282,5 +280,6 @@ def test_a_script_module_runs_and_is_restored():
 def test_progress_is_told_after_every_call():
     counts = []
     model = nn.Sequential(nn.ReLU(), nn.ReLU())
-    run(setup_of(model), REFERENCE, training=False, seed=0, low=FP16, on_call=counts.append)
-    assert counts == [1, 2, 3]
+    progress = RunProgress(lambda _, done, __: counts.append(done))
+    replace(step_of(model), training=False, progress=progress).run(REFERENCE)
+    assert counts == [0, 1, 2, 3]  # the first tells that the run begins

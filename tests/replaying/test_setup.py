@@ -44,16 +44,16 @@ def dump_of(model, scalars=None, **arrays):
 
 
 def run_first(preparation):
-    setup = preparation.setups[0]
-    return setup.forward(setup.batch)
+    step = preparation.steps[0]
+    return step.forward(step.batch)
 
 
 def test_the_weights_the_batch_and_the_call_come_together():
     model = nn.Linear(3, 2)
     preparation = prepare(dump_of(model, image=IMAGE, logit=torch.ones(1, 2)), nn.Linear(3, 2), Settings())
     assert torch.equal(run_first(preparation), model(IMAGE))
-    assert preparation.setups[0].description == "model(input=image)"
-    assert preparation.setups[0].used == {"image"}
+    assert preparation.steps[0].description == "model(input=image)"
+    assert preparation.steps[0].used == {"image"}
     assert preparation.saved[0] == "logit"
     assert preparation.notes == ()
 
@@ -73,7 +73,7 @@ def test_plain_values_are_parameters_like_any_other():
     dump = dump_of(nn.Identity(), scalars={"timestep": 3, "epoch": 7}, noisy=IMAGE)
     preparation = prepare(dump, Denoiser(), Settings())
     assert run_first(preparation).tolist() == [[3.0, 6.0, 9.0]]
-    assert preparation.setups[0].description == "model(noisy, timestep)"
+    assert preparation.steps[0].description == "model(noisy, timestep)"
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (torch.float64, torch.float64)])
@@ -81,7 +81,7 @@ def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
     model = nn.Linear(3, 2, dtype=dtype)
     dump = dump_of(model, image=IMAGE.double(), labels=torch.arange(3))
     preparation = prepare(dump, model, Settings())
-    batch = preparation.setups[0].batch
+    batch = preparation.steps[0].batch
     assert (batch["image"].dtype, batch["labels"].dtype) == (expected, torch.int64)
     assert [note.partition(" ")[0] for note in preparation.notes] == ["image"] * (expected is torch.float32)
 
@@ -112,8 +112,8 @@ def test_a_call_and_a_loss_are_found_by_their_specs(functions):
     preparation = prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE, logit=IMAGE), nn.Identity(), settings)
     output = run_first(preparation)
     assert (output["out"].tolist(), output["names"]) == ([[2.0, 4.0, 6.0]], ["image", "logit", "mask"])
-    assert preparation.setups[0].used == {"image", "mask"}
-    assert float(preparation.setups[0].loss(output["out"], preparation.setups[0].batch)) == 6.0
+    assert preparation.steps[0].used == {"image", "mask"}
+    assert float(preparation.steps[0].loss(output["out"], preparation.steps[0].batch)) == 6.0
 
 
 def test_a_call_may_be_a_function():
@@ -124,12 +124,12 @@ def test_a_call_may_be_a_function():
 def test_code_for_cuda_is_built_on_the_replays_device(functions):
     settings = Settings(model="functions_of_the_test.py:Net", directory=functions)
     dump = replace(dump_of(nn.Identity(), image=IMAGE), state={"weight": torch.full((3,), 2.0)})
-    assert next(prepare(dump, None, settings).setups[0].model.parameters()).device.type == "cpu"
+    assert next(prepare(dump, None, settings).steps[0].model.parameters()).device.type == "cpu"
 
 
 def test_the_model_given_overrides_the_settings():
     preparation = prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(model="nowhere.py:f"))
-    assert isinstance(preparation.setups[0].model, nn.Identity)
+    assert isinstance(preparation.steps[0].model, nn.Identity)
 
 
 @pytest.mark.parametrize(

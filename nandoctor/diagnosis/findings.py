@@ -1,0 +1,33 @@
+"""What all runs of a failing step show together, before anything is changed to fix it.
+
+In: the traces, and what was concluded from them. Out: `Findings`, which the search for fixes and the report take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.report import Verdict
+from nandoctor.evidence.trace import OpCall, TensorStats, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The step under autocast and in fp32, and what is concluded.
+
+    `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
+    parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
+    numbers.
+    """
+
+    trace: Trace
+    reference: Trace
+    verdict: Verdict
+    conclusion: Conclusion
+    random: bool = False
+    ops: tuple[OpCall, ...] = ()
+    bad_gradients: tuple[TensorStats, ...] = ()
+    slots: tuple[OptimizerSlot, ...] = ()
+    notes: tuple[str, ...] = ()

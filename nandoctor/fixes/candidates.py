@@ -1,0 +1,175 @@
+"""What is worth trying on a failing step: changes of the operation, modules in fp32, another format, fewer samples.
+
+In: the step, the findings and the trials so far. Out: `Candidate`s, each a change in several strengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import nn
+
+from nandoctor.causes.base import Candidate
+from nandoctor.diagnosis.diagnosis import Lead
+from nandoctor.diagnosis.findings import Findings
+from nandoctor.evidence.edits import (
+    Edit,
+    KeepModule,
+    KeepOp,
+    KeepSamples,
+    OpSite,
+    ResetBuffers,
+    SetArgument,
+    SetAttribute,
+    SingleEdit,
+    Together,
+    UseFormat,
+)
+from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.evidence.trace import LOSS, Trace
+from nandoctor.fixes.verify import Trials
+
+MAX_LEADS = 4
+"""Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
+
+
+def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
+    """Yield the changes worth trying, by the verdict."""
+    leads = _distinct_leads(findings, trials.step.model)
+    if findings.verdict == "state":
+        names = tuple(name for name, buffer in trials.step.model.named_buffers() if not torch.isfinite(buffer).all())
+        yield (ResetBuffers(names=names),) if names else ()
+    if findings.verdict == "input":
+        yield from _without_guilty(findings, trials.step.num_samples)
+    if findings.verdict in ("numerics", "loss-scale"):
+        yield from _together([_specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
+    if findings.verdict in ("precision", "silent"):
+        if len(leads) == 1:
+            yield from _specific(leads[0], trials.step.model)
+            yield from _in_fp32(leads[0], findings, trials)
+        elif 1 < len(leads) <= MAX_LEADS:
+            yield from _combined(leads, findings, trials)
+        if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
+            yield (KeepModule(module=LOSS),)
+        if trials.step.low is FP16:
+            yield (UseFormat(format=BF16),)
+
+
+def _distinct_leads(findings: Findings, model: nn.Module) -> list[Lead]:
+    """One lead for each place in the code."""
+
+    def place(site: OpSite) -> object:
+        return site if _is_library(site, model) else (site.type, site.op, site.source)
+
+    return list({place(lead.site): lead for lead in reversed(findings.conclusion.leads)}.values())[::-1]
+
+
+def _specific(lead: Lead, model: nn.Module) -> list[Candidate]:
+    """The changes of the operation itself; a constant that is an attribute of the module is changed there."""
+    return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
+
+
+def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
+    if not isinstance(edit, SetArgument) or edit.value is None:
+        return edit
+    for module in model.modules():
+        if type(module).__name__ == edit.site.type:
+            names = [name for name, value in vars(module).items() if isinstance(value, float) and value == edit.was]
+            if names:
+                return SetAttribute(type=edit.site.type, name=names[0], was=edit.was, value=edit.value)
+    return edit
+
+
+def _in_fp32(lead: Lead, findings: Findings, trials: Trials) -> Iterator[Candidate]:
+    """The op's line in fp32; where that is no cure the block's own ops, or the block."""
+    site = lead.site
+    if site.module == LOSS:
+        return
+    if not _is_library(site, trials.step.model):
+        line = KeepOp(site=replace(site, op=""))
+        yield (line,)
+        if trials.cures(line):
+            return
+    if _has_children(site.module, findings.trace):
+        yield (KeepModule(module=site.module, children=False),)
+    elif site.module:
+        yield (KeepModule(module=site.module),)
+
+
+def _is_library(site: OpSite, model: nn.Module) -> bool:
+    """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
+    if site.module == LOSS:
+        return site.source is None
+    return site.source is None or type(model.get_submodule(site.module)).__module__.startswith("torch.")
+
+
+def _has_children(path: str, trace: Trace) -> bool:
+    return any(call.module != path and is_below(call.module, path) for call in trace.calls)
+
+
+def is_below(path: str, ancestor: str) -> bool:
+    """Tell whether a module is another one or inside it."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+def _together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
+    """Every origin's first change, second change and so on, at once; each in candidate that are raised together."""
+    if len(groups) == 1:
+        yield from groups[0]
+    elif groups and all(groups):
+        for choice in range(max(map(len, groups))):
+            chosen = [group[min(choice, len(group) - 1)] for group in groups]
+            yield tuple(
+                join([candidate[min(strength, len(candidate) - 1)] for candidate in chosen])
+                for strength in range(max(map(len, chosen)))
+            )
+
+
+def join(edits: Sequence[Edit]) -> Edit:
+    """Make one change of several."""
+    singles: list[SingleEdit] = []
+    for edit in edits:
+        singles += edit.edits if isinstance(edit, Together) else (edit,)
+    return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
+
+
+def _combined(leads: Sequence[Lead], findings: Findings, trials: Trials) -> Iterator[Candidate]:
+    """For each origin its first change that cures while the others' blocks are in fp32; then all of these at once."""
+    strong = [
+        KeepModule(module=lead.site.module, children=not _has_children(lead.site.module, findings.trace))
+        for lead in leads
+    ]
+    if not trials.cures(*dict.fromkeys(strong)):
+        return
+    chosen: list[Edit] = []
+    for place, lead in enumerate(leads):
+        others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
+        groups = chain(_specific(lead, trials.step.model), _in_fp32(lead, findings, trials))
+        proposals = (edit for candidate in groups for edit in candidate)
+        chosen.append(next((edit for edit in proposals if trials.cures(edit, *others)), strong[place]))
+    yield (join(chosen),)
+    yield (join(list(dict.fromkeys(strong))),)
+
+
+def _without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
+    """The batch without the samples that are bad as they came in."""
+    guilty = guilty_samples(findings, num_samples)
+    kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
+    if guilty and kept:
+        yield (KeepSamples(samples=kept),)
+
+
+def guilty_samples(findings: Findings, num_samples: int | None) -> tuple[int, ...]:
+    """The samples of the batch to blame, where dimension 0 of what is bad is the batch's."""
+    conclusion = findings.conclusion
+    origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
+    places = [(origin.samples, origin.output)] if origin else []
+    if conclusion.first_nonfinite and conclusion.first_nonfinite.value.counts:
+        places.append((conclusion.first_nonfinite.value.counts.samples, conclusion.first_nonfinite.value))
+    for samples, stats in places:
+        if samples and stats is not None and stats.shape[:1] == (num_samples,):
+            return samples
+    return ()
