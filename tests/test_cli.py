@@ -91,7 +91,7 @@ def test_quiet_is_one_line():
 
 
 def test_quiet_tries_no_cure_that_it_would_not_tell(monkeypatch):
-    monkeypatch.setattr("nandoctor.pipeline._treat", lambda *_, **__: pytest.fail("a cure was tried"))
+    monkeypatch.setattr("nandoctor.pipeline.search_fixes", lambda *_, **__: pytest.fail("a cure was tried"))
     assert run("replay", *SICK, "--quiet").exit_code == 0
 
 
