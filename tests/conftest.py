@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
+# The models are tiny and there is a process per core: a second thread costs more than it brings, here and in
+# subprocesses. Read when torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.utils._device
+
+import nandoctor
+
+ROOT = Path(__file__).parent.parent
 
 
 def jit_autocast_mode():
@@ -47,3 +60,15 @@ def torch_is_restored():
     yield
     assert torch_state() == before
     torch.set_rng_state(rng)
+
+
+@pytest.fixture(scope="session")
+def sample_reports():
+    """The report of each sample dump, by name, replayed once with no option at all.
+
+    Tests that take it are marked `xdist_group("samples")`, so that one process has them all.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "path", list(sys.path))
+        return {path.stem: nandoctor.replay(path).report for path in sorted(Path("sample_dumps").glob("*.pth"))}

@@ -8,9 +8,6 @@ from sick_models.judging import diagnose, faults
 
 CASES = all_cases()
 
-# The remark of std() on a single element is the very thing that a case is about.
-pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
-
 
 def each(cases):
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
@@ -21,11 +18,13 @@ def test_verdict_module_op_cause_and_line_are_right(case, tmp_path):
     assert faults(case, diagnose(case, tmp_path)) == []
 
 
+@pytest.mark.slow
 @each(map(renamed, CASES))
 def test_names_do_not_matter(case, tmp_path):
     assert faults(case, diagnose(case, tmp_path)) == []
 
 
+@pytest.mark.slow
 @each(map(decoyed, CASES))
 def test_an_innocent_branch_beside_it_is_not_blamed(case, tmp_path):
     report = diagnose(case, tmp_path)

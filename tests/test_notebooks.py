@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from wording import words
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.ipynb"))
-NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 
 
 def outputs_of(notebook):
@@ -22,15 +21,11 @@ def outputs_of(notebook):
     ]
 
 
-def words(text):
-    """The words, with each number as #: other processors sum in another order, and change the last digits."""
-    return NUMBER.sub("#", text).split()
-
-
 def test_there_are_notebooks():
     assert [path.name for path in NOTEBOOKS] == ["first_look.ipynb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_gives_what_it_shows(path):
     notebook = nbformat.read(path, as_version=4)

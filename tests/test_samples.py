@@ -23,6 +23,7 @@ WEIGHTS_ONLY = ROOT / "sample_dumps" / "weights_only.py"
 REPLAYABLE = [script for script in SCRIPTS if script != WEIGHTS_ONLY]
 MAX_NBYTES = 200_000
 
+pytestmark = pytest.mark.xdist_group("samples")
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 each_replayable = pytest.mark.parametrize("script", REPLAYABLE, ids=lambda script: script.stem)
 
@@ -32,14 +33,6 @@ def in_the_project(monkeypatch):
     """The models come from the `[tool.nandoctor]` table of this repository's pyproject.toml."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
-
-
-@pytest.fixture(scope="module")
-def reports():
-    """The report of each dump, replayed once with no option at all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return {script: nandoctor.replay(script.with_suffix(".pth")).report for script in SCRIPTS}
 
 
 def read_script(script):
@@ -86,8 +79,8 @@ def test_dump_is_small(script):
 
 
 @each_replayable
-def test_replay_says_what_the_script_documents(script, reports):
-    assert what_is_said(reports[script]) == read_script(script)["EXPECTED"]
+def test_replay_says_what_the_script_documents(script, sample_reports):
+    assert what_is_said(sample_reports[script.stem]) == read_script(script)["EXPECTED"]
 
 
 @each_replayable
@@ -100,29 +93,29 @@ def test_docstring_names_what_the_test_expects(script):
 
 
 @each_replayable
-def test_replay_is_graded_against_the_saved_output(script, reports):
-    reproduction = reports[script].reproduction
+def test_replay_is_graded_against_the_saved_output(script, sample_reports):
+    reproduction = sample_reports[script.stem].reproduction
     assert reproduction.grade in ("exact", "same-mask")
     assert reproduction.num_bad_saved == reproduction.num_bad_replayed > 0
 
 
 @each_replayable
-def test_only_precision_is_cured_by_fp32(script, reports):
-    runs = reports[script].runs
+def test_only_precision_is_cured_by_fp32(script, sample_reports):
+    runs = sample_reports[script.stem].runs
     assert not runs.autocast.finite
-    assert runs.fp32.finite is (reports[script].verdict == "precision")
+    assert runs.fp32.finite is (sample_reports[script.stem].verdict == "precision")
 
 
-def test_earlier_call_of_the_same_norm_is_sound(reports):
-    report = reports[ROOT / "sample_dumps" / "unet_blank_tile.py"]
+def test_earlier_call_of_the_same_norm_is_sound(sample_reports):
+    report = sample_reports["unet_blank_tile"]
     calls = [row for row in report.runs.autocast.modules if row.module == "norm"]
     assert [row.call for row in calls] == [0, 1, 2, 3, 4, 5]
     assert [row.finite for row in calls] == [True, False, False, False, False, False]
     assert [stats.dtype.label for stats in calls[0].outputs] == ["fp32"]
 
 
-def test_no_layer_within_the_residual_block_is_blamed(reports):
-    rows = reports[ROOT / "sample_dumps" / "residual_stream.py"].runs.autocast.modules
+def test_no_layer_within_the_residual_block_is_blamed(sample_reports):
+    rows = sample_reports["residual_stream"].runs.autocast.modules
     assert {row.module: row.finite for row in rows if row.module.startswith("blocks.23")} == {
         "blocks.23.expand": True,
         "blocks.23.contract": True,
@@ -130,8 +123,8 @@ def test_no_layer_within_the_residual_block_is_blamed(reports):
     }
 
 
-def test_poisoned_buffers_leave_the_weights_clean(reports):
-    dump = reports[ROOT / "sample_dumps" / "poisoned_buffers.py"].dump
+def test_poisoned_buffers_leave_the_weights_clean(sample_reports):
+    dump = sample_reports["poisoned_buffers"].dump
     assert dump.bad_weights == ()
     assert {array.name for array in dump.bad_buffers} == {
         f"blocks.{block}.norm.running_{kind}" for block in range(3) for kind in ("mean", "var")
@@ -143,8 +136,8 @@ def test_poisoned_buffers_are_sound_in_train_mode():
     assert case.verdict == "not-reproduced"
 
 
-def test_weights_alone_are_judged_by_themselves(reports):
-    report, expected = reports[WEIGHTS_ONLY], read_script(WEIGHTS_ONLY)["EXPECTED"]
+def test_weights_alone_are_judged_by_themselves(sample_reports):
+    report, expected = sample_reports[WEIGHTS_ONLY.stem], read_script(WEIGHTS_ONLY)["EXPECTED"]
     assert report.verdict == expected["verdict"]
     assert tuple(array.name for array in report.dump.bad_weights) == expected["weights"]
     assert report.runs is None

@@ -11,6 +11,7 @@ import nandoctor
 from nandoctor.dumps.dump import Dump
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 TOKENS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])

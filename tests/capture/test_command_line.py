@@ -70,6 +70,9 @@ def run(folder, *command):
     )
 
 
+pytestmark = pytest.mark.xdist_group("trained script")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")

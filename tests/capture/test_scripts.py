@@ -52,6 +52,7 @@ def train(folder, **parts):
     return run(folder, "train.py")
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_on_import_does_not_train_again(tmp_path):
     train(tmp_path)
     replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
@@ -62,6 +63,7 @@ def test_a_script_that_trains_on_import_does_not_train_again(tmp_path):
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["nan-step000000.pth"]
 
 
+@pytest.mark.slow
 def test_what_a_script_defines_too_late_is_reported_missing(tmp_path):
     train(tmp_path, early="loss_of = lambda output, batch: output.float().mean()", late=LOSS)
     replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth", "--loss", "train.py:later")
@@ -69,7 +71,14 @@ def test_what_a_script_defines_too_late_is_reported_missing(tmp_path):
     assert "up to where it makes a recorder" in replay.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize("end", ["raise RuntimeError('my own check')", "raise KeyboardInterrupt", ""])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise RuntimeError('my own check')",
+        pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.slow),
+    ],
+)
 def test_an_unclosed_recorder_checks_the_last_step_at_exit(tmp_path, end):
     training = train(tmp_path, end=end)
     assert "next: nandoctor replay dumps/nan-step000000.pth" in training.stderr

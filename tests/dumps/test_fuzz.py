@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 import zipfile
 
 import forge
@@ -88,7 +87,6 @@ def test_a_mutated_file_gives_a_dump_or_a_dump_error(kind, tmp_path):
     @given(FILES[kind])
     def check(data):
         path.write_bytes(data)
-        started = time.monotonic()
         try:
             dump = read_dump(path)
         except DumpError as error:
@@ -96,7 +94,6 @@ def test_a_mutated_file_gives_a_dump_or_a_dump_error(kind, tmp_path):
         else:
             assert isinstance(dump, Dump)
             assert summarize(dump).num_weights == len(dump.state)
-        assert time.monotonic() - started < 2
 
     check()
     assert complaints

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import resource
-import time
 import zipfile
 
 import forge
@@ -329,7 +328,7 @@ def test_a_bad_file_has_one_clear_error(kind, tmp_path):
     path = tmp_path / "dump.pth"
     path.write_bytes(make())
     allowed = set(torch.serialization.get_safe_globals())
-    started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     with pytest.raises(DumpError, match=f"dump.pth: .*({message})") as caught:
         read_dump(path)
@@ -338,7 +337,6 @@ def test_a_bad_file_has_one_clear_error(kind, tmp_path):
     assert len(str(caught.value).splitlines()) == 2
     assert str(caught.value).replace("\n", "").isprintable()
     assert caught.value.exit_code == 1
-    assert time.monotonic() - started < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300 * 1024
     assert set(torch.serialization.get_safe_globals()) == allowed
     assert not (tmp_path / "owned").exists()

@@ -31,6 +31,7 @@ REFUSED = ("nn.BCELoss",)
 """CUDA's autocast raises here, and so does its emulation."""
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # torch remarks on some of its own inputs
     pytest.mark.parametrize("training", [True, False], ids=["train", "eval"]),
 ]

@@ -28,7 +28,11 @@ def write_dump(path, model, spec, *, training):
     torch.save({"state_dict": model.state_dict(), **arrays}, path)
 
 
-@pytest.fixture(params=MODELS)
+QUICK = ("BERT",)
+"""The one that is replayed in every run of the tests."""
+
+
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def spec(request):
     return MODELS[request.param]
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (
@@ -72,13 +71,11 @@ class Browser:
             self._note(answer)
 
     def open(self, path):
-        """Open a file, and return the seconds that it took to load."""
+        """Open a file, and wait until it is loaded."""
         self.requests, self.complaints, self._loaded = [], [], False
-        started = time.perf_counter()
         self.send("Page.navigate", url=path.resolve().as_uri())
         while not self._loaded:
             self._note(self._next_message())
-        return time.perf_counter() - started
 
     def run(self, script):
         """The value of a JavaScript expression; a promise is waited for."""

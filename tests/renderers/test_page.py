@@ -101,12 +101,14 @@ def test_patches_keep_their_lines(page):
     ]
 
 
+@pytest.mark.slow
 def test_a_page_of_400_layers_is_small():
     made = factory.precision(400, bad_from=250)
     surveyed = replace(made, runs=factory.surveyed(made.runs))
     assert len(report_page(surveyed).encode()) < LIMIT
 
 
+@pytest.mark.slow
 def test_a_page_of_10000_layers_is_still_a_page():
     text = report_page(factory.precision(10_000, bad_from=5_000))
     assert "12501 calls in all; these are the 3000 around the first non-finite one." in text

@@ -22,7 +22,8 @@ SAMPLES = sorted((ROOT / "sample_dumps").glob("*.pth"))
 
 # A custom autograd Function is the project's own code.
 OUT_OF_REACH = {"function/swish", "function/log-cosh", "function/router"}
-SICK = [case for case in all_cases() if case.name not in OUT_OF_REACH]
+CASES = {case.name: case for case in all_cases()}
+SICK = [case for case in CASES.values() if case.name not in OUT_OF_REACH]
 
 RUN_ALL = """
 import io, runpy, sys
@@ -81,8 +82,15 @@ def scripts(tmp_path_factory):
     return written
 
 
+QUICK = ("unet_blank_tile",)
+"""The sample whose script is run by every run of the tests."""
+
+
 @pytest.mark.usefixtures("in_the_project")
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.stem)
+@pytest.mark.parametrize(
+    "sample",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.stem) for path in SAMPLES],
+)
 def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
     script = tmp_path / "repro.py"
     result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample.name}", "-o", str(script)])
@@ -93,6 +101,8 @@ def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
     assert sample.name in script.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
 def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
@@ -101,24 +111,30 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
 def test_the_scripts_have_a_passing_case_and_fit_on_a_screen(scripts):
     texts = {name: path.read_text(encoding="utf-8") for name, path in scripts.items()}
     assert [name for name, text in texts.items() if "passing = case(" not in text] == []
     assert [name for name, text in texts.items() if len(text.splitlines()) > 50] == []
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
 def test_where_precision_is_to_blame_fp32_is_finite(scripts):
     blamed = [case.name for case in SICK if case.verdict in ("precision", "silent", "loss-scale")]
     assert [name for name in blamed if "# Expected: finite" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
 def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
     blamed = [case.name for case in SICK if case.verdict in ("numerics", "input")]
     assert [name for name in blamed if "# The same in fp32" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
-def test_a_lost_eps_is_shown_and_raised_just_enough(scripts):
-    text = scripts["eps/digital-silence"].read_text(encoding="utf-8")
+def test_a_lost_eps_is_shown_and_raised_just_enough(tmp_path):
+    text = write_script(CASES["eps/digital-silence"], tmp_path)
     assert "eps=1e-08" in text
     assert "case(x, eps=3e-08)" in text  # the smallest two digits that fp16 does not round to zero
 
@@ -130,8 +146,8 @@ def test_a_lost_eps_is_shown_and_raised_just_enough(scripts):
         (("eps=3e-08)", "eps=2e-08)"), "torch.isfinite(passing).all()"),
     ],
 )
-def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(scripts, tmp_path, healed, message):
-    text = scripts["eps/blank-tile"].read_text(encoding="utf-8")
+def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path, healed, message):
+    text = write_script(CASES["eps/blank-tile"], tmp_path)
     assert healed[0] in text
     changed = tmp_path / "changed.py"
     changed.write_text(text.replace(*healed), encoding="utf-8")
@@ -142,7 +158,7 @@ def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(scripts, tmp_pa
 
 @pytest.mark.parametrize("name", sorted(OUT_OF_REACH))
 def test_a_custom_function_needs_the_projects_own_code(name, tmp_path):
-    case = next(case for case in all_cases() if case.name == name)
+    case = CASES[name]
     with pytest.raises(NanDoctorError, match=f"{case.op} is no op of torch"):
         write_script(case, tmp_path)
 

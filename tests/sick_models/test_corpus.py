@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,17 +44,7 @@ PROBED = [case for case in CASES if case.phase in ("forward", "loss", "backward"
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_probed_case = pytest.mark.parametrize("case", PROBED, ids=lambda case: case.name)
 
-# The remark of std() on a single element is the very thing that a case is about.
-pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On models this small a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.slow
 
 
 def assert_sick(case: Case, outcome: Outcome) -> None:
