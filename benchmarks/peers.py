@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from nandoctor.autocast import kernels
 from nandoctor.autocast.policy import cuda_autocast
-from nandoctor.causes.base import PRODUCTS
+from nandoctor.ops import PRODUCTS
 
 CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")
 ROW = "{:<36} {:>9} {:>9} {:>12} {:>13} {:>14} {:>8} {:>11} {:>6}"
@@ -135,7 +135,7 @@ def _other_names(op: str) -> set[str]:
     """What an op may be called by a tool that sees its kernel, its graph node, or the cast that ends our emulation."""
     names = {op, _plain(op), f"safe_{op}"}
     if op in PRODUCTS:
-        names |= PRODUCTS | {"to_copy", "to", "thnn_fused_lstm_cell"}
+        names |= PRODUCTS.keys() | {"to_copy", "to", "thnn_fused_lstm_cell"}
     if op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"):
         names |= {"cross_entropy", "nll_loss", "nll_loss_2d", "cross_entropy_loss"}
     return names | ({"var", "std", "std_mean"} if op in ("var", "std") else set())

@@ -1,6 +1,7 @@
-"""What a rule is: a function from a `Finding` to a `Cause`, or None where it cannot decide.
+"""What a cause decides on: the findings that are shown to it, and the questions that several causes ask of them.
 
-In: an examined op with its twin in fp32 and the ops before it. Out: the finding, and the questions that rules ask.
+In: an examined op with its counterpart in fp32 and the ops before it; or a tensor that was non-finite from the start.
+Out: the findings, and helpers that build evidence and candidate changes.
 """
 
 from __future__ import annotations
@@ -8,46 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nandoctor.evidence.edits import ClampArgument, Edit, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
-from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
+from nandoctor.ops import CASTS, DOMAINS, MOVES, PRODUCTS, SINGULAR_INPUTS
 
-
-def words(text: str) -> frozenset[str]:
-    """A table of names, written as text."""
-    return frozenset(text.split())
-
-
-PRODUCTS = words(
-    """matmul mm bmm linear mv dot vdot addmm addmv addr baddbmm addbmm einsum bilinear tensordot linalg_vecdot inner
-    outer chain_matmul linalg_multi_dot conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d
-    conv_transpose3d conv_tbc scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell"""
-)
-REDUCTIONS = words(
-    """sum nansum mean nanmean var std var_mean std_mean prod cumsum cumprod norm linalg_vector_norm linalg_norm
-    linalg_matrix_norm frobenius_norm logsumexp logcumsumexp trace avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
-    adaptive_avg_pool2d adaptive_avg_pool3d dist cdist index_add scatter_add scatter_reduce index_reduce
-    segment_reduce embedding_bag fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
-    fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
-)
-EXPONENTIALS = words("exp exp2 expm1 sinh cosh softplus special_exp2 special_expm1 pow")
-LOGARITHMS = words("log log2 log10 log1p logit special_logit xlogy special_xlogy special_log1p")
-DIVISIONS = words("div true_divide divide reciprocal rsqrt remainder fmod addcdiv floor_divide")
-SOFTMAXES = words("softmax log_softmax _softmax _log_softmax logsumexp scaled_dot_product_attention masked_softmax")
-NORMALISATIONS = words("batch_norm layer_norm group_norm instance_norm rms_norm")
-CASTS = words("to _to_copy half bfloat16 type_as type copy")
-MOVES = words(
-    """view reshape _unsafe_view transpose permute contiguous expand expand_as unsqueeze squeeze flatten unflatten clone
-    detach slice select narrow split chunk unbind index gather t mT T movedim roll flip cat stack repeat
-    repeat_interleave alias dropout numpy_T as_strided lift_fresh pad constant_pad_nd unfold"""
-)
-"""Ops that hand values on as they are."""
-FILLS = words("full full_like new_full fill masked_fill where scalar_tensor constant_pad_nd")
-"""Ops that put a given number in places."""
-
+Phase = Literal["forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer"]
+"""What is shown to a cause: an op of the forward pass or the loss, of the backward pass, or one whose infinity a later
+op swallowed; a tensor that the code made of numbers, or that the model, the batch or the optimizer brought along."""
 
 Candidate = tuple[Edit, ...]
 """One change in several strengths, the first that cures being the one to take."""
@@ -57,11 +29,11 @@ Candidate = tuple[Edit, ...]
 class Finding:
     """An op that made non-finite values, with all that a rule may ask about.
 
-    `twin` is the same op of the fp32 run, None where that took another way. `ops` are all traced ops, by order.
+    `reference_op` is the same op of the fp32 run, None where that took another way. `ops` are all ops, by order.
     """
 
     op: OpCall
-    twin: OpCall | None
+    reference_op: OpCall | None
     had_inf_input: bool
     ops: Mapping[int, OpCall]
     low: FloatFormat
@@ -79,13 +51,13 @@ class Finding:
 
     @property
     def overflowed(self) -> bool:
-        """Whether unlimited range would have kept at least one of the bad elements finite."""
+        """True where unlimited range would have kept at least one of the non-finite elements finite."""
         return self.analysis.num_exact_finite > 0
 
     @property
-    def twin_is_finite(self) -> bool:
-        """Whether fp32 made finite values at this very op."""
-        return self.twin is not None and all(stats.finite for stats in self.twin.outputs)
+    def reference_is_finite(self) -> bool:
+        """True where fp32 gave finite values at this very op."""
+        return self.reference_op is not None and all(stats.finite for stats in self.reference_op.outputs)
 
     def operand(self, name: str) -> Operand | None:
         """The examined input of this name."""
@@ -100,7 +72,7 @@ class Finding:
             order = op.inputs[0].producer if op.op in MOVES | CASTS and op.inputs else None
 
     def is_from_batch(self, tensor: OpTensor) -> bool:
-        """Whether this is an array of the batch, as it came or moved and cast."""
+        """Tell whether this is an array of the batch, as it came or moved and cast."""
         if tensor.origin == "batch":
             return True
         first = [*self.sources(tensor)][-1:]
@@ -111,13 +83,13 @@ class Finding:
 class GradientFinding:
     """A backward op that made non-finite gradients of finite ones.
 
-    `forward` is the op it belongs to, None for a custom Function. `twins_are_finite` tells whether the fp32 run's
-    gradients are finite at the same op, `fixed_by_scale` whether all gradients are at loss scale 1.
+    `forward` is the op it belongs to, None for a custom Function. `reference_is_finite` where the gradients of the fp32
+    run are finite at the same op, `fixed_by_scale` where all gradients are finite at loss scale 1.
     """
 
     op: OpCall
     forward: OpCall | None
-    twins_are_finite: bool
+    reference_is_finite: bool
     fixed_by_scale: bool
     loss_scale: float
     ops: Mapping[int, OpCall]
@@ -130,19 +102,52 @@ class GradientFinding:
         return self.op.analysis
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideTensor:
+    """A non-finite or huge tensor that no traced op made; `name` is its path in the model or the batch."""
+
+    name: str
+    stats: TensorStats
+
+
+def factors(finding: Finding) -> list[Operand]:
+    """The operands that a product multiplies; a bias or what the product is added to is none."""
+    product = PRODUCTS.get(finding.op.op)
+    return [operand for operand in finding.analysis.operands if product and product.has_factor(operand.name)]
+
+
+def outside_domain(finding: Finding) -> float | None:
+    """The end of the argument's range that lies outside of the function's domain, or on the edge of an open one."""
+    domain = DOMAINS.get(finding.op.op)
+    argument = finding.operand(domain.argument) if domain is not None else None
+    if domain is None or argument is None or argument.min is None or argument.max is None or finding.had_inf_input:
+        return None
+    if "nan" not in finding.analysis.kinds and not domain.is_open:
+        return None
+    if argument.min < domain.low or (domain.is_open and argument.min == domain.low):
+        return argument.min
+    return argument.max if argument.max > domain.high or (domain.is_open and argument.max == domain.high) else None
+
+
+def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
+    """The inputs at one value of which the op, or its derivative, is infinite."""
+    names = SINGULAR_INPUTS.get(op.op, ())
+    return tuple(tensor for tensor in op.inputs if tensor.name in names)
+
+
 def writes_infinity(op: OpCall) -> bool:
-    """Whether the code put an infinity there itself, as masks are made: it stands among the numbers of the call."""
+    """Tell whether the code wrote an infinity there itself, as masks are made: it is among the numbers of the call."""
     return any(math.isinf(value) for _, value in op.scalars)
 
 
 def is_constant(tensor: OpTensor) -> bool:
-    """Whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
+    """Tell whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
     counts = tensor.stats.counts if tensor.stats is not None else None
     return tensor.origin == "unknown" and counts is not None and not counts.num_nan
 
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
-    """Whether this is the logarithm of a mask of zeros and ones that was no floating-point tensor before."""
+    """Tell whether this is the logarithm of a mask of zeros and ones that was no floating-point tensor before."""
     if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.analysis is None:
         return False
     mask, cast = op.analysis.operands[0], ops[op.inputs[0].producer]
@@ -151,7 +156,7 @@ def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
 
 
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
-    """Whether the infinities of `written` reach a product along `ops`: as masks they would have been gone by then."""
+    """Tell whether the infinities of `written` reach a product along `ops`: a mask's are gone by then."""
     carriers = {written.order}
     for op in ops:
         bad = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)

@@ -4,13 +4,13 @@ In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
     x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
-Evidence it needs
+How nandoctor tells
     Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
     Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format holds.
-Known problems
+When it is wrong
     Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
 """
 
@@ -18,20 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import DIVISIONS, NORMALISATIONS, Candidate, Finding, clamp_candidate
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain, singular_inputs
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
+from nandoctor.ops import DIVISIONS, NORMALISATIONS
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """A division with exact zeros below the line."""
+    if finding.overflowed or outside_domain(finding) is not None:
+        return None
     if finding.op.op in NORMALISATIONS:
         return _explain_norm(finding)
-    if finding.overflowed:
-        return None
     denominator = _denominator(finding)
     if denominator is not None and denominator.counts.num_zero:
         return _explain(finding, denominator.name, denominator.counts.num_zero)
@@ -51,7 +53,7 @@ def _explain(finding: Finding, name: str, zeros: int) -> Cause:
 
 def _explain_norm(finding: Finding) -> Cause | None:
     """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
-    if finding.had_inf_input or finding.overflowed:
+    if finding.had_inf_input:
         return None
     num_bad = finding.analysis.num_bad
     return Cause(
@@ -63,13 +65,9 @@ def _explain_norm(finding: Finding) -> Cause | None:
 
 
 def _denominator(finding: Finding) -> Operand | None:
-    op, operands = finding.op.op, finding.analysis.operands
-    if op in ("rsqrt", "reciprocal") or (op == "pow" and any(value < 0 for _, value in finding.op.scalars)):
-        return operands[0] if operands else None
-    if op == "_weight_norm":  # g * v / norm(v)
-        return finding.operand("v")
-    if op in DIVISIONS:
-        return finding.operand("other") or finding.operand("tensor2")
+    op = finding.op
+    if op.op in DIVISIONS or op.op == "_weight_norm" or (op.op == "pow" and any(value < 0 for _, value in op.scalars)):
+        return next((finding.operand(tensor.name) for tensor in singular_inputs(op)), None)
     return None
 
 

@@ -5,29 +5,31 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     Both operands fit, their sum, product or quotient does not: a residual stream, a gate, a squared activation, a
     dropout that scales by 1 / (1 - p), a division by something tiny.
-Evidence it needs
+How nandoctor tells
     The op computed again in float64 from the same inputs: finite there, and past the format's limit.
 Why it happens
     Autocast leaves add, mul and div in the precision that they get, so in fp16 the limit is 65504.
 Fix
     Compute this line in fp32 (`x.float() * y.float()`, `x.pow(2)` for `x * x`: autocast runs pow in fp32),
     normalise the stream, or scale the branch.
-Known problems
+When it is wrong
     It is the last of the overflow rules: a product, a reduction or an exponential is told by its own.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import PRODUCTS, REDUCTIONS, Finding, number, overflow_evidence
+from nandoctor.causes.base import Finding, number, overflow_evidence
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import PRODUCTS, REDUCTIONS
 
 CODE = "elementwise-overflow"
 TITLE = "An element-by-element operation is too large for its format"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """Any other op whose exact value is finite and does not fit."""
-    if finding.op.op in PRODUCTS | REDUCTIONS or not finding.overflowed:
+    if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS or not finding.overflowed:
         return None
     operands = tuple(
         Evidence(

@@ -4,14 +4,14 @@ In: a `Finding`. Out: a `Cause`, or None.
 
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
-Evidence it needs
+How nandoctor tells
     A reduction or a loss with finite inputs and NaN out, in float64 as well.
 Why it happens
     A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
     GradScaler then never skips the step.
 Fix
     Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`; `std(correction=0)`.
-Known problems
+When it is wrong
     None.
 """
 
@@ -19,19 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import REDUCTIONS, Candidate, Finding, site_of
+from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import is_average
 
 CODE = "empty-reduction"
 TITLE = "A reduction over no elements"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """A reduction or loss that is NaN although everything in it is finite."""
     op = finding.op.op
-    averages = op in REDUCTIONS or "loss" in op or "cross_entropy" in op
-    if not averages or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
+    if not is_average(op) or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
         return None
     return Cause(
         code=CODE,

@@ -5,7 +5,7 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     1e-8 is zero in fp16 (the smallest subnormal is 6e-8), and what is added to a larger number is absorbed. The
     denominator, or the argument of a logarithm or a root, is then exactly zero.
-Evidence it needs
+How nandoctor tells
     An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
     made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
     and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
@@ -14,7 +14,7 @@ Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix
     An eps that fp16 holds (1e-5, or 6.1e-5 for a normal number), or this line in fp32: `x.float()`.
-Known problems
+When it is wrong
     The same eps under an op that CUDA autocast runs in fp32 is harmless, and is judged by what the trace saw.
 """
 
@@ -25,10 +25,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nandoctor.causes.base import (
-    CASTS,
-    DIVISIONS,
-    LOGARITHMS,
-    MOVES,
     Candidate,
     Finding,
     GradientFinding,
@@ -36,44 +32,52 @@ from nandoctor.causes.base import (
     constant_argument,
     gradient_evidence,
     number,
+    singular_inputs,
     site_of,
-    words,
 )
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.ops import (
+    CASTS,
+    CLAMPS,
+    DOMAINS,
+    LOGARITHMS,
+    MAXIMA,
+    MINIMA,
+    MOVES,
+    SINGULAR_INPUTS,
+    SUBTRACTIONS,
+    SUMS,
+    Domain,
+)
 
 CODE = "eps-underflow"
-TITLE = "A small constant was lost in the lower precision"
+TITLE = "A small constant is lost in the lower precision"
+PHASES = ("forward", "backward")
 
-_ADDING = words("add sub rsub clamp clamp_min maximum max full")
-_BOUNDING = words("clamp clamp_max clamp_min minimum maximum hardtanh")
-_SUBTRACTIONS = words("sub rsub")
+_ADDING = SUMS | CLAMPS | MAXIMA | {"full"}
+_BOUNDING = CLAMPS | MAXIMA | MINIMA
 _HANDING_ON = MOVES | CASTS | {"neg"}
-_SINGULAR = DIVISIONS | LOGARITHMS | words("sqrt pow atanh arctanh erfinv special_erfinv acos arccos asin arcsin")
 _DEPTH = 6
 _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 """What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
 
 
-def diagnose(finding: Finding) -> Cause | None:
-    """A singular op whose fp32 twin is finite, with a lost constant behind it."""
-    if finding.op.op not in _SINGULAR or not finding.twin_is_finite:
+def diagnose(finding: Finding | GradientFinding) -> Cause | None:
+    """A singular op, or the derivative of one, that is finite in fp32, with a lost constant behind it."""
+    if not finding.reference_is_finite:
         return None
-    place, eps = next(_lost_constants(finding.op, finding.ops), (None, 0.0))
-    return None if place is None else _explain(finding.op.op, place, eps, _zeros(finding))
-
-
-def diagnose_gradient(finding: GradientFinding) -> Cause | None:
-    """The derivative of a singular op, infinite only because the constant that guards it was lost."""
-    forward = finding.forward
-    if forward is None or forward.op not in _SINGULAR or not finding.twins_are_finite:
+    if isinstance(finding, Finding):
+        singular, what, evidence = finding.op, finding.op.op, _zeros(finding)
+    elif finding.forward is not None:
+        singular, evidence = finding.forward, gradient_evidence(finding)
+        what = f"the derivative of {singular.op}"
+    else:
         return None
-    place, eps = next(_lost_constants(forward, finding.ops), (None, 0.0))
-    return (
-        None if place is None else _explain(f"the derivative of {forward.op}", place, eps, gradient_evidence(finding))
-    )
+    place, eps = next(_lost_constants(singular, finding.ops), (None, 0.0))
+    return None if place is None else _explain(what, place, eps, evidence)
 
 
 def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...]) -> Cause:
@@ -94,11 +98,12 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
 
 def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tuple[OpCall, float]]:
     """The ops behind the singular one that used a small constant in a format that lost it, nearest first."""
+    if singular.op not in SINGULAR_INPUTS:
+        return
     for eps in _small_constants(singular):
         if singular.outputs[0].dtype.round(eps) == 0:
             yield singular, eps
-    guarded = singular.inputs[1:] if singular.op in ("div", "addcdiv", "floor_divide") else singular.inputs
-    for tensor in guarded:
+    for tensor in singular_inputs(singular):
         subtracted = set(_subtracted(singular, tensor, ops))
         near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON)}
         for op in ancestors(ops, tensor, _DEPTH):
@@ -110,11 +115,16 @@ def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tup
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
     """The ops whose values are subtracted from others to make `tensor`, or by the singular op itself: log1p(-p)."""
-    ends = [tensor] if singular.op in ("log1p", "special_log1p", "logit", "special_logit") else []
+    ends = [tensor] if singular.op in LOGARITHMS and _is_infinite_at_one(DOMAINS[singular.op]) else []
     for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON):
-        ends += op.inputs if op.op in _SUBTRACTIONS else ()
+        ends += op.inputs if op.op in SUBTRACTIONS else ()
     for end in ends:
         yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_HANDING_ON))
+
+
+def _is_infinite_at_one(domain: Domain) -> bool:
+    """Tell whether the logarithm is infinite at 1 or -1, as log1p and logit are: it subtracts by itself."""
+    return 1.0 in (abs(domain.low), abs(domain.high))
 
 
 def _small_constants(op: OpCall) -> list[float]:
@@ -131,13 +141,13 @@ def _gaps_below_one(op: OpCall) -> list[float]:
 
 
 def _vanishes(op: OpCall, eps: float) -> bool:
-    """Whether the constant is zero in the format of the op, and the op gave zeros or values on both sides of zero."""
+    """Tell whether the constant is zero in the format of the op, and what the op gave has zeros, or both signs."""
     made = op.outputs[0]
     return made.dtype.round(eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
 
 
 def _is_absorbed(op: OpCall, eps: float) -> bool:
-    """Whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
+    """Tell whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
     made = op.outputs[0]
     return eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
 

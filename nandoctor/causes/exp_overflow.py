@@ -5,7 +5,7 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
     the overflow comes in the cast or in the product that follows.
-Evidence it needs
+How nandoctor tells
     An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
     exponential, moved and cast at most.
 Why it happens
@@ -13,7 +13,7 @@ Why it happens
 Fix
     Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
     F.softplus or torch.logaddexp.
-Known problems
+When it is wrong
     An exponential with exact value inf in float64 too (x > 709) is told from its argument.
 """
 
@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import EXPONENTIALS, PRODUCTS, Candidate, Finding, clamp_candidate, number, overflow_evidence
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, number, overflow_evidence
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
+from nandoctor.ops import EXPONENTIALS, PRODUCTS
 
 CODE = "exp-overflow"
 TITLE = "An exponential is too large for its format"
+PHASES = ("forward",)
 
 _FLOAT64_LIMIT = 709.0
 _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)

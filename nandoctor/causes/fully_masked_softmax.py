@@ -5,13 +5,13 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     A row of scores that is -inf throughout: softmax divides zero by zero and the row is NaN. A row with a single finite
     score is healthy.
-Evidence it needs
+How nandoctor tells
     A softmax or an attention with rows that are -inf throughout, and NaN in its output.
 Why it happens
     A sample is all padding, or a causal mask and a padding mask together leave nothing.
 Fix
     Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax only hides it.
-Known problems
+When it is wrong
     None.
 """
 
@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import SOFTMAXES, Candidate, Finding, site_of
+from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import SOFTMAXES
 
 CODE = "fully-masked-softmax"
 TITLE = "Every position of a softmax is masked"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:

@@ -5,13 +5,13 @@ In: a `GradientFinding`. Out: a `Cause`, or None.
 What it is
     The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
     scale is too small for the other gradients.
-Evidence it needs
+How nandoctor tells
     Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that cures it.
 Why it happens
     A loss that is a sum and no mean, a division by something small, a recurrence that multiplies gradients.
 Fix
     Run this op in fp32, average the loss, clip inside the recurrence.
-Known problems
+When it is wrong
     Where scale 1 cures it, loss-scale-overflow says so.
 """
 
@@ -22,11 +22,12 @@ from nandoctor.evidence.report import Cause
 
 CODE = "gradient-overflow"
 TITLE = "A gradient is too large for its format"
+PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Cause | None:
     """A gradient that fp32 holds."""
-    if not finding.twins_are_finite:
+    if not finding.reference_is_finite:
         return None
     return Cause(
         code=CODE,

@@ -4,14 +4,14 @@ In: a `GradientFinding`. Out: a `Cause`, or None.
 
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
-Evidence it needs
+How nandoctor tells
     A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well.
 Why it happens
     A distance between equal points, a norm of a zero vector written by hand, an angle of exactly zero.
 Fix
     Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
     `cosine.clamp(-1 + 1e-6, 1 - 1e-6)`; torch.linalg.vector_norm and F.normalize take care of zero themselves.
-Known problems
+When it is wrong
     None.
 """
 
@@ -25,11 +25,12 @@ from nandoctor.evidence.report import Cause
 
 CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"
+PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Cause | None:
     """A derivative that no precision can hold."""
-    if finding.twins_are_finite or finding.forward is None:
+    if finding.reference_is_finite or finding.forward is None:
         return None
     forward = finding.forward
     argument = next((tensor.stats for tensor in forward.inputs if tensor.stats is not None), None)

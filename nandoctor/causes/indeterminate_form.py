@@ -5,14 +5,14 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
     hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.
-Evidence it needs
+How nandoctor tells
     NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; or a written one
     that is not masked away before the next product.
 Why it happens
     A mask is applied by arithmetic where it should be applied by selection.
 Fix
     Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
-Known problems
+When it is wrong
     An infinity that overflowed is not meant: its nonfinite_source is reported, and this op only passes it on.
 """
 
@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import (
-    FILLS,
     Candidate,
     Finding,
     GradientFinding,
@@ -33,13 +32,17 @@ from nandoctor.causes.base import (
 )
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import FILLS
 
 CODE = "indeterminate-form"
-TITLE = "An operation on infinities that has no value"
+TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
+PHASES = ("forward", "backward")
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     """NaN made of infinities."""
+    if isinstance(finding, GradientFinding):
+        return _explain_function(finding)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
     if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops.values()):
         return _explain_written(finding, "reaches a product, whose sums it spoils")
@@ -66,7 +69,7 @@ def _explain_written(finding: Finding, what: str) -> Cause:
     )
 
 
-def diagnose_gradient(finding: GradientFinding) -> Cause | None:
+def _explain_function(finding: GradientFinding) -> Cause | None:
     """A hand-written backward that makes NaN or Inf out of finite gradients."""
     if finding.forward is not None:
         return None

@@ -5,29 +5,31 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     The first layer looks guilty, but its input was too large before it did anything: autocast casts the input of every
     product to fp16, and 1e5 becomes Inf on the way in. The same happens in a hand-written `.half()`.
-Evidence it needs
+How nandoctor tells
     An input of a product, or of a cast, that is finite in its own format and past the limit of the lower one.
 Why it happens
     The batch was not normalised (raw counts, time stamps, currency), or an op that autocast runs in
     fp32 made a large value.
 Fix
     Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside of autocast.
-Known problems
+When it is wrong
     None.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import CASTS, PRODUCTS, Finding, format_of, number
+from nandoctor.causes.base import Finding, format_of, number
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import CASTS, PRODUCTS
 
 CODE = "input-cast-overflow"
 TITLE = "The input is too large for the cast to the lower precision"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """A product or a cast that meets a value its lower format cannot hold."""
-    if finding.op.op not in PRODUCTS | CASTS:
+    if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
     target = finding.format
     for operand in finding.analysis.operands:

@@ -5,13 +5,13 @@ In: a `GradientFinding`. Out: a `Cause`, or None.
 What it is
     GradScaler starts at 65536 and halves the scale whenever a gradient overflows: a few skipped steps at the start of
     training are by design.
-Evidence it needs
+How nandoctor tells
     Non-finite gradients at the scale of the dump, finite ones at scale 1.
 Why it happens
     The scale is searched from above.
 Fix
     None is needed. Start lower (`GradScaler(init_scale=1024)`) to skip fewer steps.
-Known problems
+When it is wrong
     Steps that are skipped for ever, at every scale, are another cause: gradient-overflow or a non-finite loss.
 """
 
@@ -25,6 +25,7 @@ from nandoctor.evidence.report import Cause, Evidence
 
 CODE = "loss-scale-overflow"
 TITLE = "The loss scale was too large"
+PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Cause | None:

@@ -5,7 +5,7 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     -1e9 or torch.finfo(torch.float32).min, meant as "very negative", becomes -inf in fp16; or two masks at finfo.min
     are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
-Evidence it needs
+How nandoctor tells
     A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
     only that number and zeros; or such a number times a mask of zeros and ones.
 Why it happens
@@ -13,7 +13,7 @@ Why it happens
 Fix
     Take the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
     boolean masks to scaled_dot_product_attention; combine masks with logical_or before filling.
-Known problems
+When it is wrong
     A -inf written as such is meant, and is never reported here.
 """
 
@@ -22,21 +22,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import CASTS, FILLS, Candidate, Finding, clamp_candidate, number, site_of, words
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, number, site_of
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
+from nandoctor.ops import CASTS, FILLS, MINIMA, SCALINGS, SUMS
 
 CODE = "mask-constant-overflow"
 TITLE = "The constant of a mask is too large for its format"
+PHASES = ("forward",)
 
-_OPS = words("masked_fill where add sub mul full full_like new_full fill minimum scaled_dot_product_attention")
+_OPS = FILLS | CASTS | SUMS | SCALINGS | MINIMA | {"scaled_dot_product_attention"}
 _VERY_NEGATIVE = -1e4
 
 
 def diagnose(finding: Finding) -> Cause | None:
     """A fill or an addition that turns a large negative constant into -inf."""
-    if finding.op.op not in _OPS | CASTS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
+    if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
         return None
     constant = min(_constants(finding), default=None)
     if constant is None or (finding.format.holds(constant) and not finding.overflowed):
@@ -57,7 +59,7 @@ def diagnose(finding: Finding) -> Cause | None:
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
-    if finding.op.op == "mul" and not any(_is_indicator(operand) for operand in finding.analysis.operands):
+    if finding.op.op in SCALINGS and not any(_is_indicator(operand) for operand in finding.analysis.operands):
         return []
     return written + [
         tensor.stats.min

@@ -5,14 +5,14 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     A linear layer, a convolution or an attention product whose exact result is finite, and too large for fp16. Tensor
     cores sum in fp32, so the sum itself is right; it becomes Inf when it is rounded to fp16 at the end.
-Evidence it needs
+How nandoctor tells
     The op computed again in float64 from the same inputs: finite there, and past the format's limit.
 Why it happens
     Weights or activations grew, the sum has many terms, or attention scores are scaled after the product, not before.
 Fix
     Scale before the product (`(q * scale) @ k.T`), normalise the input, or keep this module in fp32:
     `with torch.autocast("cuda", enabled=False): y = layer(x.float())`. bf16 has the range of fp32.
-Known problems
+When it is wrong
     A product of hand-written parts (`(a * b).sum()`) is reported as what overflowed: the multiplication or the sum.
 """
 
@@ -20,16 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import MOVES, PRODUCTS, Candidate, Finding, number, overflow_evidence, site_of, words
+from nandoctor.causes.base import Candidate, Finding, factors, number, overflow_evidence, site_of
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
 
 CODE = "matmul-overflow"
 TITLE = "A matrix product is too large for its format"
-
-_TAKES_FACTOR = words("matmul mm bmm mv dot einsum tensordot inner outer")
-"""Products that are linear in their first tensor, with nothing added to them."""
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -42,7 +41,7 @@ def diagnose(finding: Finding) -> Cause | None:
         Evidence(
             name=f"absmax_{operand.name}", value=operand.absmax, text=f"{operand.name} reaches {number(operand.absmax)}"
         )
-        for operand in finding.analysis.operands[:2]
+        for operand in factors(finding)
     )
     return Cause(
         code=CODE,
@@ -56,12 +55,12 @@ def diagnose(finding: Finding) -> Cause | None:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Scale before the product, where a multiplication or division by a number follows it."""
-    if finding.op.op not in _TAKES_FACTOR:
+    if finding.op.op not in FACTORABLE:
         return
     for scale in _takers(finding):
         numbers = [value for name, value in scale.scalars if name == "other" and value]
-        if scale.op in ("mul", "div") and numbers:
-            factor = numbers[0] if scale.op == "mul" else 1 / numbers[0]
+        if scale.op in SCALINGS and numbers:
+            factor = 1 / numbers[0] if scale.op in DIVISIONS else numbers[0]
             if abs(factor) < 1:
                 yield (ScaleFirst(product=site_of(finding.op), scale=site_of(scale), factor=factor),)
 

@@ -5,7 +5,7 @@ In: an `OptimizerSlot`. Out: a `Cause`, or None.
 What it is
     Adam divides by sqrt(v) + eps, v being the running mean of squared gradients. In pure fp16 the default eps of 1e-8
     is zero, and so is the square of any gradient below 2e-4: the step is 0/0, or a number divided by zero.
-Evidence it needs
+How nandoctor tells
     The optimizer's state in the file: exact zeros among its second moments, in a format that rounds its eps to zero.
 Why it happens
     The weights themselves are fp16 (`model.half()`), not fp32 under autocast; a dead unit or an unseen word has no
@@ -13,7 +13,7 @@ Why it happens
 Fix
     `Adam(..., eps=1e-4)`; better, keep the weights in fp32 and let autocast make the fp16 copies. A fused optimizer
     computes its step in fp32.
-Known problems
+When it is wrong
     A file that holds no optimizer state, or one from before the first step, cannot show it.
 """
 
@@ -24,7 +24,8 @@ from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Evidence
 
 CODE = "optimizer-eps-underflow"
-TITLE = "The optimizer divides by an eps that is zero"
+TITLE = "The optimizer's eps rounds to zero"
+PHASES = ("optimizer",)
 
 
 def diagnose(slot: OptimizerSlot) -> Cause | None:

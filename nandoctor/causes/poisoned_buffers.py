@@ -5,28 +5,30 @@ In: the tensor that came from the model's state. Out: a `Cause`, or None.
 What it is
     BatchNorm's running_mean and running_var are updated in every training forward, also in one that overflowed and
     whose step GradScaler skipped. From then on evaluation is NaN, and training looks healthy.
-Evidence it needs
+How nandoctor tells
     A non-finite buffer that the module reads in the mode of the replay. In train mode a BatchNorm does
     not read its own.
 Why it happens
     One overflowed batch: the running average of anything with NaN is NaN for good.
 Fix
     `bn.reset_running_stats()` and some forwards in train mode to fill them again; then mend the overflow itself.
-Known problems
+When it is wrong
     A file that was written after the failing forward has poisoned buffers too; a replay in train mode tells them apart.
 """
 
 from __future__ import annotations
 
+from nandoctor.causes.base import OutsideTensor
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import TensorStats
 
 CODE = "poisoned-buffers"
-TITLE = "A buffer is bad already"
+TITLE = "The buffers already hold NaN or Inf"
+PHASES = ("buffer",)
 
 
-def diagnose(name: str, stats: TensorStats) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Cause | None:
     """A buffer that is bad before anything runs."""
+    name, stats = finding.name, finding.stats
     if stats.finite:
         return None
     return Cause(

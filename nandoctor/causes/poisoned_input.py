@@ -4,28 +4,30 @@ In: an array of the batch. Out: a `Cause`, or None.
 
 What it is
     A NaN or an infinity in the image, the table or the signal, before any layer sees it.
-Evidence it needs
+How nandoctor tells
     A non-finite array among those that the model was called with. Infinities that a finite fp32 run lives with
     (attention masks) are meant.
 Why it happens
     A corrupt file, a division by the standard deviation of a constant channel, a missing value in a table.
 Fix
     PassingCase the loading and the normalisation; refuse such samples where they are loaded.
-Known problems
+When it is wrong
     None.
 """
 
 from __future__ import annotations
 
+from nandoctor.causes.base import OutsideTensor
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import TensorStats
 
 CODE = "poisoned-input"
-TITLE = "The batch is bad already"
+TITLE = "The batch already holds NaN or Inf"
+PHASES = ("input",)
 
 
-def diagnose(name: str, stats: TensorStats) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Cause | None:
     """An input that is bad before anything runs."""
+    name, stats = finding.name, finding.stats
     if stats.finite:
         return None
     return Cause(

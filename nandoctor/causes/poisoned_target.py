@@ -4,27 +4,29 @@ In: an array of the batch. Out: a `Cause`, or None.
 
 What it is
     A NaN or an infinity in the mask, the label or the regression target: the model's output is fine, its loss is not.
-Evidence it needs
+How nandoctor tells
     A non-finite array of the batch that only the loss reads.
 Why it happens
     A missing annotation, the logarithm of a zero label, a division in the making of the target.
 Fix
     Leave such samples out of the loss by selection (`loss[mask].mean()`), or mend the annotation.
-Known problems
+When it is wrong
     None.
 """
 
 from __future__ import annotations
 
+from nandoctor.causes.base import OutsideTensor
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import TensorStats
 
 CODE = "poisoned-target"
-TITLE = "The target is bad already"
+TITLE = "The target already holds NaN or Inf"
+PHASES = ("target",)
 
 
-def diagnose(name: str, stats: TensorStats) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Cause | None:
     """A target that is bad before the loss reads it."""
+    name, stats = finding.name, finding.stats
     if stats.finite:
         return None
     return Cause(

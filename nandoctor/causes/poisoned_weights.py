@@ -5,31 +5,32 @@ In: the tensor that came from the model's state. Out: a `Cause`, or None.
 What it is
     A NaN, an infinity or an absurd magnitude (1e30) in one parameter: everything computed with it is lost, and the
     failing step is only where it showed.
-Evidence it needs
+How nandoctor tells
     A parameter that is non-finite, or past 65504 in magnitude, among the inputs of the op or the state of the module.
 Why it happens
     An earlier optimizer step with non-finite gradients (without GradScaler's check), memory that was never initialised
     (`torch.empty`), a broken checkpoint.
 Fix
     Go back to a checkpoint from before, and look for the step that broke it; initialise the parameter.
-Known problems
+When it is wrong
     Which step broke it cannot be told from this file.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import number
+from nandoctor.causes.base import OutsideTensor, number
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import TensorStats
 
 CODE = "poisoned-weights"
-TITLE = "A weight is bad already"
+TITLE = "The weights already hold NaN, Inf or absurd values"
+PHASES = ("weight",)
 ABSURD = 65504.0
 """Trained weights stay below 1e3; past fp16's limit a product cannot even be asked for it."""
 
 
-def diagnose(name: str, stats: TensorStats) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Cause | None:
     """A weight that is bad before anything runs."""
+    name, stats = finding.name, finding.stats
     if stats.finite and (stats.absmax or 0.0) <= ABSURD:
         return None
     how = "holds non-finite values" if not stats.finite else f"reaches {number(stats.absmax)}"

@@ -5,24 +5,26 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     A sum, norm, variance or running total whose exact value is finite, and past the format's limit. Also a product with
     a matrix of ones, which is a sum written as a matmul.
-Evidence it needs
+How nandoctor tells
     The op computed again in float64: finite there, and past the format's limit; the number of terms.
 Why it happens
     Each term fits, and there are many. Autocast runs `sum` and `norm` in fp32, but not `var`, `std` or a pooling that
     is written as a matmul, and not an `einsum` or a linear attention that sums over all positions.
 Fix
     Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.
-Known problems
+When it is wrong
     None.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import PRODUCTS, REDUCTIONS, Finding, number, overflow_evidence
+from nandoctor.causes.base import Finding, factors, number, overflow_evidence
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.ops import PRODUCTS, REDUCTIONS, SERIAL_PRODUCTS
 
 CODE = "reduction-overflow"
 TITLE = "A sum over many elements is too large for its format"
+PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -44,7 +46,7 @@ def diagnose(finding: Finding) -> Cause | None:
 
 def _is_beyond_float64(finding: Finding) -> bool:
     """Whether finite terms make an infinity even in float64, as only long products do."""
-    return finding.op.op in ("prod", "cumprod") and not finding.had_inf_input and "nan" not in finding.analysis.kinds
+    return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
 
 
 def _result(finding: Finding) -> str:
@@ -58,5 +60,4 @@ def _sums_with_ones(finding: Finding) -> bool:
     """
     if finding.analysis.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
         return False
-    factors = [operand for operand in finding.analysis.operands if operand.shape]
-    return any(operand.min is not None and operand.min == operand.max and operand.min != 0 for operand in factors[:2])
+    return any(operand.min == operand.max and operand.min for operand in factors(finding) if operand.shape)

@@ -1,14 +1,14 @@
-"""Every cause by its code: the pages that `nandoctor explain` prints.
+"""Every cause, in the order in which they are asked, and the pages that `nandoctor explain` prints.
 
-In: the docstrings of the rules, which have fixed sections. Out: `Page`s.
+In: findings, and the modules of the causes with their docstrings. Out: the first cause that can decide, and `Page`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import ModuleType
+from typing import Any, Protocol
 
 from nandoctor.causes import (
     division_by_zero,
@@ -35,36 +35,82 @@ from nandoctor.causes import (
     silent_overflow,
     where_gradient_trap,
 )
+from nandoctor.causes.base import Candidate, Phase
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Cause
 
-SECTIONS = ("What it is", "Evidence it needs", "Why it happens", "Fix", "Known problems")
+SECTIONS = ("What it is", "How nandoctor tells", "Why it happens", "Fix", "When it is wrong")
 
-RULES: tuple[ModuleType, ...] = (
+
+class CauseModule(Protocol):
+    """What a module of a cause exports.
+
+    `PHASES` are those whose findings it is shown, `diagnose` gives a cause or None where it cannot decide. A module may
+    also export `suggest`, which yields changes of the operation that are worth trying, given the same finding. The
+    docstring has the `SECTIONS`.
+    """
+
+    __doc__: str | None
+
+    @property
+    def CODE(self) -> str:  # noqa: N802
+        """The name of the cause in reports."""
+
+    @property
+    def TITLE(self) -> str:  # noqa: N802
+        """One short phrase without a full stop."""
+
+    @property
+    def PHASES(self) -> Sequence[str]:  # noqa: N802
+        """What it is shown, each one of `base.Phase`."""
+
+    def diagnose(self, finding: Any, /) -> Cause | None:
+        """Explain the finding, or leave it to the causes after this one."""
+
+
+CAUSES: tuple[CauseModule, ...] = (
+    mask_constant_overflow,
+    input_cast_overflow,
+    loss_scale_overflow,
+    where_gradient_trap,
+    eps_underflow,
+    fully_masked_softmax,
+    exp_overflow,
+    reduction_overflow,
     matmul_overflow,
     elementwise_overflow,
-    reduction_overflow,
-    exp_overflow,
-    input_cast_overflow,
-    mask_constant_overflow,
-    eps_underflow,
     log_of_zero,
-    fully_masked_softmax,
     division_by_zero,
     empty_reduction,
-    invalid_domain,
     indeterminate_form,
-    silent_overflow,
-    gradient_singularity,
-    where_gradient_trap,
+    invalid_domain,
     gradient_overflow,
-    loss_scale_overflow,
+    gradient_singularity,
+    silent_overflow,
     poisoned_weights,
     poisoned_buffers,
     poisoned_input,
     poisoned_target,
     optimizer_eps_underflow,
 )
-"""In the order of the published list of codes."""
+"""In the order in which they are asked: of those that see a phase, the first that can decide names the cause."""
+
+
+def find_cause(phase: Phase, finding: Any) -> Cause | None:
+    """Ask the causes of a phase in their order; None where none can decide.
+
+    `finding` is a `Finding` in the forward and of what was swallowed, a `GradientFinding` in the backward, an
+    `OptimizerSlot` of the optimizer, else an `OutsideTensor`.
+    """
+    causes = (module.diagnose(finding) for module in CAUSES if phase in module.PHASES)
+    return next((cause for cause in causes if cause is not None), None)
+
+
+def suggest_changes(cause: Cause | None, finding: Any) -> Iterator[Candidate]:
+    """List the changes of the operation itself that are worth trying, for the finding that was diagnosed."""
+    for module in CAUSES:
+        if cause is not None and cause.code == module.CODE and (suggest := getattr(module, "suggest", None)):
+            yield from filter(None, suggest(finding))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +124,8 @@ class Page:
 
 
 def list_pages() -> tuple[Page, ...]:
-    """All pages, in the order of the published list."""
-    return tuple(map(_read_page, RULES))
+    """The pages of all causes, in the order of the registry."""
+    return tuple(map(_read_page, CAUSES))
 
 
 def find_page(code: str) -> Page:
@@ -88,7 +134,7 @@ def find_page(code: str) -> Page:
     Raises:
         NanDoctorError: there is no such code; the remedy names those that are near.
     """
-    by_code = {rule.CODE: rule for rule in RULES}
+    by_code = {module.CODE: module for module in CAUSES}
     if code in by_code:
         return _read_page(by_code[code])
     near = [name for name in by_code if code and code in name] or get_close_matches(code, by_code, cutoff=0.5)
@@ -96,13 +142,13 @@ def find_page(code: str) -> Page:
     raise NanDoctorError(f"There is no cause {code!r}.", remedy=f"{guess}`nandoctor explain` lists all of them.")
 
 
-def _read_page(rule: ModuleType) -> Page:
-    assert rule.__doc__ is not None
-    first, *lines = rule.__doc__.splitlines()
+def _read_page(module: CauseModule) -> Page:
+    assert module.__doc__ is not None
+    first, *lines = module.__doc__.splitlines()
     return Page(
-        code=rule.CODE,
-        title=rule.TITLE,
-        summary=first.removeprefix(f"{rule.CODE}: "),
+        code=module.CODE,
+        title=module.TITLE,
+        summary=first.removeprefix(f"{module.CODE}: "),
         sections=tuple(_read_sections(lines)),
     )
 

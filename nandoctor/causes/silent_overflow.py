@@ -5,13 +5,13 @@ In: a `Finding`. Out: a `Cause`, or None.
 What it is
     An Inf that disappears again: rsqrt(inf) is 0, 1 / inf is 0, a softmax gives all its weight to it. No NaN is ever
     seen, GradScaler skips nothing, and the layer's output is zero or one-hot.
-Evidence it needs
+How nandoctor tells
     An op that overflows where fp32 does not, on no way to a non-finite output, and an output far from fp32's.
 Why it happens
     A norm written by hand in fp16: `x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)`.
 Fix
     Compute that line in fp32: `x.float().pow(2)`; nn.RMSNorm and F.layer_norm do.
-Known problems
+When it is wrong
     An Inf that is swallowed harmlessly (a clamp, a softmax that is saturated in fp32 too) leaves the output near to
     fp32's and is not reported.
 """
@@ -22,7 +22,8 @@ from nandoctor.causes.base import Finding, number, overflow_evidence
 from nandoctor.evidence.report import Cause
 
 CODE = "silent-overflow"
-TITLE = "A value overflowed and was swallowed"
+TITLE = "A value overflowed, and the finite output is wrong"
+PHASES = ("swallowed",)
 
 
 def diagnose(finding: Finding) -> Cause | None:

@@ -5,13 +5,13 @@ In: a `GradientFinding`. Out: a `Cause`, or None.
 What it is
     `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
     by an infinite derivative: 0 * inf is NaN.
-Evidence it needs
+How nandoctor tells
     A backward op that makes NaN out of zeros, whose forward result goes into a `where` or a `masked_fill`.
 Why it happens
     Selection after the fact does not stop the gradient of what was not selected.
 Fix
     Make the argument safe before the function: `safe = torch.where(x > 0, x, 1.0); torch.where(x > 0, safe.log(), 0)`.
-Known problems
+When it is wrong
     None.
 """
 
@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import DIVISIONS, MOVES, Candidate, GradientFinding, clamp_candidate, gradient_evidence
+from nandoctor.causes.base import Candidate, GradientFinding, clamp_candidate, gradient_evidence, singular_inputs
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
+from nandoctor.ops import CASTS, DIVISIONS, MOVES, SCALINGS, SELECTIONS, SUMS
 
 CODE = "where-gradient-trap"
-TITLE = "A hidden branch of a selection has no gradient to give"
+TITLE = "NaN gradient through the unselected branch of torch.where"
+PHASES = ("backward",)
 
-_SELECTIONS = frozenset({"where", "masked_fill", "masked_scatter"})
+_KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
 _DEPTH = 4
 
 
@@ -57,9 +59,9 @@ def _hiding_selection(finding: GradientFinding) -> str | None:
     for _ in range(_DEPTH):
         takers = [op for op in finding.ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
         for op in takers:
-            if op.op in _SELECTIONS:
+            if op.op in SELECTIONS:
                 return op.op
-        wave = {op.order for op in takers if op.op in MOVES | {"mul", "add", "sub", "neg", "to"}}
+        wave = {op.order for op in takers if op.op in _KEEPS_PLACE}
     return None
 
 
@@ -68,5 +70,5 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     forward = finding.forward
     assert forward is not None
     yield clamp_into_domain(forward)
-    for tensor in forward.inputs[1:] if forward.op in DIVISIONS else ():
+    for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
         yield clamp_candidate(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

@@ -9,30 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.causes import (
-    BACKWARD_RULES,
-    FORWARD_RULES,
-    SUGGESTIONS,
-    log_of_zero,
-    mask_constant_overflow,
-    optimizer_eps_underflow,
-    poisoned_buffers,
-    poisoned_input,
-    poisoned_target,
-    poisoned_weights,
-    silent_overflow,
-)
 from nandoctor.causes.base import (
-    CASTS,
-    MOVES,
-    PRODUCTS,
     Candidate,
     Finding,
     GradientFinding,
+    OutsideTensor,
+    Phase,
     is_constant,
     number,
     site_of,
 )
+from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
 from nandoctor.diagnosis.origin import NonfiniteSource, NonfiniteTrace, find_swallowed, trace_back
 from nandoctor.evidence.edits import OpSite
@@ -40,6 +27,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
 from nandoctor.evidence.trace import ModuleCall, OpAnalysis, OpCall, OpTensor, TensorStats, Trace
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +89,6 @@ def _conclude_untraced(trace: Trace, nonfinite_places: list[NonfinitePlace]) -> 
     return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=nonfinite_place, complete=bool(diagnoses))
 
 
-def find_cause(finding: Finding) -> Cause | None:
-    """The word of the first rule that can decide, None where none can."""
-    causes: Iterator[Cause | None] = (rule(finding) for rule in FORWARD_RULES)
-    return next((cause for cause in causes if cause is not None), None)
-
-
 def conclude_backward(
     trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
@@ -122,14 +104,13 @@ def conclude_backward(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
             # A cast to fp32 has no backward in a run that is fp32 throughout.
-            twins_are_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
+            reference_is_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
             fixed_by_scale=fixed_by_scale,
             loss_scale=loss_scale,
             ops=ops,
             low=low,
         )
-        causes = (rule(finding) for rule in BACKWARD_RULES)
-        cause = next((cause for cause in causes if cause is not None), None)
+        cause = find_cause("backward", finding)
         diagnoses.append(Diagnosis(origin=_origin(op, op.analysis), cause=cause))
         if finding.forward is not None:
             leads.append(_lead(finding.forward, finding, cause))
@@ -146,13 +127,13 @@ def _conclude_swallowed(
     trace: Trace, reference: Trace, nonfinite_places: list[NonfinitePlace], low: FloatFormat
 ) -> Conclusion:
     findings = [_finding(nonfinite_source, trace, low) for nonfinite_source in find_swallowed(trace, reference)]
-    causes = [(finding, cause) for finding in findings if (cause := silent_overflow.diagnose(finding))]
+    causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
         diagnoses=tuple(
             Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause) for finding, cause in causes
         ),
-        # What overflowed would have its own rule's word, had it come to light.
-        leads=tuple(_lead(finding.op, finding, find_cause(finding)) for finding, _ in causes),
+        # The changes are those of the overflow itself, as if it had come to light.
+        leads=tuple(_lead(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
         first_nonfinite=nonfinite_places[0] if nonfinite_places else None,
     )
 
@@ -163,7 +144,7 @@ def _conclude_traced(
     found = [*_from_outside_trace(nonfinite_trace, trace), *_from_sources(nonfinite_trace, trace, low)]
     # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
     # is to blame before it.
-    found.sort(key=lambda item: (_code(item[1]) == mask_constant_overflow.CODE, item[0]))
+    found.sort(key=lambda item: (_code(item[1]) == _MASK, item[0]))
     start = found[0][0] if found else 0
     involved = (
         s for s in nonfinite_places if s.value.producer in nonfinite_trace.members and (s.value.producer or 0) >= start
@@ -205,7 +186,8 @@ def _from_sources(nonfinite_trace: NonfiniteTrace, trace: Trace, low: FloatForma
                 taker = next(
                     (later for later in nonfinite_trace.way_from(op.order) if later.op not in MOVES | CASTS), op
                 )
-                cause = log_of_zero.diagnose_constant(tensor)
+                assert tensor.stats is not None
+                cause = find_cause("constant", OutsideTensor(name="", stats=tensor.stats))
                 yield taker.order, Diagnosis(origin=_taken(taker, tensor), cause=cause), None
     for nonfinite_source in nonfinite_trace.nonfinite_sources or (nonfinite_trace.written if in_loss else ()):
         if nonfinite_source.op.analysis is not None:
@@ -214,15 +196,16 @@ def _from_sources(nonfinite_trace: NonfiniteTrace, trace: Trace, low: FloatForma
             for diagnosis in absurd:
                 yield nonfinite_source.op.order, diagnosis, None
             if not absurd:
-                cause = find_cause(finding)
+                cause = find_cause("forward", finding)
                 by_op = Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause)
                 yield nonfinite_source.op.order, by_op, _lead(finding.op, finding, cause)
 
 
 def _lead(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Lead:
-    suggest = SUGGESTIONS.get(cause.code) if cause else None
-    candidate = (candidate for candidate in suggest(finding) if candidate) if suggest else ()
-    return Lead(site=site_of(op), suggestions=tuple(candidate))
+    return Lead(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
+
+
+_MASK = "mask-constant-overflow"
 
 
 def _code(diagnosis: Diagnosis) -> str | None:
@@ -238,7 +221,7 @@ def _finding(nonfinite_source: NonfiniteSource, trace: Trace, low: FloatFormat) 
     ops = {op.order: op for op in trace.ops}
     return Finding(
         op=nonfinite_source.op,
-        twin=nonfinite_source.twin,
+        reference_op=nonfinite_source.reference_op,
         had_inf_input=nonfinite_source.had_inf_input,
         ops=ops,
         low=low,
@@ -307,11 +290,9 @@ def diagnose_state(
 
 def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[ModuleCall], phase: str) -> list[Diagnosis]:
     """The diagnosis of a weight, a buffer or an array that was bad from the start; none where it was not."""
-    if kind == "batch":
-        rule = poisoned_target if phase != "forward" else poisoned_input
-    else:
-        rule = poisoned_weights if kind == "weight" else poisoned_buffers
-    cause = rule.diagnose(name, stats)
+    in_batch: Phase = "input" if phase == "forward" else "target"
+    phases: dict[str, Phase] = {"batch": in_batch, "weight": "weight", "buffer": "buffer"}
+    cause = find_cause(phases[kind], OutsideTensor(name=name, stats=stats))
     if cause is None:
         return []
     owner = "" if kind == "batch" else name.rpartition(".")[0]
@@ -338,7 +319,7 @@ def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[Modu
 
 def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> tuple[Diagnosis, ...]:
     """What the next step of the optimizer divides by zero; none where it does not."""
-    found = ((slot, optimizer_eps_underflow.diagnose(slot)) for slot in slots)
+    found = ((slot, find_cause("optimizer", slot)) for slot in slots)
     return tuple(Diagnosis(origin=_in_optimizer(slot, trace), cause=cause) for slot, cause in found if cause)
 
 

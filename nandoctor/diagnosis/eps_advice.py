@@ -5,15 +5,11 @@ In: an `EpsUse` that no replay has seen. Out: a few words for each; they are dif
 
 from __future__ import annotations
 
-from nandoctor.causes.base import number, words
+from nandoctor.causes.base import number
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant, round_constant
-
-_FP32_ALWAYS = words("layer_norm group_norm rms_norm batch_norm instance_norm")
-_ROOT_IN_FP16 = words("group_norm")  # its CUDA kernel stores 1/sqrt(variance + eps) in the format of the input
-_FP32_BY_AUTOCAST = words("cosine_similarity")
-_KEEPS_FORMAT = words("pairwise_distance")  # adds it before the norm that autocast runs in fp32
+from nandoctor.ops import EPS_IN_FP32, EPS_IN_INPUT, ROOT_IN_INPUT, RUN_IN_FP32
 
 OUTLOOK = (
     "Half precision (model.half()) computes in fp16 throughout: a constant is what fp16 makes of it, but in torch's "
@@ -24,16 +20,16 @@ OUTLOOK = (
 
 def in_half_precision(use: EpsUse) -> str:
     """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
-    if use.op in _ROOT_IN_FP16 and use.value**-0.5 >= FP16.overflow_threshold:
+    if use.op in ROOT_IN_INPUT and use.value**-0.5 >= FP16.overflow_threshold:
         return "1/root overflows"
-    return "fine: fp32" if use.op in _FP32_ALWAYS else describe_rounding(round_constant(use.value, FP16))
+    return "fine: fp32" if use.op in EPS_IN_FP32 else describe_rounding(round_constant(use.value, FP16))
 
 
 def in_mixed_precision(use: EpsUse) -> str:
     """Under fp16 autocast, whose lists decide for torch's own layers; for others the line that uses it does."""
-    if use.op in _FP32_ALWAYS | _FP32_BY_AUTOCAST:
+    if use.op in EPS_IN_FP32 | RUN_IN_FP32:
         return "fine: fp32"
-    return "as .half()" if use.op in _KEEPS_FORMAT else "see --dump"
+    return "as .half()" if use.op in EPS_IN_INPUT else "see --dump"
 
 
 def describe_rounding(rounded: RoundedConstant) -> str:

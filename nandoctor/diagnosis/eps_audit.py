@@ -12,28 +12,16 @@ from math import isclose, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.causes.base import CASTS, DIVISIONS, LOGARITHMS, MOVES, PRODUCTS, ancestors, words
+from nandoctor.causes.base import ancestors, singular_inputs
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import LARGEST_EPS, round_constant
-from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import CASTS, CLAMPS, EPS_IN_FP32, EPS_IN_INPUT, FILLS, MAXIMA, MOVES, PRODUCTS, SUMS, UNFILLED
 
-_SUMS = words("add sub rsub")
-_CLAMPS = words("clamp clip clamp_min clamp_max")
-_MAXIMA = words("maximum fmax max")
-_FILLS = words("full full_like new_full masked_fill where")
-_FILLINGS = words("fill_value value self other")
-_SINGULAR = DIVISIONS | LOGARITHMS | {"sqrt", "pow", "atan2"}
+_FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
-
-# CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
-# group_norm_kernel.cu, Normalization.cuh, rms_norm_composite, UnarySpecialOpsKernel.cu.
-_FP32_INSIDE = words(
-    """layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm native_batch_norm
-    cudnn_batch_norm instance_norm logit special_logit"""
-)
-_EPS_IN_INPUT = words("pairwise_distance")  # x1 - x2 + eps, and then a norm in fp32
 
 
 def audit(
@@ -61,7 +49,7 @@ def audit(
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        if value is None or not _is_constant(op, name, ops) or (op.op in _FILLS and op.order not in guards):
+        if value is None or not _is_constant(op, name, ops) or (op.op in FILLS and op.order not in guards):
             continue
         use = _in_format(_place(op, name, value), _format_used(op))
         if name == "max" and number > 0:
@@ -72,14 +60,14 @@ def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iter
 
 def _eps_in(op: OpCall, name: str, value: float) -> float | None:
     """The argument as an eps, None where this op does something else with it."""
-    if op.op in _CLAMPS and name == "max" and isfinite(value):
+    if op.op in CLAMPS and name == "max" and isfinite(value):
         value = float(f"{1 - value:.6g}") if value > 0 else -value
     is_eps = (
         name == "eps"
-        or (op.op in _CLAMPS and name in ("min", "max"))
-        or (op.op in _MAXIMA and name in ("self", "other"))
-        or (op.op in _FILLS and name in _FILLINGS)
-        or (op.op in _SUMS and name == "other")
+        or (op.op in CLAMPS and name in ("min", "max"))
+        or (op.op in MAXIMA and name in ("self", "other"))
+        or (op.op in FILLS and name in _FILLINGS)
+        or (op.op in SUMS and name == "other")
     )
     return value if is_eps and 0 < value <= LARGEST_EPS else None
 
@@ -89,7 +77,7 @@ def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
     while tensor is not None and tensor.producer is not None:
         maker = ops[tensor.producer]
-        if maker.op not in MOVES | CASTS | {"empty", "full", "scalar_tensor"}:
+        if maker.op not in MOVES | CASTS | FILLS | UNFILLED:
             return False
         tensor = next(iter(maker.inputs), None)
     return tensor is None or tensor.origin not in ("weight", "batch")
@@ -97,26 +85,20 @@ def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
 
 def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:
     """The ops whose values, with no product on the way, are divided by or have their root or logarithm taken."""
-    through = frozenset(op.op for op in ops) - PRODUCTS
+    through = frozenset(op.op for op in ops) - PRODUCTS.keys()
     guarded: set[int] = set()
     for op in ops:
-        for tensor in _singular_inputs(op):
+        for tensor in singular_inputs(op):
             guarded.update(behind.order for behind in ancestors(by_order, tensor, _DEPTH, through=through))
     return frozenset(guarded)
 
 
-def _singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
-    if op.op not in _SINGULAR:
-        return ()
-    return op.inputs[1:] if op.op in ("div", "addcdiv", "floor_divide") else op.inputs
-
-
 def _format_used(op: OpCall) -> FloatFormat:
     taken = [tensor.stats.dtype for tensor in op.inputs if tensor.stats is not None]
-    if op.op in _EPS_IN_INPUT and taken:
+    if op.op in EPS_IN_INPUT and taken:
         return max(taken, key=lambda dtype: dtype.fraction_bits)
     own = op.outputs[0].dtype
-    return max(own, FP32, key=lambda dtype: dtype.fraction_bits) if op.op in _FP32_INSIDE else own
+    return max(own, FP32, key=lambda dtype: dtype.fraction_bits) if op.op in EPS_IN_FP32 else own
 
 
 def _place(op: OpCall, name: str, value: float) -> EpsUse:
@@ -145,7 +127,7 @@ def _absorbed_share(op: OpCall, name: str) -> float | None:
 
 def _bound_share(op: OpCall, name: str) -> float | None:
     number = dict(op.scalars)[name]
-    pair = _samples(op) if op.op in _CLAMPS or (op.op in _MAXIMA and name == "other") else None
+    pair = _samples(op) if op.op in CLAMPS or (op.op in MAXIMA and name == "other") else None
     if pair is None:
         return None
     return float(np.mean(pair[0] > number if name == "max" else pair[0] < number))

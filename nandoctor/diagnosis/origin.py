@@ -23,7 +23,7 @@ class NonfiniteSource:
     """
 
     op: OpCall
-    twin: OpCall | None
+    reference_op: OpCall | None
     had_inf_input: bool
 
 
@@ -63,10 +63,13 @@ class NonfiniteTrace:
 
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> NonfiniteTrace:
     """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were born."""
-    twins = {op.key: op for op in reference.ops}
+    references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None]
-    candidates = [NonfiniteSource(op=op, twin=twins.get(op.key), had_inf_input=bool(_bad_inputs(op))) for op in sliced]
+    candidates = [
+        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=bool(_bad_inputs(op)))
+        for op in sliced
+    ]
     nonfinite_sources = _without_followers(
         [nonfinite_source for nonfinite_source in candidates if _is_created(nonfinite_source, ops, reference)], sliced
     )
@@ -100,35 +103,36 @@ def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...
 
     What a clamp or a saturating function was there to cut comes out the same in both, and is left in peace.
     """
-    twins = {op.key: op for op in reference.ops}
+    references = {op.key: op for op in reference.ops}
     nonfinite_sources = (
-        NonfiniteSource(op=op, twin=twins.get(op.key), had_inf_input=False)
+        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=False)
         for op in trace.ops
         if op.analysis and not _bad_inputs(op)
     )
     return tuple(
         nonfinite_source
         for nonfinite_source in nonfinite_sources
-        if not _is_meant(nonfinite_source, trace.ops, reference) and _is_missed(nonfinite_source.op, trace.ops, twins)
+        if not _is_meant(nonfinite_source, trace.ops, reference)
+        and _is_missed(nonfinite_source.op, trace.ops, references)
     )
 
 
-def _is_missed(born: OpCall, ops: tuple[OpCall, ...], twins: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
+def _is_missed(born: OpCall, ops: tuple[OpCall, ...], references: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
     """Whether an op downstream of `born` made finite values of its infinities that fp32 does not have there."""
     carriers = {born.order}
     for op in ops:
         taken = [tensor.stats for tensor in _bad_inputs(op) if tensor.producer in carriers]
         if not all(stats.finite for stats in op.outputs):
             carriers |= {op.order} if taken else set()
-        elif any(stats is not None and _swallows_wrongly(op, stats, twins.get(op.key)) for stats in taken):
+        elif any(stats is not None and _swallows_wrongly(op, stats, references.get(op.key)) for stats in taken):
             return True
     return False
 
 
-def _swallows_wrongly(op: OpCall, taken: TensorStats, twin: OpCall | None) -> bool:
-    if twin is None:
+def _swallows_wrongly(op: OpCall, taken: TensorStats, reference_op: OpCall | None) -> bool:
+    if reference_op is None:
         return True
-    pairs = zip(op.outputs, twin.outputs, strict=False)
+    pairs = zip(op.outputs, reference_op.outputs, strict=False)
     return any(differs((_at_infinities(ours, taken),), (_at_infinities(theirs, taken),)) for ours, theirs in pairs)
 
 
@@ -165,7 +169,7 @@ def _is_created(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], refere
     if not nonfinite_source.had_inf_input:
         return not _is_meant(nonfinite_source, ops, reference)
     return _overflows(nonfinite_source.op) and not (
-        reference.finite and nonfinite_source.twin is not None and _overflows(nonfinite_source.twin)
+        reference.finite and nonfinite_source.reference_op is not None and _overflows(nonfinite_source.reference_op)
     )
 
 
@@ -195,5 +199,5 @@ def _is_meant(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], referenc
         return False
     if writes_infinity(nonfinite_source.op) or is_log_of_mask(nonfinite_source.op, ops):
         return True
-    twin = nonfinite_source.twin
-    return reference.finite and twin is not None and not all(stats.finite for stats in twin.outputs)
+    reference_op = nonfinite_source.reference_op
+    return reference.finite and reference_op is not None and not all(stats.finite for stats in reference_op.outputs)

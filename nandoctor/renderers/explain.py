@@ -16,7 +16,7 @@ from nandoctor.renderers.console import Encodable, labelled, literal
 
 _WIDTH = 88  # a line that is longer is hard to read
 _NOTHING = "None."
-_PREFACE = "Made from the rules in `nandoctor/causes/`, one file each; `nandoctor explain CODE` prints a section of it."
+_PREFACE = "Made from the modules in `nandoctor/causes/`; `nandoctor explain CODE` prints a section of it."
 
 
 def print_catalogue(pages: Iterable[Page], console: Console) -> None:
@@ -47,11 +47,16 @@ def _prose(paragraph: str) -> Text:
     return text
 
 
+def table_markdown(pages: Iterable[Page], document: str = "") -> str:
+    """The causes as a Markdown table of codes and titles; the codes link to their sections in `document`."""
+    rows = (f"| [`{page.code}`]({document}#{page.code}) | {page.title} |" for page in pages)
+    return "\n".join(["| cause | what happens |", "|---|---|", *rows])
+
+
 def catalogue_markdown(pages: Iterable[Page]) -> str:
     """All causes as one Markdown document: a table, then a section for each."""
     pages = list(pages)
-    rows = [f"| [`{page.code}`](#{page.code}) | {page.title} |" for page in pages]
-    lines = ["# The causes", "", _PREFACE, "", "| code | what happened |", "|---|---|", *rows]
+    lines = ["# The causes", "", _PREFACE, "", table_markdown(pages)]
     for page in pages:
         lines += ["", f"## {page.code}", "", f"**{page.title}.** {page.summary[:1].upper()}{page.summary[1:]}"]
         for heading, paragraph in page.sections:

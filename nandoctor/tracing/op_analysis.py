@@ -14,11 +14,9 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
+from nandoctor.ops import PRODUCTS
 from nandoctor.tracing.op_call import Invocation, without_autocast
 from nandoctor.tracing.tensor_stats import count_exactly, format_of, numbers_in
-
-_PRODUCTS = frozenset({"matmul", "mm", "bmm", "linear", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm", "addbmm"})
-_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 
 
 def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> OpAnalysis:
@@ -43,7 +41,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         num_exact_finite=num_exact_finite,
         exact_absmax=abs(exact_at_worst) if exact_at_worst is not None and num_exact_finite else None,
         exact_at_worst=exact_at_worst,
-        length=_length(call.name, [tensor for _, tensor in operands], output),
+        length=_length(call, [tensor for _, tensor in operands], output),
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
         grid=counts.grid,
@@ -111,15 +109,10 @@ def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output
     return value if math.isfinite(value) else None
 
 
-def _length(op: str, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
+def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
     """How many terms one output element sums, for products and reductions."""
-    if not operands:
-        return None
-    if op in _PRODUCTS:
-        left = operands[-2] if op in ("addmm", "addmv", "baddbmm", "addbmm") else operands[0]
-        return left.shape[-1] if left.dim() else None
-    if op in _CONVOLUTIONS and len(operands) > 1:
-        return math.prod(operands[1].shape[1:])
+    if (product := PRODUCTS.get(call.name)) is not None:
+        return product.length(dict(call.arguments()))
     if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
         return operands[0].numel() // output.numel()
     return None

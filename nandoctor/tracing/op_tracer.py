@@ -19,15 +19,13 @@ from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.ops import UNFILLED
 from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, measure, unwrap
-
-# They give memory as it lies there. What fills it need not be an op: torch.tensor() writes to it directly.
-_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
@@ -150,7 +148,7 @@ class OpTracer:
         output = proceed(call)
         leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
-        if not any(readings) or call.name in _UNFILLED:
+        if not any(readings) or call.name in UNFILLED:
             return output
         analysis = None
         if self._num_analyses < MAX_ANALYSES and _makes_bad(inputs, readings):

@@ -44,7 +44,7 @@ class Recipe:
             return OpTensor(name=name, stats=self.ops[taken].outputs[0], producer=taken, origin="op")
         return OpTensor(name=name, stats=stats(*taken), origin=source)
 
-    def finding(self, *, exact=None, twin_is_finite=True, had_inf_input=False, length=None, full_rows=None):
+    def finding(self, *, exact=None, reference_is_finite=True, had_inf_input=False, length=None, full_rows=None):
         """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
         *_, last = self.ops.values()
         made = last.outputs[0].counts
@@ -63,8 +63,8 @@ class Recipe:
             operands=tuple(_operand(tensor, last.outputs[0].dtype) for tensor in last.inputs),
         )
         op = dataclasses.replace(last, analysis=analysis)
-        twin = dataclasses.replace(last, outputs=(stats(1.0 if twin_is_finite else NAN),))
-        return Finding(op=op, twin=twin, had_inf_input=had_inf_input, ops=self.ops, low=FP16)
+        reference_op = dataclasses.replace(last, outputs=(stats(1.0 if reference_is_finite else NAN),))
+        return Finding(op=op, reference_op=reference_op, had_inf_input=had_inf_input, ops=self.ops, low=FP16)
 
 
 def _operand(tensor, dtype):
@@ -81,7 +81,7 @@ def _operand(tensor, dtype):
     )
 
 
-def gradient_finding(recipe, forward, *, incoming, outgoing, twins_are_finite=False):
+def gradient_finding(recipe, forward, *, incoming, outgoing, reference_is_finite=False):
     """A backward op of the op `forward` of a recipe, with the gradients that came in and went out."""
     made, given = stats(*outgoing), stats(*incoming)
     analysis = OpAnalysis(
@@ -102,7 +102,7 @@ def gradient_finding(recipe, forward, *, incoming, outgoing, twins_are_finite=Fa
     return GradientFinding(
         op=op,
         forward=recipe.ops[forward],
-        twins_are_finite=twins_are_finite,
+        reference_is_finite=reference_is_finite,
         fixed_by_scale=False,
         loss_scale=1.0,
         ops=recipe.ops,

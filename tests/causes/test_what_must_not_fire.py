@@ -33,7 +33,7 @@ class TestEpsUnderflow:
         assert "rounds to zero" in cause.explanation
 
     def test_not_where_fp32_divides_by_zero_as_well(self):
-        assert eps_underflow.diagnose(self.ratio(1e-8).finding(twin_is_finite=False)) is None
+        assert eps_underflow.diagnose(self.ratio(1e-8).finding(reference_is_finite=False)) is None
 
     def test_not_for_an_eps_that_the_format_holds(self):
         assert eps_underflow.diagnose(self.ratio(1e-5).finding()) is None
@@ -73,8 +73,8 @@ class TestEpsUnderflow:
 
     def test_a_derivative_that_fp32_has_too_is_none_of_its_business(self):
         recipe = self.ratio(1e-8)
-        finding = gradient_finding(recipe, 1, incoming=(1.0,), outgoing=(INF,), twins_are_finite=False)
-        assert eps_underflow.diagnose_gradient(finding) is None
+        finding = gradient_finding(recipe, 1, incoming=(1.0,), outgoing=(INF,), reference_is_finite=False)
+        assert eps_underflow.diagnose(finding) is None
 
 
 class TestMaskConstantOverflow:

@@ -312,7 +312,7 @@ def cured():
         origin=origin(made, source=source),
         cause=Cause(
             code="eps-underflow",
-            title="A small constant was lost in the lower precision",
+            title="A small constant is lost in the lower precision",
             explanation="1e-08 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-08, used by add in fp16"),),
         ),

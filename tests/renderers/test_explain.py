@@ -25,7 +25,7 @@ def lines_of(text):
 
 def test_a_page_begins_with_its_code_title_and_summary():
     assert lines_of(printed(find_page("eps-underflow")))[:4] == [
-        "eps-underflow: A small constant was lost in the lower precision",
+        "eps-underflow: A small constant is lost in the lower precision",
         "The small constant that was to prevent a division by zero is lost.",
         "",
         "What it is",

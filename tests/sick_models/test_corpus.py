@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
+from nandoctor.causes import registry
 from sick_models import LOSS, Case, all_cases, decoyed, healthy_models, renamed
 from sick_models.probing import Outcome, distance, finite, first_birth, float_tensors, run
 
@@ -22,13 +23,7 @@ MECHANISMS = {
     "0/0, empty mean", "outside the domain", "inf - inf, 0 * inf", "gradient singularity", "where trap",
     "fp16 gradient", "custom Function", "loss scale", "weights bad", "buffers bad", "batch bad", "optimizer eps",
 }  # fmt: skip
-CAUSES = {
-    "matmul-overflow", "elementwise-overflow", "reduction-overflow", "exp-overflow", "input-cast-overflow",
-    "mask-constant-overflow", "eps-underflow", "log-of-zero", "fully-masked-softmax", "division-by-zero",
-    "empty-reduction", "invalid-domain", "indeterminate-form", "silent-overflow", "gradient-singularity",
-    "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
-    "poisoned-input", "poisoned-target", "optimizer-eps-underflow",
-}  # fmt: skip
+CAUSES = {cause.CODE for cause in registry.CAUSES}
 SHOWS_IN = {
     "forward": ("output",),
     "loss": ("loss",),

@@ -1,0 +1,281 @@
+"""What is known of torch's operations: families, singular points, domains, lengths of products, autocast's lists.
+
+In: names of aten ops without namespace, overload and the in-place underscore. Out: sets and tables of them; no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nandoctor.autocast import op_lists
+
+_ALIASES = {
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "ger": "outer",
+    "linalg_matmul": "matmul",
+    "matrix_power": "linalg_matrix_power",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "special_digamma": "digamma",
+    "special_erfinv": "erfinv",
+    "special_exp2": "exp2",
+    "special_expit": "sigmoid",
+    "special_expm1": "expm1",
+    "special_gammaln": "lgamma",
+    "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax",
+    "special_logit": "logit",
+    "special_logsumexp": "logsumexp",
+    "special_multigammaln": "mvlgamma",
+    "special_psi": "digamma",
+    "special_softmax": "softmax",
+    "special_xlogy": "xlogy",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+
+
+def _names(text: str) -> frozenset[str]:
+    """Names written as text, and their aliases."""
+    written = set(text.split())
+    return frozenset(written | {alias for alias, name in _ALIASES.items() if name in written})
+
+
+Arguments = Mapping[str, Any]
+"""The arguments of a call by their names in the schema; what equals its default may be missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A sum of products: which arguments are multiplied, and how many terms one output element sums.
+
+    `factors` are names of the schema; a list of tensors counts with all its items.
+    """
+
+    factors: tuple[str, ...]
+    length: Callable[[Arguments], int]
+
+    def has_factor(self, name: str) -> bool:
+        """Tell whether the tensor `name` ("weight", "tensors[1]") is one of the factors."""
+        return name in self.factors or name.partition("[")[0] in self.factors
+
+
+def _product(text: str, *factors: str, length: Callable[[Arguments], int]) -> dict[str, Product]:
+    return dict.fromkeys(_names(text), Product(factors=factors, length=length))
+
+
+def _last_dim(name: str) -> Callable[[Arguments], int]:
+    return lambda taken: math.prod(taken[name].shape[-1:])
+
+
+def _matrices(*names: str) -> Callable[[Arguments], int]:
+    """Sum what each of several weight matrices takes, as the gates of a recurrent cell do."""
+    return lambda taken: sum(taken[name].shape[-1] for name in names)
+
+
+def _first_layer(taken: Arguments) -> int:
+    return sum(matrix.shape[-1] for matrix in taken["params"][:2])
+
+
+def _along_dim(taken: Arguments) -> int:
+    return int(taken["x"].shape[taken.get("dim", -1)])
+
+
+def _along_dims(taken: Arguments) -> int:
+    return math.prod(taken["self"].shape[dim] for dim in taken["dims_self"])
+
+
+def _between(name: str) -> Callable[[Arguments], int]:
+    """Multiply the sizes at which each of a chain of matrices meets the next."""
+    return lambda taken: math.prod(matrix.shape[-1] for matrix in taken[name][:-1])
+
+
+def _einsum(taken: Arguments) -> int:
+    """Multiply the sizes of the labels that the output lacks; those of an ellipsis are all kept."""
+    operands, _, output = taken["equation"].replace(" ", "").replace("...", ".").partition("->")
+    sizes: dict[str, int] = {}
+    for labels, tensor in zip(operands.split(","), taken["tensors"], strict=True):
+        before, _, after = labels.partition(".")
+        sizes |= dict(zip(before, tensor.shape, strict=False))
+        sizes |= dict(zip(after[::-1], tensor.shape[::-1], strict=False))
+    kept = output if "->" in taken["equation"] else [label for label in sizes if operands.count(label) == 1]
+    return math.prod(size for label, size in sizes.items() if label not in kept)
+
+
+def _weight_row(taken: Arguments) -> int:
+    return math.prod(taken["weight"].shape[1:])
+
+
+def _convolution(taken: Arguments) -> int:
+    return _transposed(taken) if taken.get("transposed") else _weight_row(taken)
+
+
+def _transposed(taken: Arguments) -> int:
+    """Count the terms at most: of `size` taps every `stride / gcd(stride, dilation)`-th meets an output element."""
+    channels, _, *sizes = taken["weight"].shape
+    strides, dilations = (_per_dim(taken.get(name, 1), len(sizes)) for name in ("stride", "dilation"))
+    taps = (
+        math.ceil(size * math.gcd(stride, dilation) / stride)
+        for size, stride, dilation in zip(sizes, strides, dilations, strict=True)
+    )
+    return int(channels // taken.get("groups", 1) * math.prod(taps))
+
+
+def _per_dim(value: int | list[int], dims: int) -> list[int]:
+    given = value if isinstance(value, (list, tuple)) else [value]
+    return [*given] * dims if len(given) == 1 else [*given]
+
+
+_GATES = ("input", "hx", "w_ih", "w_hh")
+_LAYERS = ("hx", "params[0]", "params[1]")
+
+PRODUCTS: Mapping[str, Product] = {
+    **_product("matmul inner", "self", "other", length=_last_dim("self")),
+    **_product("mm bmm", "self", "mat2", length=_last_dim("self")),
+    **_product("mv", "self", "vec", length=_last_dim("self")),
+    **_product("dot", "self", "tensor", length=_last_dim("self")),
+    **_product("vdot", "self", "other", length=_last_dim("self")),
+    **_product("linalg_vecdot", "x", "y", length=_along_dim),
+    **_product("linalg_matrix_power", "self", length=_last_dim("self")),
+    **_product("tensordot", "self", "other", length=_along_dims),
+    **_product("einsum", "tensors", length=_einsum),
+    **_product("linear", "input", "weight", length=_last_dim("input")),
+    **_product("bilinear", "input1", "input2", "weight", length=_weight_row),
+    **_product("addmm _addmm_activation", "mat1", "mat2", length=_last_dim("mat1")),
+    **_product("addmv", "mat", "vec", length=_last_dim("mat")),
+    **_product("baddbmm", "batch1", "batch2", length=_last_dim("batch1")),
+    **_product("addbmm", "batch1", "batch2", length=lambda taken: taken["batch1"].shape[0] * taken["batch1"].shape[-1]),
+    **_product("addr", "vec1", "vec2", length=lambda _: 1),
+    **_product("outer", "self", "vec2", length=lambda _: 1),
+    **_product("chain_matmul", "matrices", length=_between("matrices")),
+    **_product("linalg_multi_dot", "tensors", length=_between("tensors")),
+    **_product("conv1d conv2d conv3d", "input", "weight", length=_weight_row),
+    **_product("convolution _convolution", "input", "weight", length=_convolution),
+    **_product("conv_transpose1d conv_transpose2d conv_transpose3d", "input", "weight", length=_transposed),
+    **_product("conv_tbc", "self", "weight", length=lambda taken: math.prod(taken["weight"].shape[:2])),
+    **_product(
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention",
+        *("query", "key"),
+        length=_last_dim("query"),
+    ),
+    **_product("_native_multi_head_attention", "query", "qkv_weight", length=_last_dim("query")),
+    **_product("lstm gru rnn_tanh rnn_relu", "input", "data", *_LAYERS, length=_first_layer),
+    **_product("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", *_GATES, length=_matrices("w_ih", "w_hh")),
+}
+"""Matrix products, convolutions, attention and recurrent layers."""
+
+FACTORABLE = _names("matmul mm bmm mv dot einsum tensordot inner outer")
+"""Products that are linear in their first tensor, with nothing added to them."""
+
+REDUCTIONS = _names(
+    """sum nansum mean nanmean var std var_mean std_mean prod cumsum cumprod norm linalg_vector_norm linalg_norm
+    linalg_matrix_norm frobenius_norm nuclear_norm logsumexp logcumsumexp trace avg_pool1d avg_pool2d avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d dist cdist index_add scatter_add scatter_reduce
+    index_reduce segment_reduce embedding_bag fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2
+    fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
+)
+SERIAL_PRODUCTS = _names("prod cumprod")
+"""Reductions that multiply, and pass float64's limit where no sum of finite terms does."""
+EXPONENTIALS = _names("exp exp2 expm1 sinh cosh softplus pow")
+LOGARITHMS = _names("log log2 log10 log1p logit xlogy")
+DIVISIONS = _names("div reciprocal rsqrt remainder fmod addcdiv floor_divide")
+SOFTMAXES = _names("softmax log_softmax _softmax _log_softmax logsumexp scaled_dot_product_attention")
+NORMALISATIONS = _names(
+    """batch_norm native_batch_norm cudnn_batch_norm layer_norm native_layer_norm group_norm native_group_norm
+    instance_norm rms_norm _fused_rms_norm"""
+)
+SUBTRACTIONS = _names("sub rsub")
+SUMS = SUBTRACTIONS | _names("add")
+SCALINGS = _names("mul div")
+CLAMPS = _names("clamp clamp_min clamp_max hardtanh")
+MAXIMA = _names("maximum fmax max")
+MINIMA = _names("minimum fmin min")
+CASTS = _names("to _to_copy type_as copy")
+MOVES = _names(
+    """view reshape _unsafe_view transpose permute contiguous expand expand_as unsqueeze squeeze flatten unflatten clone
+    detach slice select narrow split chunk unbind index gather t mT numpy_T movedim roll flip cat stack repeat
+    repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold"""
+)
+"""Ops that hand values on as they are."""
+FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor constant_pad_nd")
+"""Ops that put a given number in places."""
+UNFILLED = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+"""Ops that give memory as it lies there; what fills it need not be an op: torch.tensor() writes to it directly."""
+SELECTIONS = _names("where masked_fill masked_scatter")
+"""Ops that take some elements of a tensor and leave others, whose gradient is then zero."""
+
+
+def is_average(name: str) -> bool:
+    """Tell whether the op averages, so that 0/0 comes of nothing to average: a reduction, or a loss."""
+    return name in REDUCTIONS or "loss" in name or "cross_entropy" in name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """Where a real function is defined: from `low` to `high`; where `is_open`, it is infinite on these edges.
+
+    `argument` is the schema's name of what it is about.
+    """
+
+    low: float
+    high: float
+    is_open: bool = False
+    argument: str = "self"
+
+
+_POSITIVE = Domain(low=0.0, high=math.inf)
+
+DOMAINS: Mapping[str, Domain] = {
+    **dict.fromkeys(_names("sqrt rsqrt log log2 log10 pow"), _POSITIVE),
+    **dict.fromkeys(_names("xlogy"), Domain(low=0.0, high=math.inf, argument="other")),
+    **dict.fromkeys(_names("log1p"), Domain(low=-1.0, high=math.inf)),
+    **dict.fromkeys(_names("acos asin"), Domain(low=-1.0, high=1.0)),
+    **dict.fromkeys(_names("acosh"), Domain(low=1.0, high=math.inf)),
+    **dict.fromkeys(_names("logit"), Domain(low=0.0, high=1.0)),
+    **dict.fromkeys(_names("atanh erfinv"), Domain(low=-1.0, high=1.0, is_open=True)),
+    **dict.fromkeys(_names("lgamma digamma mvlgamma"), Domain(low=0.0, high=math.inf, is_open=True)),
+    "batch_norm": Domain(low=0.0, high=math.inf, argument="running_var"),
+}
+
+SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
+    **{name: (domain.argument,) for name, domain in DOMAINS.items() if name not in NORMALISATIONS},
+    **dict.fromkeys(_names("reciprocal"), ("self",)),
+    **dict.fromkeys(_names("div remainder fmod floor_divide"), ("other",)),
+    "addcdiv": ("tensor2",),
+    "_weight_norm": ("v",),  # g * v / norm(v)
+    **dict.fromkeys(_names("atan2"), ("self", "other")),
+}
+"""The inputs at one value of which an op, or its derivative, is infinite: at zero, or at an edge of its domain."""
+
+HIDDEN_LOGARITHMS = {
+    "logdet": "the determinant is zero",
+    "linalg_slogdet": "the determinant is zero",
+    "ctc_loss": "no alignment of a target fits the length of its input, so its probability is zero",
+}
+"""Ops that take the logarithm of what they compute, and when that is zero."""
+HAS_STABLE_LOGARITHM = _names("softmax sigmoid")
+
+# CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
+# group_norm_kernel.cu, Normalization.cuh, rms_norm_composite, UnarySpecialOpsKernel.cu.
+EPS_IN_FP32 = NORMALISATIONS | _names("logit")
+EPS_IN_INPUT = _names("pairwise_distance")
+"""Ops that add their eps to the difference of their inputs, before the norm that autocast runs in fp32."""
+ROOT_IN_INPUT = _names("group_norm")
+"""Ops whose CUDA kernel stores 1 / sqrt(variance + eps) in the format of the input."""
+
+_FP32_LISTS = (op_lists.FP32, op_lists.FP32_SET_OPT_DTYPE, op_lists.FP32_APPEND_DTYPE)
+RUN_IN_FP32 = frozenset(name.partition(".")[0] for names in _FP32_LISTS for name in names)
+"""Ops that CUDA autocast runs in fp32, in some overload at least."""
