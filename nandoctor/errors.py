@@ -32,6 +32,10 @@ class LossError(ModelError):
     """The loss function that a dump names raised at the replay."""
 
 
+class UnsupportedTorchError(NanDoctorError):
+    """The installed torch lacks a private part of it that nandoctor needs."""
+
+
 class ReportError(NanDoctorError):
     """A saved report cannot be read."""
 

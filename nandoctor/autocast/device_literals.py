@@ -6,20 +6,28 @@ device literals written for "cuda" act on that device.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from nandoctor.autocast.shared import Shared
-
-Region = autocast_mode.autocast
+from nandoctor.torch_compat import (
+    AUTOCAST_ENTER,
+    AUTOCAST_EXIT,
+    AUTOCAST_INIT,
+    CUSTOM_FWD_CAST,
+    DEVICE_CONTEXT_INIT,
+    Patch,
+    is_enabled,
+    patched,
+    set_enabled,
+)
 
 
 @contextmanager
@@ -44,7 +52,7 @@ class _Replay(threading.local):
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
-        self.saved_states: list[tuple[Region, list[tuple[str, bool, torch.dtype]]]] = []
+        self.saved_states: list[tuple[torch.autocast, list[tuple[str, bool, torch.dtype]]]] = []
 
 
 _replay = _Replay()
@@ -72,20 +80,21 @@ def _in_reference() -> bool:
 
 
 def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
     @wraps(init)
-    def keep_intention(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if device_type not in _device_types():
-            init(self, device_type, dtype, enabled, cache_enabled)
+    def keep_intention(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        if arguments["device_type"] not in _device_types():
+            init(*args, **kwargs)
             return
+        enabled = arguments["enabled"]
         # Told to be off, torch looks neither for CUDA nor at the dtypes of the CPU's autocast.
-        init(self, device_type, dtype or torch.get_autocast_dtype("cuda"), False, cache_enabled)
-        self._enabled = enabled
+        arguments.update(dtype=arguments["dtype"] or torch.get_autocast_dtype("cuda"), enabled=False)
+        init(*given.args, **given.kwargs)
+        set_enabled(args[0], enabled)
 
     return keep_intention
 
@@ -100,7 +109,7 @@ def _enter_for_cuda(enter: Callable[..., Any]) -> Callable[..., Any]:
         dtype = torch.float32 if _in_reference() else self.fast_dtype
         entered = enter(self)
         _replay.saved_states.append((self, states))
-        _set_autocast([(name, self._enabled, dtype) for name in types])
+        _set_autocast([(name, is_enabled(self), dtype) for name in types])
         return entered
 
     return enter_on_both
@@ -145,25 +154,16 @@ def _device_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
     return use_replay_device
 
 
-@contextmanager
-def _patched_torch() -> Iterator[None]:
-    with ExitStack() as undo:
-        # On the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them see it. The wrappers
-        # name what they wrap, because TorchScript compiles the class from that source.
-        for owner, name, replace in (
-            (Region, "__init__", _init_for_cuda),
-            (Region, "__enter__", _enter_for_cuda),
-            (Region, "__exit__", _exit_for_cuda),
-            (autocast_mode, "_cast", _cast_for_cuda),
-            (_device.DeviceContext, "__init__", _device_for_cuda),
-        ):
-            original = getattr(owner, name)
-            undo.callback(setattr, owner, name, original)
-            setattr(owner, name, replace(original))
-        yield
-
-
-_patches = Shared(_patched_torch)
+# On the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them see it. The wrappers name what
+# they wrap, because TorchScript compiles the class from that source.
+_PATCHES = (
+    Patch(AUTOCAST_INIT, _init_for_cuda),
+    Patch(AUTOCAST_ENTER, _enter_for_cuda),
+    Patch(AUTOCAST_EXIT, _exit_for_cuda),
+    Patch(CUSTOM_FWD_CAST, _cast_for_cuda),
+    Patch(DEVICE_CONTEXT_INIT, _device_for_cuda),
+)
+_patches = Shared(partial(patched, _PATCHES))
 
 
 def _names_cuda(device: Any) -> bool:

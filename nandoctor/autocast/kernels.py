@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.library import Library, fallthrough_kernel
 
+from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.shared import Shared
+from nandoctor.torch_compat import is_view, schema_of, version_of
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 
 @contextmanager
@@ -48,23 +52,20 @@ def _shared_kernels(device_type: str) -> Shared:
 
 @contextmanager
 def _registered_kernels(device_type: str) -> Iterator[None]:
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
+    with torch_compat.kernel_library("aten") as library:
         with warnings.catch_warnings():
             # The dispatcher's remark that the device's own list is overridden, which is the purpose.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             _register(library, device_type)
         yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _register(library: Library, device_type: str) -> None:
-    key = f"Autocast{device_type.upper()}"
+    key = torch_compat.autocast_key(device_type)
     for name, run in _runs().items():
         if (op := _find_op(name)) is not None:
-            library.impl(name, _make_kernel(op, run, device_type, key), key)  # type: ignore[no-untyped-call]
-    for qualified_name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            library.impl(name, _make_kernel(op, run, device_type), key)  # type: ignore[no-untyped-call]
+    for qualified_name in torch_compat.autocast_ops(device_type):
         namespace, name = qualified_name.split("::")
         if namespace == "aten" and name not in _runs():
             library.impl(name, fallthrough_kernel, key)  # type: ignore[no-untyped-call]
@@ -123,14 +124,12 @@ class _Call:
 Run = Callable[[_Call], Any]
 
 
-def _make_kernel(op: OpOverload, run: Run, device_type: str, key: str) -> Callable[..., Any]:
-    autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
+def _make_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return run(_Call(op=op, device_type=device_type, args=args, kwargs=kwargs))
 
     def kernel_without_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
+        with torch_compat.without_autocast():
             return kernel(*args, **kwargs)
 
     return kernel if run is _run_several_products else kernel_without_autocast
@@ -144,7 +143,7 @@ def _run_several_products(call: _Call) -> Any:
     """Torch's own decomposition with autocast left on, so that each product inside is emulated by itself."""
     dtype = call.dtype
     lowered = call.cast(partial(_lower, dtype=dtype))
-    return _round(call.op.decompose(*lowered.args, **lowered.kwargs), dtype)
+    return _round(torch_compat.decompose(call.op, *lowered.args, **lowered.kwargs), dtype)
 
 
 def _run_cudnn_rnn(call: _Call) -> Any:
@@ -165,7 +164,7 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
         # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
         # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
         # Under torch.vmap and its kin only the outside may ask for gradients.
-        asks = tensor.requires_grad and not lifted.requires_grad and not torch._C._are_functorch_transforms_active()
+        asks = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
         return lifted.requires_grad_() if asks else lifted
 
     return _round(call.cast(lift).run(), dtype)
@@ -177,7 +176,7 @@ def _run_in_fp32(call: _Call) -> Any:
 
 def _run_with_fp32_result(call: _Call) -> Any:
     # softmax takes its dtype by position, sum by keyword.
-    position = [argument.name for argument in call.op._schema.arguments].index("dtype")
+    position = [argument.name for argument in schema_of(call.op).arguments].index("dtype")
     is_given = len(call.args) > position or call.kwargs.get("dtype") is not None
     if is_given or not call.is_eligible(call.args[0]):
         return call.run()
@@ -188,7 +187,7 @@ def _run_norm(call: _Call) -> Any:
     with_dtype = _find_op(op_lists.FP32_APPEND_DTYPE[str(call.op).removeprefix("aten.")])
     assert with_dtype is not None
     # What the dispatcher left out has no default in the other overload.
-    defaults = [argument.default_value for argument in call.op._schema.arguments[len(call.args) :]]
+    defaults = [argument.default_value for argument in schema_of(call.op).arguments[len(call.args) :]]
     tensor = call.args[0]
     return with_dtype(*call.args, *defaults, dtype=torch.float32 if call.is_eligible(tensor) else tensor.dtype)
 
@@ -259,7 +258,7 @@ class _WeightCasts(threading.local):
     """The low-precision copies of weights that this thread made in the innermost `install_kernels`."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] = {}
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -276,8 +275,8 @@ class _WeightCasts(threading.local):
         weight that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
         """
         key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
-        if key not in self.entries or self.entries[key][1] != weight._version:
-            self.entries[key] = (weight, weight._version, weight.to(dtype))
+        if key not in self.entries or self.entries[key][1] != version_of(weight):
+            self.entries[key] = (weight, version_of(weight), weight.to(dtype))
         return self.entries[key][2]
 
 
@@ -285,7 +284,7 @@ _weight_casts = _WeightCasts()
 
 
 def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    is_weight = _is_fp32(tensor) and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    is_weight = _is_fp32(tensor) and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
     if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
         return _weight_casts.cast(tensor, dtype)
     return tensor.to(dtype)

@@ -20,6 +20,7 @@ from nandoctor.autocast.kernels import install_kernels
 from nandoctor.autocast.shared import Shared
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
+from nandoctor.torch_compat import check_torch, without_jit_autocast
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
 
@@ -77,7 +78,10 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
     It may be entered again inside itself and from several threads at once; all of torch is restored on the way out. A
     graph built inside can be differentiated after, except that `torch.utils.checkpoint` recomputes under the policy
     only while the context is open.
+
+    Raises UnsupportedTorchError where the installed torch lacks what that takes.
     """
+    check_torch()
     dtype = torch_dtype(policy.format)
     with ExitStack() as stack:
         if device.type != "cuda" or policy.name in ("fp32", "fp64"):
@@ -155,15 +159,14 @@ def _exact_products(device_type: str) -> Shared:
 def _fp32_products(device_type: str) -> Iterator[None]:
     """Products of fp32 tensors in fp32, and none of TorchScript's own autocast pass, whose lists differ."""
     before = list(_current_precision(device_type))
-    jit_autocast = torch._C._jit_set_autocast_mode(False)
     for backend, name, _, exact in before:
         setattr(backend, name, exact)
     try:
-        yield
+        with without_jit_autocast():
+            yield
     finally:
         for backend, name, value, _ in before:
             setattr(backend, name, value)
-        torch._C._jit_set_autocast_mode(jit_autocast)
 
 
 def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:

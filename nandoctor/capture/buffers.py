@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from nandoctor.dumps.trees import version_of
+from nandoctor.torch_compat import buffers_of, copy_tensors, is_running_norm, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +34,10 @@ class BufferKeeper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        places = [(path, module, name) for path, module in model.named_modules() for name in module._buffers]
+        places = [(path, module, name) for path, module in model.named_modules() for name in buffers_of(module)]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in places)
-        self._places = [(module._buffers, name) for _, module, name in places]
-        self._written = {i for i, (_, module, _) in enumerate(places) if isinstance(module, _NormBase)}
+        self._places = [(buffers_of(module), name) for _, module, name in places]
+        self._written = {i for i, (_, module, _) in enumerate(places) if is_running_norm(module)}
         self._unseen = True
 
     def keep(self) -> Snapshot:
@@ -52,7 +51,7 @@ class BufferKeeper:
         copies = [torch.empty_like(buffer) for buffer in sources.values()]
         if copies:
             with torch.no_grad():
-                torch._foreach_copy_(copies, list(sources.values()))
+                copy_tensors(copies, list(sources.values()))
         self._unseen = False
         return Snapshot(buffers=buffers, versions=versions, copies=dict(zip(sources, copies, strict=True)))
 

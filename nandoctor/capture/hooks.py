@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.capture.environment import read_autocast
+from nandoctor.torch_compat import compiled_call, set_compiled_call
 
 Before = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 Found = Callable[[dict[str, Any]], None]
@@ -43,7 +44,7 @@ def do_nothing(*_: Any) -> None:
 
 def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
     """Call `before` and `after` around each call of the model."""
-    if model._compiled_call_impl is not None:
+    if compiled_call(model) is not None:
         _wrap_compiled(model, before, after, handles)
         return
     if before is not None:
@@ -53,7 +54,7 @@ def attach(model: nn.Module, before: Before | None, after: After, handles: ExitS
 
 def _wrap_compiled(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
     """A model compiled in place has its hooks in the graph; this stands around the graph."""
-    compiled: Any = model._compiled_call_impl
+    compiled: Any = compiled_call(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
@@ -62,8 +63,8 @@ def _wrap_compiled(model: nn.Module, before: Before | None, after: After, handle
         after(model, args, kwargs, output)
         return output
 
-    model._compiled_call_impl = call
-    handles.callback(setattr, model, "_compiled_call_impl", compiled)
+    set_compiled_call(model, call)
+    handles.callback(set_compiled_call, model, compiled)
 
 
 def _not_compiled(hook: Any) -> Any:
@@ -87,6 +88,6 @@ def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str)
             handles.close()
 
     for module in modules:
-        if module._compiled_call_impl is None:
+        if compiled_call(module) is None:
             handles.callback(module.register_forward_pre_hook(Hook(look)).remove)
     return handles

@@ -12,6 +12,7 @@ from typing import Any
 
 from nandoctor.capture.recorder import Recorder
 from nandoctor.replaying.script_import import stop_import
+from nandoctor.torch_compat import read_loss_scale
 
 
 def _find_base() -> Any:
@@ -57,7 +58,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         """Look at the loss, which the precision plugin has scaled already."""
         if self.recorder is None:
             return
-        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        scale, _ = read_loss_scale(getattr(trainer.precision_plugin, "scaler", None))
         self.recorder.watch(loss if scale is None else loss.detach() / scale)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -19,6 +19,7 @@ from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NonFiniteTrainingError
+from nandoctor.torch_compat import read_loss_scale
 
 LOG = logging.getLogger("nandoctor")
 _MAX_CALLS = 16
@@ -45,7 +46,7 @@ class StepTracker:
         """A step with the next number and the loss scale as it is now."""
         number = self.next_step
         self.next_step += 1
-        scale, version = _read_scale(self._scaler)
+        scale, version = read_loss_scale(self._scaler)
         return RecordedStep(
             step=number, epoch=self.epoch, explicit=explicit, batch=batch, scale=scale, scale_version=version
         )
@@ -58,7 +59,7 @@ class StepTracker:
         """
         step, self.current = self.current, following
         if step is not None and step.flags:
-            scale, version = _read_scale(self._scaler)
+            scale, version = read_loss_scale(self._scaler)
             if version != step.scale_version and not step.stepped:
                 # The scaler was updated and no optimizer was called: the scaler has waited for the gradients by now.
                 step.skipped = scale is not None and step.scale is not None and bool(scale < step.scale)
@@ -173,12 +174,3 @@ class StepTracker:
             self.current = None
             self._on_stop()
             raise
-
-
-def _read_scale(scaler: Any) -> tuple[torch.Tensor | None, int | None]:
-    """The loss scale on its device and how often it was updated; a scaler that has scaled nothing has its first one."""
-    scale = getattr(scaler, "_scale", None)
-    if isinstance(scale, torch.Tensor):
-        return scale.detach().clone(), scale._version
-    first = getattr(scaler, "_init_scale", None)
-    return (None, None) if first is None else (torch.tensor(float(first)), 0)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from nandoctor.dumps.file_type import damaged
 from nandoctor.errors import DumpError
+from nandoctor.torch_compat import sparse_values
 
 # Booleans, integers, floats and complex numbers of the sizes that torch knows too.
 _NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
@@ -101,7 +102,7 @@ def to_tensor(value: object) -> torch.Tensor:
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that are kept: the tensor itself, or the values of a sparse one."""
     if tensor.is_sparse:
-        return tensor._values()
+        return sparse_values(tensor)
     return tensor if tensor.layout is torch.strided else tensor.values()
 
 

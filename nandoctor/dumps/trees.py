@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nandoctor.errors import DumpError
+from nandoctor.torch_compat import version_of
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _MAX_DEPTH = 16
@@ -50,14 +51,6 @@ def pack(value: Any, name: str) -> Packed:
     tree = packer.pack(value, name, 0)
     versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
     return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions)
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often the tensor was written to in place; None where torch does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:  # an inference tensor
-        return None
 
 
 @dataclass(slots=True)

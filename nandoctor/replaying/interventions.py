@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.edits import (
@@ -36,9 +35,10 @@ from nandoctor.evidence.edits import (
     UseFormat,
 )
 from nandoctor.evidence.trace import LOSS
+from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
 from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
 from nandoctor.tracing.module_tracer import Owner
-from nandoctor.tracing.op_call import Invocation, without_autocast
+from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import format_of
 
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
@@ -118,7 +118,7 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
 
 def _widen(value: Any) -> Any:
     """Low-precision tensors in fp32, wherever in the value they are."""
-    return pytree.tree_map(lambda leaf: leaf.float() if _is_low(leaf) else leaf, value)
+    return tree_map(lambda leaf: leaf.float() if _is_low(leaf) else leaf, value)
 
 
 def _is_low(leaf: Any) -> bool:
@@ -274,12 +274,12 @@ class _OpChanges:
         run = proceed
         for site, change in self._changes:
             # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = isinstance(change, _Setting) or not call.op._schema.is_mutable
+            possible = isinstance(change, _Setting) or not schema_of(call.op).is_mutable
             if possible and self._is_meant(site, call, owner):
                 run = _Changed(change, run)
         output = run(call)
         # Counted as the op tracer counts: what gives no floating-point tensor is not there.
-        if any(format_of(leaf.dtype) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        if any(format_of(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
             self._counts[owner, call.name] += 1
         return output
 
@@ -337,7 +337,7 @@ class _Clamping:
 
     def __call__(self, call: Invocation, proceed: Proceed) -> Any:
         if not self._edit.argument:
-            return pytree.tree_map(self._clamp, proceed(call))
+            return tree_map(self._clamp, proceed(call))
         given = dict(call.arguments()).get(self._edit.argument)
         return proceed(call.with_argument(self._edit.argument, self._clamp(given)) if given is not None else call)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.replaying.recorded_step import from_saved_states, restore_generators, restore_host_generators
+from nandoctor.torch_compat import buffers_of
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Put back what a forward changes: buffers, written in place or replaced, and attributes that it set."""
     # A ScriptModule keeps its attributes in C++, where its graph can write to them but not replace them.
     plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    registries = [(registry, dict(registry)) for module in plain for registry in (vars(module), module._buffers)]
+    registries = [(registry, dict(registry)) for module in plain for registry in (vars(module), buffers_of(module))]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

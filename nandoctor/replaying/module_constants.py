@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import LARGEST_EPS
@@ -22,8 +20,8 @@ _OPS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.LayerNorm, "layer_norm"),
     (nn.GroupNorm, "group_norm"),
     (nn.RMSNorm, "rms_norm"),
-    (_BatchNorm, "batch_norm"),
-    (_InstanceNorm, "instance_norm"),
+    *((kind, "batch_norm") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+    *((kind, "instance_norm") for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
     (nn.CosineSimilarity, "cosine_similarity"),
     (nn.PairwiseDistance, "pairwise_distance"),
 )

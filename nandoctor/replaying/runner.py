@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
@@ -29,6 +28,7 @@ from nandoctor.replaying.isolation import in_mode, restored, seeded
 from nandoctor.replaying.model_loading import place_of
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.recorded_step import recorded_backends
+from nandoctor.torch_compat import is_running_norm
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import Kind, OnOp, OpTracer
@@ -373,7 +373,7 @@ def _bad_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStat
 
 def _writes_only(module: nn.Module) -> bool:
     """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
-    return isinstance(module, _NormBase) and module.training
+    return is_running_norm(module) and module.training
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

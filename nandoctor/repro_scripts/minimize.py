@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nandoctor.repro_scripts.program import Kind, Program, kinds_of
+from nandoctor.torch_compat import tree_leaves
 
 _MAX_RUNS = 1500
 _MAX_SLOTS = 6
@@ -154,7 +154,7 @@ def _sliced(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Pr
 
 def _names_size(program: Program, size: int) -> bool:
     """Whether the size stands among the whole numbers of an op's arguments."""
-    values = (value for node in program.nodes for value in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    values = (value for node in program.nodes for value in tree_leaves((node.args, dict(node.kwargs))))
     return any(type(value) is int and value == size for value in values)
 
 

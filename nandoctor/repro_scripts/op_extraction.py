@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.policy import torch_dtype
@@ -22,6 +21,7 @@ from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
+from nandoctor.torch_compat import is_wrapped, schema_of, tree_leaves, tree_map, version_of
 from nandoctor.tracing.op_call import Invocation
 
 NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
@@ -54,7 +54,7 @@ class _Taken:
     """A tensor that an op took: as it was then, and the object itself, by which it is known again."""
 
     itself: torch.Tensor
-    version: int
+    version: int | None
     values: torch.Tensor
     requires_grad: bool
 
@@ -119,7 +119,7 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         except NanDoctorError as error:  # raised in here, it would pass for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
-            _await_gradient([leaf for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)], gradient)
+            _await_gradient([leaf for leaf in tree_leaves(output) if _is_tensor(leaf)], gradient)
 
     step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if target.order in refused:
@@ -131,11 +131,11 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
 
 
 def _keep(call: Invocation, output: Any, device_type: str) -> _Piece:
-    taken = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
+    taken = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
     return _Piece(
         call=call,
         taken={id(leaf): _take(leaf, call) for leaf in taken},
-        given=tuple(_copy(leaf) for leaf in pytree.tree_leaves(output) if _is_tensor(leaf)),
+        given=tuple(_copy(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)),
         under_autocast=torch.is_autocast_enabled(device_type),
     )
 
@@ -147,17 +147,17 @@ def _is_tensor(value: Any) -> bool:
 def _take(tensor: torch.Tensor, call: Invocation) -> _Taken:
     return _Taken(
         itself=tensor,
-        version=-1 if tensor.is_inference() else tensor._version,
+        version=version_of(tensor),
         values=_copy(tensor),
         # Of what an op writes to, a copy without a graph is all that is left.
-        requires_grad=tensor.requires_grad or call.op._schema.is_mutable,
+        requires_grad=tensor.requires_grad or schema_of(call.op).is_mutable,
     )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise _cannot_write(f"a {'nested' if tensor.is_nested else tensor.layout} tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         raise _cannot_write("a tensor under torch.func")
     return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
 
@@ -190,7 +190,7 @@ class _Assembly:
         self._orders = orders
         self._results: dict[int, str] = {}
         self._leaves: dict[str, torch.Tensor] = {}
-        self._refs: dict[tuple[int, int], Ref] = {}
+        self._refs: dict[tuple[int, int | None], Ref] = {}
         self._numbers: dict[str, float] = {}
         self._trained: list[str] = []
 
@@ -219,7 +219,7 @@ class _Assembly:
     def _node(self, order: int) -> Node:
         piece = self._extracted.pieces[order]
         call = piece.call
-        names = [argument.name for argument in call.op._schema.arguments]
+        names = [argument.name for argument in schema_of(call.op).arguments]
         tensors = {tensor.name: tensor for tensor in self._extracted.ops[order].inputs}
         args = tuple(self._argument(name, value, piece, tensors) for name, value in zip(names, call.args, strict=False))
         kwargs = {name: self._argument(name, value, piece, tensors) for name, value in call.kwargs.items()}
@@ -311,7 +311,7 @@ def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:
 
 def _functions(call: Invocation) -> Iterator[str]:
     """Ways to call the op, the most usual first."""
-    name, raw = call.name, call.op._schema.name.partition("::")[2]
+    name, raw = call.name, schema_of(call.op).name.partition("::")[2]
     yield from (f"torch.{place}{name}" for place in ("", "nn.functional.", "special.", "linalg."))
     yield f"torch.linalg.{name.removeprefix('linalg_')}"
     yield f"{METHOD}{raw}"
@@ -322,12 +322,12 @@ def _gives_the_same(piece: _Piece, node: Node, low: torch.dtype) -> bool:
     def value_of(value: Any) -> Any:
         return piece.taken[id(value)].values if isinstance(value, torch.Tensor) else _on_cpu(value)
 
-    args, kwargs = pytree.tree_map(value_of, (piece.call.args, piece.call.kwargs))
+    args, kwargs = tree_map(value_of, (piece.call.args, piece.call.kwargs))
     node = replace(node, args=args, kwargs=kwargs)
     try:
         find_function(node.function)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            made = [leaf for leaf in pytree.tree_leaves(node.run({}, low, low)) if _is_tensor(leaf)]
+            made = [leaf for leaf in tree_leaves(node.run({}, low, low)) if _is_tensor(leaf)]
     except Exception:  # an argument or a dtype that this way does not take
         return False
     if len(made) != len(piece.given):

@@ -12,7 +12,8 @@ from functools import reduce
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
+
+from nandoctor.torch_compat import tree_map
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
@@ -56,7 +57,7 @@ class Node:
                 return values[value.name] if value.item is None else values[value.name][value.item]
             return low if value is own_low else value
 
-        args, kwargs = pytree.tree_map(fill, (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
         function = find_function(self.function)
         if self.mode == "plain":
             return function(*args, **kwargs)
@@ -143,7 +144,7 @@ def widen(value: torch.Tensor) -> torch.Tensor:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """The value with its floating-point tensors in `dtype`; autocast leaves float64 alone."""
-    return pytree.tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, value)
+    return tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, value)
 
 
 def is_cast(value: Any) -> bool:

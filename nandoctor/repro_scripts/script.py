@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.literals import write_tensor, write_value
 from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
 from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
+from nandoctor.torch_compat import tree_leaves
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
 _TESTS = {"nan": "torch.isnan", "+inf": "torch.isposinf", "-inf": "torch.isneginf"}
@@ -94,7 +94,7 @@ def _ending(program: Program, last: Node) -> Iterator[str]:
 
 
 def _uses_low(program: Program) -> bool:
-    values = (leaf for node in program.nodes for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    values = (leaf for node in program.nodes for leaf in tree_leaves((node.args, dict(node.kwargs))))
     return any(node.mode == "product" for node in program.nodes) or any(value is program.low for value in values)
 
 
@@ -134,7 +134,7 @@ class _Writer:
 
     def _gives_several(self, node: Node) -> bool:
         program = self._program
-        values = (value for other in program.nodes for value in pytree.tree_leaves((other.args, dict(other.kwargs))))
+        values = (value for other in program.nodes for value in tree_leaves((other.args, dict(other.kwargs))))
         refs = (value for value in (*values, program.result) if isinstance(value, Ref))
         return any(ref.name == node.name and ref.item is not None for ref in refs)
 

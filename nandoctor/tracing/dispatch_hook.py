@@ -5,30 +5,34 @@ In: handlers. Out: `intercepting`, a context in which they see each op as the us
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nandoctor.autocast.shared import Shared
-from nandoctor.tracing.module_tracer import OBSERVER_KEY, unobserved
+from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, unobserved
 from nandoctor.tracing.op_call import Invocation, op_name
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 Proceed = Callable[[Invocation], Any]
 Handler = Callable[[Invocation, Proceed], Any]
 """Takes an op and what runs it, by way of the handlers further in; returns what the op's caller gets."""
 
-_KEY: Any = torch._C._parse_dispatch_key(OBSERVER_KEY)
-_KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 # Composites of which one part or the other is to blame; they are on no autocast list themselves.
 _LOOKED_INTO = frozenset({"cross_entropy_loss"})
-_SKIPPED_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen", "<eval_with_key>")
-_RUNNER = str(Path(__file__).with_name("runner.py"))
+_PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+# With the separator at its end: torchvision lies beside torch, and is the user's to hear of.
+_SKIPPED_ROOTS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen", "<eval_with_key>")
+_RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
 
 
 class _Handlers(threading.local):
@@ -46,30 +50,20 @@ def intercepting(handler: Handler) -> Iterator[None]:
     with _registration:
         _handlers.stack = (*outer, handler)
         try:
-            with torch._C._IncludeDispatchKeyGuard(_KEY):
+            with observed():
                 yield
         finally:
             _handlers.stack = outer
 
 
-@contextmanager
-def _registered() -> Iterator[None]:
-    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        library.fallback(_observe, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
-        yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
-
-
-_registration = Shared(_registered)
-
-
-def _observe(keys: torch._C.DispatchKeySet, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if op_name(op) in _LOOKED_INTO:
-        return op.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
+        return call_below_observer(op, keys, *args, **kwargs)
     with unobserved():
         return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
+
+
+_registration = Shared(lambda: observer_kernel(_observe))
 
 
 def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:

@@ -5,6 +5,7 @@ In: the outputs of traced ops, as their graph grows. Out: `OpCall` records of th
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import CheckpointFunction
 
+from nandoctor.autocast.shared import Shared
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats
-from nandoctor.tracing.module_tracer import Owner, unobserved
+from nandoctor.torch_compat import CHECKPOINT_APPLY, Patch, is_custom_node, patched, unobserved
+from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_bad
 from nandoctor.tracing.tensor_stats import Reading, collect, measure
@@ -63,7 +64,7 @@ class GradientTracer:
             node = waiting.pop()
             if node is None or node in self._claims or node.name() == "torch::autograd::AccumulateGrad":
                 continue
-            if isinstance(node, BackwardCFunction):
+            if is_custom_node(node):
                 name = type(node).__name__.removesuffix("Backward")
                 self._claims[node] = _Claim(None, name, self.owner_inside)
             else:
@@ -141,25 +142,41 @@ class GradientTracer:
         )
 
 
+class _Checkpoints(threading.local):
+    """Whether this thread runs reentrant checkpoints as plain calls."""
+
+    opened = False
+
+
+_checkpoints = _Checkpoints()
+
+
 @contextmanager
 def open_checkpoints() -> Iterator[None]:
-    """A context in which reentrant checkpoints run as plain calls.
+    """A context in which this thread's reentrant checkpoints run as plain calls.
 
     Their backward computes the block again in a graph of its own, and would show all of it as one CheckpointFunction.
     A block without an input that needs a gradient is left alone: the checkpoint gives it none.
     """
-    checkpoint = CheckpointFunction.apply
-
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
-            return function(*args)
-        return checkpoint(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-
-    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    outer, _checkpoints.opened = _checkpoints.opened, True
     try:
-        yield
+        with _checkpoint_patch:
+            yield
     finally:
-        del CheckpointFunction.apply
+        _checkpoints.opened = outer
+
+
+def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        asks = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if asks and _checkpoints.opened:
+            return function(*args)
+        return checkpoint(function, preserve_rng_state, *args)
+
+    return apply
+
+
+_checkpoint_patch = Shared(lambda: patched([Patch(CHECKPOINT_APPLY, _apply_opened)]))
 
 
 def bad_gradients(model: nn.Module) -> tuple[TensorStats, ...]:

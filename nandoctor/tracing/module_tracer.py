@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -22,22 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
+from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, collect, collect_all, measure
 
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
 
-# The dispatcher asks this key before autocast, autograd and the decomposition of composite ops, so an op is seen there
-# once, under the name that the user called. Torch keeps the key for its own tests and gives it no kernels.
-OBSERVER_KEY = "TESTING_ONLY_GenericMode"
-_OBSERVER_KEYS = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(OBSERVER_KEY))  # type: ignore[arg-type]
-
 _MAX_NESTING = 8
-
-
-def unobserved() -> AbstractContextManager[None]:
-    """A context whose ops, being nandoctor's own, are not seen by the op tracer."""
-    return torch._C._ExcludeDispatchKeyGuard(_OBSERVER_KEYS)
 
 
 def walk_tensors(value: Any, path: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,7 +111,7 @@ class Tracer:
         self._num_calls: Counter[str] = Counter()
         self._num_returned = 0
         self._ticks = itertools.count()
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, Reading | None]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None, Reading | None]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> Tracer:
@@ -142,7 +133,7 @@ class Tracer:
 
     def read(self, *values: Any, counts: bool = False) -> Readings:
         """Measure every tensor in `values`; one that was measured before and not written since costs nothing."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), unobserved():
+        with plain_torch():
             found = itertools.chain.from_iterable(map(walk_tensors, values))
             readings = [(path, self._measure_once(tensor, counts)) for path, tensor in found]
         return [(path, reading) for path, reading in readings if reading is not None]
@@ -219,12 +210,12 @@ class Tracer:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed
             return self._measure(tensor, counts)
         known = self._seen.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
             reading = known[2]
             if reading is None or ((reading.counts or not counts) and self._is_current(reading, tensor)):
                 return reading
         reading = self._measure(tensor, counts)
-        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
+        self._seen[id(tensor)] = (weakref.ref(tensor), version_of(tensor), reading)
         return reading
 
     def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:

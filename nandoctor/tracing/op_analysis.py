@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
-from nandoctor.tracing.op_call import Invocation, without_autocast
+from nandoctor.torch_compat import tree_leaves, without_autocast
+from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import count_exactly, format_of, numbers_in
 
 
@@ -61,7 +61,7 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
             output = call.widened().run()
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     values = numbers_in(leaves[place]) if place < len(leaves) else None
     return None if values is None or values.shape != like.shape else values.double()
 

@@ -6,23 +6,22 @@ In: an op and its arguments. Out: what it takes, by the names of its schema, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+from nandoctor.torch_compat import is_wrapped, schema_of, tree_map
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
     """An op and the arguments that it was called with."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -38,12 +37,12 @@ class Invocation:
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
         """The arguments that were given, by their names in the schema."""
-        yield from zip((argument.name for argument in self.op._schema.arguments), self.args, strict=False)
+        yield from zip((argument.name for argument in schema_of(self.op).arguments), self.args, strict=False)
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the op takes; those of a list are numbered, and what it only writes to is left out."""
-        written = {argument.name for argument in self.op._schema.arguments if argument.is_out}
+        written = {argument.name for argument in schema_of(self.op).arguments if argument.is_out}
         for name, value in self.arguments():
             if name in written:
                 continue
@@ -60,7 +59,7 @@ class Invocation:
             elif isinstance(value, torch.Tensor) and _is_number(value):
                 yield name, float(value.detach())
         given = {name for name, _ in self.arguments()}
-        for argument in self.op._schema.arguments:  # the dispatcher leaves out what equals its default
+        for argument in schema_of(self.op).arguments:  # the dispatcher leaves out what equals its default
             if argument.name == "eps" and argument.name not in given and argument.default_value is not None:
                 yield "eps", float(argument.default_value)
 
@@ -70,7 +69,7 @@ class Invocation:
 
     def kept(self) -> Invocation:
         """The same call with the arguments as they are now: copied where the op will write to them."""
-        return self.mapped(_copy) if self.op._schema.is_mutable else self
+        return self.mapped(_copy) if schema_of(self.op).is_mutable else self
 
     def widened(self) -> Invocation:
         """The same call in float64, or complex128: tensors and dtypes both."""
@@ -83,7 +82,7 @@ class Invocation:
             items = list(dict(self.arguments())[listed])
             items[int(index[:-1])] = value
             return self.with_argument(listed, items)
-        names = [argument.name for argument in self.op._schema.arguments[: len(self.args)]]
+        names = [argument.name for argument in schema_of(self.op).arguments[: len(self.args)]]
         if name in names:
             place = names.index(name)
             return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))
@@ -91,25 +90,20 @@ class Invocation:
 
     def mapped(self, change: Any) -> Invocation:
         """The same call with `change` made to every value among the arguments."""
-        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        args, kwargs = tree_map(change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
 
-def without_autocast() -> AbstractContextManager[None]:
-    """A context in which no op of this thread is cast by autocast."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-
-
-def op_name(op: torch._ops.OpOverload) -> str:
+def op_name(op: OpOverload) -> str:
     """The aten name without namespace, overload and the in-place underscore; of an op with dimensions, its family's."""
-    name = op._schema.name.partition("::")[2].removesuffix("_nd")
+    name = schema_of(op).name.partition("::")[2].removesuffix("_nd")
     return name.rstrip("_") if not name.startswith("_") else name
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
     is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
-    return is_one and not tensor.is_complex() and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_one and not tensor.is_complex() and not is_wrapped(tensor)
 
 
 def _copy(value: Any) -> Any:

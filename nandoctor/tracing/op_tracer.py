@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
 from nandoctor.ops import UNFILLED
+from nandoctor.torch_compat import schema_of, tree_leaves, unwrap, version_of
 from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
 from nandoctor.tracing.op_call import Invocation
-from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, measure, unwrap
+from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, measure
 
 OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
@@ -146,7 +146,7 @@ class OpTracer:
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
         output = proceed(call)
-        leaves = [unwrap(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = [unwrap(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings) or call.name in UNFILLED:
             return output
@@ -161,7 +161,7 @@ class OpTracer:
             recording = self._recordings[order]
             self._gradients.claim(leaves, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, order, reading, wrote=call.op._schema.is_mutable)
+            self._remember(leaf, order, reading, wrote=schema_of(call.op).is_mutable)
         if self._on_op is not None:
             self._on_op(order, before, output)
         return output
@@ -262,7 +262,8 @@ def _kinds(readings: Iterable[Reading | None]) -> set[str]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    version = version_of(tensor)
+    return -1 if version is None else version
 
 
 def _address(tensor: torch.Tensor) -> int:

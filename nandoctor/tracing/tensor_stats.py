@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
+from nandoctor.torch_compat import unwrap
 from nandoctor.tracing.placement import count_exponents, count_samples, place_bad
 
 SAMPLE_SIZE = 1024
@@ -130,13 +131,6 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.element_size() == 1:  # fp8 has storage and casts, hardly any other kernels
         return tensor.float()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor under the wrappers of `torch.vmap` and `torch.func.grad`; itself without any."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _dispatches_itself(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,395 @@
+"""Every private part of torch that nandoctor uses, in one place, so that a new torch can be checked against it.
+
+In: nothing. Out: functions under names of our own; where torch lacks what one needs, `UnsupportedTorchError` says what.
+
+`NEEDED` lists the places, and why no public API serves; `check_torch` looks for all of them before a replay.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library
+
+from nandoctor.errors import UnsupportedTorchError
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
+
+TESTED = "2.13"
+"""The release of torch that the test suite is run on."""
+
+# Place -> what it is used for. The comments say why nothing public does the same.
+NEEDED: dict[str, str] = {
+    # TorchDispatchMode sees ops below autocast and after composites have been taken apart; TorchFunctionMode misses
+    # what C++ calls itself. A dispatch key above both sees each op once, as the user called it.
+    "torch._C._parse_dispatch_key": "watching operations",
+    "torch._C._dispatch_keyset_full_after": "watching operations",
+    "torch._C._IncludeDispatchKeyGuard": "watching operations",
+    "torch._C._ExcludeDispatchKeyGuard": "watching operations, and emulating CUDA's autocast",
+    "torch._C.DispatchKeySet": "watching operations, and emulating CUDA's autocast",
+    # `Library` is public, its end is not: without it the kernels stay registered until the garbage collector comes by.
+    "torch.library.Library._destroy": "taking kernels back out of torch",
+    "torch.library.Library.fallback": "watching operations",
+    "torch._ops.OpOverload.redispatch": "watching operations",
+    "torch._ops.OpOverload.decompose": "emulating CUDA's autocast for ops that hold several products",
+    # Which argument is which: the public `torch.library.infer_schema` is for new ops only.
+    "torch.ops.aten.add.Tensor._schema": "reading the arguments of operations",
+    # What the CPU's own autocast casts has to be known to be switched off; torch publishes no list.
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "emulating CUDA's autocast",
+    "torch._C.DispatchKey.AutocastCPU": "emulating CUDA's autocast",
+    "torch._C.DispatchKey.AutocastCUDA": "emulating CUDA's autocast",
+    # TorchScript's own autocast pass has another list. `torch.jit` has no switch for it.
+    "torch._C._jit_set_autocast_mode": "emulating CUDA's autocast under TorchScript",
+    # An autocast region for "cuda" warns and stays off for good without a GPU, and no mode or hook sees it.
+    "torch.amp.autocast_mode.autocast.__init__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode.autocast.__enter__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode.autocast.__exit__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode._cast": "custom_fwd(cast_inputs=...) written for CUDA",
+    "torch.utils._device.DeviceContext.__init__": '`with torch.device("cuda")` in a model',
+    # The tensors that `torch.vmap` hands to a model raise when they are read; `torch.func` has no way to look inside.
+    "torch._C._functorch.is_functorch_wrapped_tensor": "models that use torch.func",
+    "torch._C._functorch.get_unwrapped": "models that use torch.func",
+    "torch._C._are_functorch_transforms_active": "models that use torch.func",
+    "torch._C._DisableFuncTorch": "models that use torch.func",
+    # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
+    "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
+    # The one sign that a tensor was written to in place.
+    "torch.Tensor._version": "noticing in-place writes",
+    # `tensor._base is not None` is as private.
+    "torch.Tensor._is_view": "emulating autocast's cache of cast weights",
+    # `coalesce().values()` adds up duplicates, and so shows other numbers than the tensor holds.
+    "torch.Tensor._values": "reading sparse tensors",
+    # `optree` would be one more dependency, and does not know the containers that transformers registers here.
+    "torch.utils._pytree.tree_map": "walking nested containers",
+    "torch.utils._pytree.tree_leaves": "walking nested containers",
+    # The public classes are its leaves: a norm of somebody's own derives from this.
+    "torch.nn.modules.batchnorm._NormBase": "telling which buffers a norm only writes",
+    # `compile()` on a model in place leaves its hooks inside the graph; only the call itself is outside.
+    "torch.nn.Module._compiled_call_impl": "recording models that were compiled in place",
+    "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
+    "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
+}
+
+# The dispatcher asks this key before autocast, autograd and the decomposition of composite ops, so an op is seen there
+# once, under the name that the user called. Torch keeps the key for its own tests and gives it no kernels.
+_OBSERVER_KEY = "TESTING_ONLY_GenericMode"
+
+
+def check_torch() -> None:
+    """Look for everything in `NEEDED`.
+
+    Raises:
+        UnsupportedTorchError: the installed torch lacks some of it; all of that is named.
+    """
+    missing = [place for place in NEEDED if not _is_there(place)]
+    if missing:
+        raise _unsupported(missing)
+
+
+def _is_there(place: str) -> bool:
+    try:
+        _find(place)
+    except UnsupportedTorchError:
+        return False
+    return True
+
+
+@cache
+def _find(place: str) -> Any:
+    return _look_up(place)
+
+
+def _look_up(place: str) -> Any:
+    found: Any = torch
+    path = "torch"
+    for name in place.split(".")[1:]:
+        path += f".{name}"
+        if not hasattr(found, name):
+            with suppress(ImportError):  # a submodule that torch does not import by itself
+                importlib.import_module(path)
+        if not hasattr(found, name):
+            raise _unsupported([place])
+        found = getattr(found, name)
+    return found
+
+
+def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
+    listed = ", ".join(f"{place} (for {NEEDED[place]})" for place in places)
+    return UnsupportedTorchError(
+        f"torch {torch.__version__} lacks what nandoctor needs of it: {listed}.",
+        remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that knows your torch.",
+    )
+
+
+# Watching operations
+
+
+@contextmanager
+def observer_kernel(observe: Callable[..., Any]) -> Iterator[None]:
+    """Register `observe(keys, op, *args, **kwargs)` for every op that a thread in `observed` calls; process-wide."""
+    with kernel_library("_") as library:
+        _find("torch.library.Library.fallback")(library, observe, _OBSERVER_KEY, with_keyset=True)
+        yield
+
+
+def observed() -> AbstractContextManager[None]:
+    """A context in which this thread's ops go to the observer's kernel."""
+    return _guard("Include", _observer_key())
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """A context whose ops, being nandoctor's own, are not seen by the op tracer."""
+    return _guard("Exclude", _observer_keys())
+
+
+def call_below_observer(op: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op that the observer's kernel was given, with the observer left on for what the op is composed of."""
+    return _find("torch._ops.OpOverload.redispatch")(op, keys & _keys_below_observer(), *args, **kwargs)
+
+
+@cache
+def _observer_key() -> Any:
+    return _find("torch._C._parse_dispatch_key")(_OBSERVER_KEY)
+
+
+@cache
+def _observer_keys() -> Any:
+    return _find("torch._C.DispatchKeySet")(_observer_key())
+
+
+@cache
+def _keys_below_observer() -> Any:
+    return _find("torch._C._dispatch_keyset_full_after")(_observer_key())
+
+
+def _guard(kind: str, keys: Any) -> AbstractContextManager[None]:
+    guard: AbstractContextManager[None] = _find(f"torch._C._{kind}DispatchKeyGuard")(keys)
+    return guard
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """The op's name, arguments and defaults."""
+    return op._schema
+
+
+# Autocast
+
+
+@contextmanager
+def kernel_library(namespace: str) -> Iterator[Library]:
+    """A library to register kernels with, process-wide; they are gone when the context closes."""
+    library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        yield library
+    finally:
+        _find("torch.library.Library._destroy")(library)
+
+
+def autocast_ops(device_type: str) -> list[str]:
+    """The qualified names, "aten::mm", of the ops that the autocast of a device type has kernels for."""
+    return list(_find("torch._C._dispatch_get_registrations_for_dispatch_key")(autocast_key(device_type)))
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of a device type's autocast dispatch key."""
+    return f"Autocast{device_type.upper()}"
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """A context in which no op of this thread is cast by the autocast of the CPU or of CUDA."""
+    return _guard("Exclude", _autocast_keys())
+
+
+@cache
+def _autocast_keys() -> Any:
+    key_set = _find("torch._C.DispatchKeySet")
+    return key_set(_find("torch._C.DispatchKey.AutocastCPU")) | key_set(_find("torch._C.DispatchKey.AutocastCUDA"))
+
+
+def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run a composite op as torch's own sequence of others."""
+    return _find("torch._ops.OpOverload.decompose")(op, *args, **kwargs)
+
+
+@contextmanager
+def without_jit_autocast() -> Iterator[None]:
+    """Keep TorchScript's own autocast pass, whose lists differ, out of its graphs; process-wide."""
+    set_mode = _find("torch._C._jit_set_autocast_mode")
+    before = set_mode(False)
+    try:
+        yield
+    finally:
+        set_mode(before)
+
+
+def is_enabled(region: torch.autocast) -> bool:
+    """What an autocast region was told by `enabled=`."""
+    return bool(region._enabled)
+
+
+def set_enabled(region: torch.autocast, enabled: bool) -> None:
+    """Tell an autocast region after it was made, when it no longer looks for the device."""
+    region._enabled = enabled
+
+
+# Patches
+
+
+class Patch(NamedTuple):
+    """One function of torch's, and what makes a replacement of it."""
+
+    place: str
+    wrap: Callable[[Any], Any]
+
+
+AUTOCAST_INIT = "torch.amp.autocast_mode.autocast.__init__"
+AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
+AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
+CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
+DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
+CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
+
+_patching = RLock()
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Put wrappers in place of torch's own functions, for the whole process: nothing else in nandoctor does so.
+
+    Two contexts for the same place must be nested, which `Shared` sees to where threads meet.
+    """
+    with ExitStack() as undo:
+        with _patching:
+            for place, wrap in patches:
+                original = _look_up(place)
+                owner, name = _look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
+                undo.callback(_put_back, owner, name, vars(owner).get(name))
+                setattr(owner, name, wrap(original))
+        yield
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute to what its owner had; None where the owner had inherited it."""
+    with _patching:
+        if value is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+# Tensors and containers
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often the tensor was written to in place; None for an inference tensor, for which torch does not count."""
+    if tensor.is_inference():
+        return None
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Tell whether autograd knows the tensor as a view of another."""
+    return tensor._is_view()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse COO tensor as they are stored, duplicates apart."""
+    return tensor._values()
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The nested container with `change` made to every leaf."""
+    return _find("torch.utils._pytree.tree_map")(change, tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Every leaf of a nested container."""
+    leaves: list[Any] = _find("torch.utils._pytree.tree_leaves")(tree)
+    return leaves
+
+
+def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, in one launch where torch has `_foreach_copy_`."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+# torch.func
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Tell whether this is what `torch.vmap` or `torch.func.grad` hands to a function in place of a tensor."""
+    return bool(_find("torch._C._functorch.is_functorch_wrapped_tensor")(tensor))
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """The tensor under the wrappers of `torch.vmap` and `torch.func.grad`; itself without any."""
+    while is_wrapped(tensor):
+        tensor = _find("torch._C._functorch.get_unwrapped")(tensor)
+    return tensor
+
+
+def is_transforming() -> bool:
+    """Tell whether this thread is inside `torch.vmap`, `torch.func.grad` or their kin."""
+    return bool(_find("torch._C._are_functorch_transforms_active")())
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """A context in which tensors are read as they are: no function mode, no torch.func, no op tracer in between."""
+    with _find("torch._C.DisableTorchFunction")(), _find("torch._C._DisableFuncTorch")(), unobserved():
+        yield
+
+
+# Modules and autograd
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The registry of a module's own buffers; `named_buffers` would skip those that are None, and cannot be written."""
+    return module._buffers
+
+
+def is_running_norm(module: nn.Module) -> bool:
+    """Tell whether this is a BatchNorm or InstanceNorm, torch's own or derived from it."""
+    return isinstance(module, _find("torch.nn.modules.batchnorm._NormBase"))
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What runs in place of the forward of a module that was compiled in place, None where it was not."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call` run in place of the module's forward."""
+    module._compiled_call_impl = call
+
+
+def is_custom_node(node: Any) -> bool:
+    """Tell whether a graph node belongs to a `torch.autograd.Function` written in Python."""
+    return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))
+
+
+def read_loss_scale(scaler: Any) -> tuple[Tensor | None, int | None]:
+    """A GradScaler's scale on its device, and how often it was updated; (None, None) where there is no scale.
+
+    `get_scale()` would wait for the device. A scaler that has scaled nothing yet has its first scale.
+    """
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor):
+        return scale.detach().clone(), version_of(scale)
+    first = getattr(scaler, "_init_scale", None)
+    if first is None and isinstance(scaler, torch.amp.GradScaler):
+        return torch.tensor(scaler.get_scale()), None
+    return (None, None) if first is None else (torch.tensor(float(first)), 0)

@@ -1,0 +1,182 @@
+"""What is private in torch is used in one file, and where it is missing nandoctor says so and stops."""
+
+import ast
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nandoctor
+from nandoctor import torch_compat
+from nandoctor.errors import UnsupportedTorchError
+from nandoctor.tracing.gradient_tracer import open_checkpoints
+
+PACKAGE = Path(nandoctor.__file__).parent
+OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})
+# Documented by Python: the fields of named tuples, and the caller's frame.
+PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_getframe"})
+# A private attribute of transformers, whose configurations are no part of torch.
+ELSEWHERE = frozenset({"_attn_implementation"})
+
+
+def is_private(name):
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def own_names(tree):
+    """The private names that a file defines itself: attributes that its classes set, methods and functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def foreign_names(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = {*own_names(tree), *PUBLIC, *ELSEWHERE}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("nandoctor"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if is_private(part))
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split(".") if is_private(part))
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_private_outside_torch_compat(path):
+    assert list(foreign_names(path)) == []
+
+
+def test_the_search_for_private_names_finds_them(tmp_path):
+    path = tmp_path / "uses.py"
+    path.write_text(
+        "from torch._ops import OpOverload\nimport torch._C\ndef f(x):\n    return x._version, torch._C.y\n"
+    )
+    assert sorted(foreign_names(path)) == ["_C", "_C", "_ops", "_version"]
+
+
+@pytest.fixture
+def forget():
+    """Look for every place again, before and after the test."""
+    torch_compat._find.cache_clear()
+    yield
+    torch_compat._find.cache_clear()
+
+
+def test_the_installed_torch_has_everything(forget):
+    torch_compat.check_torch()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "torch._C._dispatch_keyset_full_after",
+        "torch._C._jit_set_autocast_mode",
+        "torch._C._functorch.get_unwrapped",
+        "torch.library.Library._destroy",
+        "torch.utils._pytree.tree_map",
+        "torch.nn.Module._compiled_call_impl",
+    ],
+)
+def test_what_is_missing_is_named_with_torchs_version(place, forget, monkeypatch):
+    monkeypatch.delattr(place)
+    with pytest.raises(UnsupportedTorchError, match=re.escape(f"torch {torch.__version__} lacks")) as caught:
+        torch_compat.check_torch()
+    assert f"{place} (for {torch_compat.NEEDED[place]})" in caught.value.message
+    assert torch_compat.TESTED in caught.value.remedy
+
+
+def test_everything_that_is_missing_is_named_at_once(forget, monkeypatch):
+    monkeypatch.delattr("torch._C._dispatch_keyset_full_after")
+    monkeypatch.delattr("torch._C._jit_set_autocast_mode")
+    with pytest.raises(UnsupportedTorchError, match=r"_dispatch_keyset_full_after.*_jit_set_autocast_mode"):
+        torch_compat.check_torch()
+
+
+def test_a_replay_stops_before_it_blames_the_model(forget, monkeypatch):
+    model = nn.Linear(2, 2)
+    monkeypatch.delattr("torch._C._dispatch_keyset_full_after")
+    with pytest.raises(UnsupportedTorchError, match="watching operations"), nandoctor.cuda_autocast():
+        model(torch.ones(1, 2))
+
+
+def test_a_place_that_is_not_listed_cannot_be_used():
+    source = (PACKAGE / "torch_compat.py").read_text(encoding="utf-8")
+    asked_for = set(re.findall(r'_find\("([\w.]+)"\)', source))
+    assert asked_for <= set(torch_compat.NEEDED)
+
+
+def test_the_version_that_is_named_as_tested_is_this_one():
+    assert torch.__version__.startswith(f"{torch_compat.TESTED}.")
+
+
+def enter_of_autocast():
+    return vars(torch.amp.autocast_mode.autocast)["__enter__"]
+
+
+def fail_while_patched():
+    with torch_compat.patched([torch_compat.Patch(torch_compat.AUTOCAST_ENTER, lambda enter: lambda *args: None)]):
+        raise ZeroDivisionError
+
+
+def test_patches_are_undone_where_the_block_raises():
+    before = enter_of_autocast()
+    with pytest.raises(ZeroDivisionError):
+        fail_while_patched()
+    assert enter_of_autocast() is before
+
+
+def test_an_inherited_name_is_inherited_again():
+    with open_checkpoints():
+        assert "apply" in vars(torch.utils.checkpoint.CheckpointFunction)
+    assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
+
+
+def is_checkpointed():
+    kinds = []
+
+    def block(tensor):
+        kinds.append(torch.is_grad_enabled())  # a reentrant checkpoint runs its block without a graph
+        return tensor * 2
+
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True)
+    return kinds == [False]
+
+
+def test_checkpoints_of_other_threads_stay_checkpoints():
+    seen = []
+    with open_checkpoints():
+        thread = threading.Thread(target=lambda: seen.append(is_checkpointed()))
+        thread.start()
+        thread.join()
+        assert not is_checkpointed()
+    assert seen == [True]
+    assert is_checkpointed()
+
+
+def test_a_scaler_without_its_private_scale_is_asked():
+    class Scaler(torch.amp.GradScaler):
+        def __getattribute__(self, name):
+            if name in ("_scale", "_init_scale"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+        def get_scale(self):
+            return 1024.0
+
+    scale, version = torch_compat.read_loss_scale(Scaler("cpu", enabled=True))
+    assert (float(scale), version) == (1024.0, None)
+
+
+def test_a_sparse_tensors_values_are_not_added_up():
+    tensor = torch.sparse_coo_tensor([[0, 0]], [65504.0, 65504.0], (1,), dtype=torch.float16, check_invariants=True)
+    assert torch_compat.sparse_values(tensor).tolist() == [65504.0, 65504.0]

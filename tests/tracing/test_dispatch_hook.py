@@ -1,0 +1,59 @@
+"""The line that an op is told by is the user's, also in packages whose names begin like torch's."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nandoctor.tracing import dispatch_hook
+from nandoctor.tracing.dispatch_hook import find_source, intercepting
+
+LAYER = "import torch\n\n\ndef forward(tensor):\n    return torch.exp(tensor)\n"
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """An installed library in a folder beside torch's, whose name starts with "torch"; and what it defines."""
+    monkeypatch.setattr(dispatch_hook, "_SKIPPED_ROOTS", (f"{tmp_path / 'torch'}/", *dispatch_hook._SKIPPED_ROOTS))
+
+    def install(package):
+        path = tmp_path / package / "layer.py"
+        path.parent.mkdir()
+        path.write_text(LAYER)
+        scope = {}
+        exec(compile(LAYER, str(path), "exec"), scope)
+        return path, scope["forward"]
+
+    return install
+
+
+def lines_of(forward):
+    found, tensor = [], torch.ones(2)
+
+    def note(call, proceed):
+        found.append(find_source(sys._getframe().f_back))
+        return proceed(call)
+
+    with intercepting(note):
+        forward(tensor)
+    return found
+
+
+@pytest.mark.parametrize("package", ["torchvision_like", "torch_geometric_like", "torchmetrics_like"])
+def test_a_package_beside_torch_is_named(package, library):
+    path, forward = library(package)
+    assert lines_of(forward) == [(str(path), 5)]
+
+
+def test_torchs_own_files_are_passed_over(library):
+    _, forward = library("torch")
+    [(file, _)] = lines_of(forward)
+    assert file == __file__
+
+
+def test_the_folders_passed_over_end_with_a_separator():
+    torch_folder = str(Path(torch.__file__).parent)
+    assert not f"{torch_folder}vision/ops.py".startswith(dispatch_hook._SKIPPED_ROOTS)
+    assert f"{torch_folder}/nn/functional.py".startswith(dispatch_hook._SKIPPED_ROOTS)
+    assert Path(dispatch_hook._RUNNER).is_file()
