@@ -14,6 +14,7 @@ import torch
 
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.dumps.signature import Provenance
 from nandoctor.evidence.dump_summary import Layout
 
 
@@ -29,7 +30,7 @@ class Dump:
     dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer and
     `optimizer_eps` the eps of each of its groups of parameters. `left_out` names what the file holds besides: other
     weights, schedules, arrays of text. `recorded` is what a file of the recorder's own format says of the call and its
-    circumstances; `missing` names what it could not hold.
+    circumstances, and `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold.
     """
 
     path: Path
@@ -45,4 +46,5 @@ class Dump:
     state_name: str = ""
     left_out: tuple[str, ...] = ()
     recorded: Recorded | None = None
+    provenance: Provenance = field(default_factory=Provenance)
     missing: tuple[str, ...] = ()

@@ -5,24 +5,25 @@ In: a path. Out: `Container`, or a DumpError that says what the file is instead.
 
 from __future__ import annotations
 
+import mmap
 import stat
-import zipfile
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from nandoctor.dumps.text import printable
+from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, find_members, read_member
 from nandoctor.errors import DumpError
 
 # torch.save before 1.6, or with _use_new_zipfile_serialization=False, begins with this number pickled by protocol 2.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _ZIP_MAGIC = b"PK\x03\x04"
 _HEAD_NBYTES = 512
+_MAX_PICKLE_NBYTES = 128 << 20
 
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
-_COPY_AGAIN = (
-    "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."
-)
 _STRANGERS = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, h5py)", _SAVE_AGAIN),
     (b"\x89PNG", "a PNG image", "Give the .pth file that was saved beside it."),
@@ -38,16 +39,24 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A file that torch.save may have written.
+    """A file that torch.save may have written, with its pickle, read once: what is scanned is what is loaded.
 
-    `pickle` is the member of the zip archive that holds the pickle, and `storages` the sizes in bytes of the tensors'
-    data, by key; both None where the file is of the older format, some pickles in a row and then the data.
+    Of a zip archive `pickle` is the member that holds the pickle, `members` are the places of all others by name, and
+    `folder` is the one that they lie in. A file of the older format, some pickles in a row and then the data, is all in
+    `pickle`, mapped, and has no `members`.
     """
 
     path: Path
     nbytes: int
-    pickle: str | None = None
-    storages: Mapping[str, int] | None = None
+    pickle: bytes | mmap.mmap
+    folder: str = ""
+    members: Mapping[str, Member] | None = None
+
+    @property
+    def storages(self) -> dict[str, Member]:
+        """The tensors' data, by the key that the pickle has for it."""
+        data = f"{self.folder}/data/"
+        return {name.removeprefix(data): m for name, m in (self.members or {}).items() if name.startswith(data)}
 
 
 def open_container(path: Path) -> Container:
@@ -60,22 +69,19 @@ def open_container(path: Path) -> Container:
         nbytes = _regular_size(path)
         with path.open("rb") as file:
             head = file.read(_HEAD_NBYTES)
+            if head.startswith(_ZIP_MAGIC):
+                return _open_archive(file, path, nbytes)
+            if head.startswith(LEGACY_MAGIC):
+                # Mapped, and not read: it is mostly tensors, which torch copies out of it.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return Container(path=path, nbytes=nbytes, pickle=mapped)
     except FileNotFoundError as error:
         raise DumpError("there is no such file.", remedy="Check the path; a relative one starts here.") from error
     except PermissionError as error:
         raise DumpError("this user may not read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise DumpError(f"it cannot be opened ({printable(str(error))}).", remedy="Check the path.") from error
-    if head.startswith(_ZIP_MAGIC):
-        return _open_archive(path, nbytes)
-    if head.startswith(LEGACY_MAGIC):
-        return Container(path=path, nbytes=nbytes)
     raise _describe_stranger(head)
-
-
-def damaged(what: str) -> DumpError:
-    """The error for a file that was once good."""
-    return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
 def _regular_size(path: Path) -> int:
@@ -89,13 +95,13 @@ def _regular_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise DumpError("it is a device or a pipe, not a file.", remedy="Copy its content into a file first.")
     if status.st_size == 0:
-        raise DumpError("the file is empty.", remedy=_COPY_AGAIN)
+        raise DumpError("the file is empty.", remedy=COPY_AGAIN)
     return status.st_size
 
 
 def _describe_stranger(head: bytes) -> DumpError:
     if _ZIP_MAGIC.startswith(head) or LEGACY_MAGIC.startswith(head):
-        return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=_COPY_AGAIN)
+        return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=COPY_AGAIN)
     for magic, kind, remedy in _STRANGERS:
         if head.lstrip().lower().startswith(magic.lower()):
             return DumpError(f"it is {kind}.", remedy=remedy)
@@ -112,42 +118,40 @@ def _describe_stranger(head: bytes) -> DumpError:
     return DumpError(f"it is {kind}.", remedy=_SAVE_AGAIN)
 
 
-def _open_archive(path: Path, nbytes: int) -> Container:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except Exception as error:  # a damaged directory makes zipfile raise nearly anything
-        raise damaged("it is cut short or its zip directory is gone") from error
-    _check_members(members, nbytes)
-    sizes = {member.filename: member.file_size for member in members}
-    # torch takes the folder of the first member for the archive's own.
-    folder = next(iter(sizes), "").split("/")[0]
-    if f"{folder}/constants.pkl" in sizes:
+def _open_archive(file: IO[bytes], path: Path, nbytes: int) -> Container:
+    members = find_members(file, nbytes)
+    folder = common_folder(members)
+    if f"{folder}/constants.pkl" in members:
         raise DumpError(
             "it is a TorchScript program, not a dump.",
             remedy="Save torch.jit.load(path).state_dict() with torch.save, and the batch with it.",
         )
-    if f"{folder}/data.pkl" not in sizes:
-        raise _describe_archive(list(sizes))
-    data = f"{folder}/data/"
-    storages = {name.removeprefix(data): size for name, size in sizes.items() if name.startswith(data)}
-    return Container(path=path, nbytes=nbytes, pickle=f"{folder}/data.pkl", storages=storages)
+    if f"{folder}/data.pkl" not in members:
+        raise _describe_archive(list(members))
+    pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
+    if pickle.nbytes > _MAX_PICKLE_NBYTES:
+        raise DumpError(
+            f"its table of contents has {pickle.nbytes:,} bytes, more than any step of training needs.",
+            remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
+        )
+    _check_byte_order(file, order)
+    return Container(
+        path=path,
+        nbytes=nbytes,
+        pickle=read_member(file, pickle),
+        folder=folder,
+        members={name: member for name, member in members.items() if member is not pickle},
+    )
 
 
-def _check_members(members: list[zipfile.ZipInfo], nbytes: int) -> None:
-    """torch.save stores its members plain, and the memory map reads them in place: nothing may unfold to more."""
-    for member in members:
-        if member.flag_bits & 1:
-            raise DumpError("it is an encrypted zip archive.", remedy="Unpack it with its password first.")
-        if member.compress_type != zipfile.ZIP_STORED:
-            raise DumpError(
-                "its parts are compressed, which torch.save never does.",
-                remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
-            )
-        if member.file_size != member.compress_size or not 0 <= member.header_offset <= nbytes - member.file_size:
-            raise damaged("a part of it reaches beyond its end")
-    if len({member.filename for member in members}) < len(members):
-        raise damaged("a part of it occurs twice")
+def _check_byte_order(file: IO[bytes], member: Member | None) -> None:
+    """Files from before torch 2.1 do not say, and are little-endian."""
+    order = "little" if member is None else read_member(file, member)[:20].decode("latin1")
+    if order != sys.byteorder:
+        raise DumpError(
+            f"its tensors are in the byte order {printable(order)!r}, and this machine's is {sys.byteorder!r}.",
+            remedy="Load it with torch.load and save it again.",
+        )
 
 
 def _describe_archive(names: list[str]) -> DumpError:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nandoctor.dumps.file_type import damaged
+from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.torch_compat import sparse_values
 

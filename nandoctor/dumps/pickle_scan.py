@@ -6,18 +6,17 @@ damaged or built to exhaust memory or time.
 
 from __future__ import annotations
 
-import mmap
 import pickletools
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from typing import IO, cast
 
 import torch
 
-from nandoctor.dumps.file_type import Container, damaged
+from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 
 # The number, the protocol version, the system info, the dump itself, the list of storages.
@@ -59,11 +58,26 @@ _TUPLES = frozenset({"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
 _WORK_PER_BYTE = 8
 _WORK_FLOOR = 1 << 22
 _MAX_TEXT = 1000  # longer than any name that is looked at
+# torch.save writes thirty instructions for a tensor; scan and load take ten microseconds for each.
+_MAX_INSTRUCTIONS = 2_000_000
+# Python randomises the hashes of texts alone: of other keys anybody can make thousands with one hash, and a dict takes
+# time quadratic in their number. Integers of 63 bits and floats have too few twins for that.
+_MAX_ODD_KEYS = 2_000
+_PLAIN_KEY_BITS = 63
+_MAX_INTEGER_BITS = 1024  # a double's range; a state of numpy's generators has 128 bits
+_HASHING = frozenset({"builtins.set", "collections.Counter", "collections.OrderedDict"})
+_CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
+_REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
+_OPCODES = {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes}
+_TEXT_OPCODES = frozenset({"INT", "LONG", "FLOAT", "STRING", "UNICODE", "PERSID", "GET", "PUT"})
 
 
 @dataclass(slots=True)
 class _Value:
-    """What stands for a value: the references under it, and as much of its nature as is judged by."""
+    """What stands for a value: the references under it, and as much of its nature as is judged by.
+
+    `odd` counts the values in it, itself included, whose hashes the file could have chosen.
+    """
 
     size: int
     length: int = 0  # of a text
@@ -71,6 +85,7 @@ class _Value:
     number: int | None = None
     global_name: str | None = None
     items: tuple[_Value, ...] | None = None
+    odd: int = 0
 
 
 def unknown_globals(container: Container) -> list[str]:
@@ -83,35 +98,55 @@ def unknown_globals(container: Container) -> list[str]:
         DumpError: the pickle is damaged, of another protocol, or a bomb.
     """
     machines = []
+    num_left = _MAX_INSTRUCTIONS
     try:
-        for stream, nbytes in _pickles(container):
-            machine = _Machine(nbytes * _WORK_PER_BYTE + _WORK_FLOOR)
+        for stream in _pickles(container):
+            machine = _Machine(len(container.pickle) * _WORK_PER_BYTE + _WORK_FLOOR)
             machines.append(machine)
-            for opcode, argument, _ in pickletools.genops(stream):
+            for opcode, argument in _instructions(stream):
                 machine.step(opcode, argument)
-            if container.storages is not None:
-                _check_storages(machine.storages, container.storages)
-    except (ValueError, LookupError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+                num_left -= 1
+                if num_left < 0:
+                    raise _hostile(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
+            _check_storages(machine.storages, container)
+    except (ValueError, LookupError, EOFError) as error:
         raise damaged("its table of contents breaks off or makes no sense") from error
     unknown = sorted({name for machine in machines for name in machine.globals if not _is_known(name)})
     others = {machine.protocol for machine in machines} - {_PROTOCOL}
     if others and not unknown:
-        raise DumpError(
-            f"it was saved with pickle protocol {max(others)}, which cannot be read without trusting the file.",
-            remedy="Save it without pickle_protocol, or pass --trust, only if you know who wrote it.",
-        )
+        raise _unreadable(max(others))
     return unknown
 
 
-def _pickles(container: Container) -> Iterator[tuple[IO[bytes], int]]:
-    if container.pickle is not None:
-        with zipfile.ZipFile(container.path) as archive:
-            data = archive.read(container.pickle)
-        yield BytesIO(data), len(data)
+def _unreadable(protocol: int) -> DumpError:
+    return DumpError(
+        f"it was saved with pickle protocol {protocol}, which cannot be read without trusting the file.",
+        remedy="Save it without pickle_protocol, or pass --trust, only if you know who wrote it.",
+    )
+
+
+def _pickles(container: Container) -> Iterator[IO[bytes]]:
+    if container.members is not None:
+        yield BytesIO(cast(bytes, container.pickle))
         return
-    with container.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
-        for _ in range(_NUM_LEGACY_PICKLES):
-            yield cast(IO[bytes], stream), container.nbytes
+    stream = cast(IO[bytes], container.pickle)
+    stream.seek(0)
+    for _ in range(_NUM_LEGACY_PICKLES):
+        yield stream
+    stream.seek(0)
+
+
+def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, object]]:
+    """What `pickletools.genops` yields, less the arguments that protocol 0 writes as text, which may take hours."""
+    while True:
+        opcode = _OPCODES[stream.read(1)]
+        if opcode.name in _TEXT_OPCODES:
+            stream.readline()
+            yield opcode, None
+        else:
+            yield opcode, opcode.arg.reader(stream) if opcode.arg is not None else None
+        if opcode.name == "STOP":
+            return
 
 
 def _is_known(name: str) -> bool:
@@ -124,13 +159,19 @@ def _is_known(name: str) -> bool:
     return is_type or attribute in _STORAGE_ITEM_NBYTES
 
 
-def _check_storages(used: list[_Value], sizes: Mapping[str, int]) -> None:
+def _check_storages(used: list[_Value], container: Container) -> None:
     """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
+    sizes: dict[str | None, int] = {}
     for storage in used:
-        _, kind, key, _, numel = storage.items or ()
+        _, kind, key, _, numel, *_ = storage.items or ()
         item_nbytes = _STORAGE_ITEM_NBYTES.get(str(kind.global_name).rpartition(".")[2], 0)
-        if sizes.get(str(key.text)) != (numel.number or 0) * item_nbytes:
+        nbytes = (numel.number or 0) * item_nbytes
+        member = container.storages.get(str(key.text)) if container.members is not None else None
+        if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
             raise damaged("the data of a tensor is missing or of another size")
+        sizes[key.text] = nbytes
+    if sum(sizes.values()) > container.nbytes:
+        raise damaged("the data of a tensor is missing or of another size")
 
 
 class _Machine:
@@ -141,6 +182,7 @@ class _Machine:
         self.protocol = 0
         self.storages: list[_Value] = []
         self._work_left = work
+        self._odd_keys_left = _MAX_ODD_KEYS
         self._stack: list[_Value] = []
         self._marks: list[int] = []
         self._memo: dict[object, _Value] = {}
@@ -160,16 +202,20 @@ class _Machine:
             self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
         elif opcode.name in _GETS:
             self._stack.append(self._memo[argument])
+        elif opcode.name in _TEXT_OPCODES:
+            raise _unreadable(self.protocol)
         else:
             self._compute(opcode, argument)
 
     def _compute(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
         operands = self._take(opcode)
         self._work_left -= _encoded_length(opcode.name, operands)
+        self._count_odd_keys(opcode.name, operands)
         if opcode.name in _MUTATORS:
             result = operands[0]
             growth = sum(operand.size for operand in operands[1:])
             result.size += growth
+            result.odd += sum(operand.odd for operand in operands[1:])
         else:
             growth = 1 + sum(operand.size for operand in operands)
             result = _describe(opcode.name, operands, argument, growth)
@@ -181,6 +227,18 @@ class _Machine:
         if opcode.name == "BINPERSID":
             self.storages.append(operands[0])
         self._stack.extend(result for _ in opcode.stack_after)
+
+    def _count_odd_keys(self, opcode: str, operands: list[_Value]) -> None:
+        if opcode in ("SETITEM", "SETITEMS"):
+            self._odd_keys_left -= sum(key.odd for key in operands[1::2])
+        elif opcode in _CALLS and operands:
+            callee = operands[0].global_name
+            if callee in _HASHING:
+                self._odd_keys_left -= sum(operand.odd for operand in operands[1:])
+            elif callee == _REBUILD_ANY and any(_names(operand, _HASHING) for operand in operands[1:]):
+                raise _hostile("it calls a container's class by way of torch")
+        if self._odd_keys_left < 0:
+            raise _hostile("it has thousands of keys that are neither texts nor numbers")
 
     def _take(self, opcode: pickletools.OpcodeInfo) -> list[_Value]:
         needed = opcode.stack_before
@@ -202,10 +260,26 @@ def _describe(opcode: str, operands: list[_Value], argument: object, size: int) 
     if opcode == "STACK_GLOBAL":
         return _Value(size, global_name=_join(*(operand.text or "?" for operand in operands)))
     if opcode in _TUPLES:
-        return _Value(size, items=tuple(operands))
+        return _Value(size, items=tuple(operands), odd=1 + sum(operand.odd for operand in operands))
     if isinstance(argument, str):
         return _Value(size, length=len(argument), text=argument if len(argument) <= _MAX_TEXT else None)
-    return _Value(size, number=argument if isinstance(argument, int) else None)
+    if isinstance(argument, int) and opcode != "PROTO":
+        return _describe_number(argument, size)
+    is_made = opcode in _CALLS or opcode == "BINPERSID"
+    return _Value(size, odd=1 + sum(operand.odd for operand in operands) if is_made else 0)
+
+
+def _describe_number(number: int, size: int) -> _Value:
+    if number.bit_length() > _MAX_INTEGER_BITS:
+        raise DumpError(
+            f"it holds an integer of {number.bit_length():,} bits, which no number of a training has.",
+            remedy="Save numbers as floats or tensors; do not open the file if you do not know who wrote it.",
+        )
+    return _Value(size, number=number, odd=int(number.bit_length() > _PLAIN_KEY_BITS))
+
+
+def _names(value: _Value, names: frozenset[str]) -> bool:
+    return value.global_name in names or any(item.global_name in names for item in value.items or ())
 
 
 def _join(module: str, name: str) -> str:

@@ -2,17 +2,15 @@
 
 In: the path of what torch.save wrote. Out: a `Dump` with its tensors on the CPU, mapped from the file if it can be.
 
-Three locks stand before a file's content, each enough against most: the container must be plain (nothing compressed,
-nothing beyond its end), the pickle must name nothing unknown and multiply nothing, and `torch.load(weights_only=True)`
-builds the rest, with stand-ins for numpy.
+Three checks run before anything is built: the container must be plain (nothing compressed, nothing twice, nothing
+beyond its end), the pickle must name nothing unknown and multiply nothing, and torch's weights-only unpickler builds
+the rest from the bytes that were checked, with stand-ins for numpy.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ import torch
 from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
-from nandoctor.dumps.numpy_pickle import STAND_INS
 from nandoctor.dumps.pickle_scan import unknown_globals
 from nandoctor.dumps.recorded_format import is_recorded
+from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.text import listing, printable
+from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
@@ -54,9 +53,9 @@ def _read(path: Path, *, trust: bool) -> Dump:
     container = open_container(path)
     if not trust and (unknown := unknown_globals(container)):
         raise _refuse(unknown)
-    saved = _load(container, trust=trust)
+    saved, provenance = _load(container, trust=trust)
     if is_recorded(saved):
-        return _make_recorded(path, saved, container.nbytes)
+        return _make_recorded(container, saved, provenance)
     contents = sort_contents(saved, container.nbytes)
     if not contents.states:
         names = [*contents.arrays, *contents.scalars, *contents.left_out]
@@ -82,11 +81,11 @@ def _read(path: Path, *, trust: bool) -> Dump:
     )
 
 
-def _make_recorded(path: Path, saved: Any, nbytes: int) -> Dump:
-    contents, recorded = sort_recorded(saved, nbytes)
+def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> Dump:
+    contents, recorded = sort_recorded(saved, container.nbytes)
     return Dump(
-        path=path,
-        nbytes=nbytes,
+        path=container.path,
+        nbytes=container.nbytes,
         layout="nandoctor.dump/1",
         state=contents.states["state_dict"],
         state_name="state_dict",
@@ -96,16 +95,19 @@ def _make_recorded(path: Path, saved: Any, nbytes: int) -> Dump:
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         recorded=recorded,
+        provenance=provenance,
         missing=tuple(contents.left_out),
     )
 
 
-def _load(container: Container, *, trust: bool) -> object:
+def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:
     try:
-        with nullcontext() if trust else _only_stand_ins():
-            return torch.load(
-                container.path, map_location="cpu", mmap=container.pickle is not None, weights_only=not trust
-            )
+        if not trust:
+            return load_pickle(container)
+        mapped = container.members is not None
+        return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False), Provenance()
+    except DumpError:
+        raise
     except Exception as error:  # torch and the classes of a trusted file raise whatever they like
         detail = _first_line(error)
         if trust:
@@ -123,19 +125,6 @@ def _first_line(error: Exception) -> str:
     # torch wraps every UnpicklingError in advice to switch its safeguards off.
     message = "" if isinstance(error, pickle.UnpicklingError) else str(error)
     return printable(": ".join([type(error).__name__, *message.splitlines()[:1]]))
-
-
-@contextmanager
-def _only_stand_ins() -> Iterator[None]:
-    """Allow numpy's names, as stand-ins, and for this while nothing that the process has allowed by itself."""
-    allowed = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        torch.serialization.add_safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()])
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(allowed)
 
 
 def _refuse(unknown: list[str]) -> DumpError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.signature import sign
 from nandoctor.dumps.trees import map_tensors
 
 # What may be left out, the worthiest first: the weights can come from a checkpoint, the step cannot.
@@ -33,8 +34,9 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "w+b") as file:
             torch.save(contents, file)
+            sign(file)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())  # mkstemp keeps it from everybody else

@@ -1,0 +1,172 @@
+"""Tells the dumps that this user's own recorder wrote from all others.
+
+In: the members of a zip archive, and a key that only this user can read. Out: a signature in the archive, and what
+`check_signature` says of it.
+
+The signature is HMAC-SHA256 over the name, the length and the bytes of every member, so that a file with one byte or
+one member more is not the recorder's any more. The key is made once, in the user's configuration folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import sys
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+MEMBER = ".nandoctor-signature"
+"""The name of the signature, in the archive's own folder."""
+
+_HEADER = "nandoctor.signature/1"
+_KEY_NBYTES = 32
+_CHUNK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What is known of who wrote a file.
+
+    `own`: this user's recorder did, and nothing was changed since. `here`: it did so in this working directory.
+    `detail` says why it is not known to be the user's own.
+    """
+
+    own: bool = False
+    here: bool = False
+    detail: str = "it carries no signature"
+
+
+def config_folder() -> Path:
+    """The folder for this user's configuration: NANDOCTOR_CONFIG_DIR, else what the platform has for it."""
+    if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
+        return Path(given)
+    if sys.platform == "win32":
+        base = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    else:
+        # https://specifications.freedesktop.org/basedir-spec: a relative path is to be ignored.
+        given = os.environ.get("XDG_CONFIG_HOME", "")
+        base = given if Path(given).is_absolute() else Path.home() / ".config"
+    return Path(base) / "nandoctor"
+
+
+def sign(file: IO[bytes]) -> bool:
+    """Add a signature to the archive that was just written to `file`, open for reading and writing.
+
+    Where there is no key and none can be made, the file stays as it is, and False is returned.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    key = _make_key() or read_key()[0]
+    if key is None:
+        return False
+    with zipfile.ZipFile(file, "a") as archive:
+        members = {member.filename: member for member in archive.infolist()}
+        folder = next(iter(members)).partition("/")[0]
+        where = _directory_tag(key)
+        mac = _start(key, where)
+        for name in sorted(members):
+            _add_name(mac, name, members[name].file_size)
+            with archive.open(name) as stream:
+                while chunk := stream.read(_CHUNK_NBYTES):
+                    mac.update(chunk)
+        archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac.hexdigest()}\n")
+    file.seek(0, os.SEEK_END)
+    return True
+
+
+def check_signature(signature: bytes | None, members: Mapping[str, Any]) -> Provenance:
+    """Judge a file by its signature and the bytes of its members, each an object with the buffer protocol."""
+    if signature is None:
+        return Provenance()
+    header, where, given, *_ = [*signature.decode("ascii", "replace").split("\n"), "", ""]
+    if header != _HEADER:
+        return Provenance(detail="its signature is of an unknown kind")
+    key, why = read_key()
+    if key is None:
+        return Provenance(detail=why)
+    mac = _start(key, where)
+    for name in sorted(members):
+        _add_name(mac, name, memoryview(members[name]).nbytes)
+        mac.update(members[name])
+    if not hmac.compare_digest(mac.hexdigest().encode(), given.encode()):
+        return Provenance(detail="it was signed with another key, or altered since")
+    return Provenance(own=True, here=hmac.compare_digest(where, _directory_tag(key)), detail="")
+
+
+def read_key() -> tuple[bytes | None, str]:
+    """The key, or None and the reason; a key that others may read or have put there is none."""
+    path = _key_path()
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(4 * _KEY_NBYTES)
+    except (OSError, ValueError):
+        return None, "this user has no key yet"
+    if os.name == "posix" and (status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077):
+        return None, f"others may read or change your key: chmod 600 {path}"
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    return (key, "") if len(key) == _KEY_NBYTES else (None, f"{path} holds no key: delete it")
+
+
+def _key_path() -> Path:
+    return config_folder() / "signing-key"
+
+
+def _make_key() -> bytes | None:
+    """A new key, or None where there is one or the folder cannot be written to.
+
+    Written under another name and then linked: of two processes that begin together, one key remains, whole.
+    """
+    path = _key_path()
+    if path.exists():
+        return None
+    key = secrets.token_bytes(_KEY_NBYTES)
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key.hex() + "\n")
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return None
+        except OSError:  # a file system without hard links
+            draft.rename(path)
+    except OSError:
+        return None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return key
+
+
+def _start(key: bytes, where: str) -> hmac.HMAC:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    _add_name(mac, where, 0)
+    return mac
+
+
+def _add_name(mac: hmac.HMAC, name: str, nbytes: int) -> None:
+    """Add a name with both lengths before it, so that no other names and contents make the same bytes."""
+    encoded = name.encode("utf-8", "surrogatepass")
+    mac.update(f"{_HEADER} {len(encoded)} {nbytes}\n".encode())
+    mac.update(encoded)
+
+
+def _directory_tag(key: bytes) -> str:
+    """Names the working directory to the owner of the key, and tells nobody else its path."""
+    return hmac.new(key, b"directory\0" + os.fsencode(Path.cwd().resolve()), hashlib.sha256).hexdigest()

@@ -1,0 +1,97 @@
+"""Builds what the pickle of a dump describes, from the very bytes that were scanned.
+
+In: a `Container` whose pickle was found sound. Out: the saved object, its tensors mapped from the file; and whether it
+carries this user's signature.
+
+torch's weights-only unpickler does the work. It is given the tensors' data by place, for `torch.load` would look the
+members up by rules of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from mmap import mmap
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import _weights_only_unpickler
+from torch.storage import TypedStorage, UntypedStorage
+
+from nandoctor.dumps.file_type import Container
+from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
+from nandoctor.dumps.zip_members import Member, damaged
+
+# A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
+_ALIGNMENT = 16
+
+
+def load_pickle(container: Container) -> tuple[object, Provenance]:
+    """Build the object, with `DumpError` or whatever torch raises where the file contradicts itself."""
+    with _only_stand_ins():
+        if container.members is None:
+            return torch.load(container.pickle, map_location="cpu", weights_only=True), Provenance()  # type: ignore[arg-type]  # a mmap reads and seeks
+        data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
+        provenance = _judge(container, data)
+        unpickler: Any = _weights_only_unpickler.Unpickler(BytesIO(container.pickle), encoding="utf-8")
+        unpickler.persistent_load = _storage_reader(container.storages, data)
+        try:
+            return unpickler.load(), provenance
+        finally:
+            torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+
+
+def _storage_reader(members: Mapping[str, Member], data: UntypedStorage) -> Callable[[Any], object]:
+    """What gives the unpickler the storage that the pickle names, each once."""
+    built: dict[str, TypedStorage] = {}
+
+    def read(reference: Any) -> TypedStorage:
+        _, kind, key, _, numel = reference
+        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
+        if key not in built:
+            member = members[key]
+            if numel * dtype.itemsize != member.nbytes:
+                raise damaged("the data of a tensor is missing or of another size")
+            make: Any = TypedStorage
+            built[key] = make(wrap_storage=_slice(data, member), dtype=dtype, _internal=True)
+        return built[key]
+
+    return read
+
+
+def _slice(data: UntypedStorage, member: Member) -> UntypedStorage:
+    storage: Any = data[member.offset : member.offset + member.nbytes]
+    return cast(UntypedStorage, storage.clone() if member.offset % _ALIGNMENT else storage)
+
+
+def _judge(container: Container, data: UntypedStorage) -> Provenance:
+    """Check the signature over the bytes that are unpickled and mapped."""
+    assert container.members is not None
+    assert not isinstance(container.pickle, mmap)
+    name = f"{container.folder}/{MEMBER}"
+    if name not in container.members:
+        return Provenance()
+    mapped = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
+    members = {other: _bytes_of(mapped, member) for other, member in container.members.items()}
+    signature = members.pop(name).tobytes()
+    return check_signature(signature, {**members, f"{container.folder}/data.pkl": container.pickle})
+
+
+def _bytes_of(mapped: np.ndarray[Any, Any], member: Member) -> np.ndarray[Any, Any]:
+    return mapped[member.offset : member.offset + member.nbytes]
+
+
+@contextmanager
+def _only_stand_ins() -> Iterator[None]:
+    """Allow numpy's names, as stand-ins, and for this while nothing that the process has allowed by itself."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed)
