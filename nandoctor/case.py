@@ -53,9 +53,9 @@ def replay(
     """Replay a dump under autocast and in fp32.
 
     `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC; without it the
-    project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `output`,
-    `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `per_sample`, `model_args`, `fixes`, `max_trials`,
-    `time`.
+    project's `[tool.nandoctor]` names it. `options` are the fields of `Settings`: `inputs`, `call`, `config`,
+    `method`, `output`, `amp_dtype`, `policy`, `mode`, `device`, `seed`, `strict`, `per_sample`, `model_args`, `fixes`,
+    `max_trials`, `time`.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
@@ -111,7 +111,7 @@ def list_eps(
 def _read(dump: Dump | str | os.PathLike[str], options: dict[str, Any]) -> tuple[Dump, Settings]:
     """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
-    given = {name: _anchor(value) if name in ("call", "loss") else value for name, value in options.items()}
+    given = {name: _anchor(value) if name in ("call", "loss", "config") else value for name, value in options.items()}
     return dump, override(read_settings(dump.path), given)
 
 

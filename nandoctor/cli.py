@@ -78,6 +78,8 @@ def _replay_options(verb: Callable[..., None]) -> Callable[..., None]:
     options = [
         click.option("--model", metavar="SPEC", help="What builds the model: package.module:attr or file.py:attr."),
         click.option("--model-arg", "model_args", metavar="K=V", multiple=True, help="An argument for the builder."),
+        click.option("--config", metavar="SPEC", help="A configuration class, to fill with the dump's values."),
+        click.option("--method", metavar="NAME", help="Allow the model's method that the dump holds calls of."),
         click.option("--inputs", metavar="A,B", help="Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict."),
         click.option("--call", metavar="SPEC", help="A function (model, batch) -> output that makes the call."),
         click.option("--loss", metavar="SPEC", help="A function (output, batch) -> scalar: replays the backward too."),
@@ -341,6 +343,8 @@ _PASSED_ON = frozenset(
     {
         "model",
         "model_args",
+        "config",
+        "method",
         "inputs",
         "call",
         "loss",

@@ -28,6 +28,10 @@ class ModelError(NanDoctorError):
     """The model cannot be found, built, loaded with the weights, or called with the batch."""
 
 
+class UnapprovedCodeError(ModelError):
+    """A dump names code that neither the user nor the user's own recorder vouches for."""
+
+
 class LossError(ModelError):
     """The loss function that a dump names raised at the replay."""
 

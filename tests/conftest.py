@@ -20,6 +20,14 @@ import nandoctor
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_configuration(tmp_path_factory):
+    """A configuration folder of the tests' own, for them and for the processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path_factory.mktemp("configuration")))
+        yield
+
+
 def jit_autocast_mode():
     mode = torch._C._jit_set_autocast_mode(True)
     torch._C._jit_set_autocast_mode(mode)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from nandoctor.dumps.text import printable
-from nandoctor.dumps.trees import name_tensors
+from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
 
 FORMAT = "nandoctor.dump/1"
@@ -128,7 +128,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
     rng = get(saved, "rng", dict, {})
     return Recorded(
         calls=tuple(_read_call(call, index, take) for index, call in enumerate(get(saved, "calls", list, []))),
-        method=get(saved, "method", str, ""),
+        method=_read_method(saved),
         watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
         batch=name_tensors(saved.get("batch"), "batch", take),
         training={name: _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
@@ -160,6 +160,11 @@ def _check(value: Any, kind: type[T], name: str) -> T:
         f"it says that it is {FORMAT}, and its {name!r} is a {type(value).__name__} where a {kind.__name__} belongs.",
         remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",
     )
+
+
+def _read_method(saved: Mapping[str, Any]) -> str:
+    method = get(saved, "method", str, "")
+    return "" if method == "forward" else method
 
 
 def _read_call(call: Any, index: int, take: Take) -> Call:
@@ -201,7 +206,9 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
     if not fields:
         return None
     texts = {name: get(fields, name, str, "") for name in _REFERENCE_TEXTS}
-    return Reference(**texts, arguments=get(fields, "arguments", dict, {}))
+    arguments = get(fields, "arguments", dict, {})
+    check_depth(arguments, "model.arguments")
+    return Reference(**texts, arguments=arguments)
 
 
 _REFERENCE_TEXTS = ("module", "name", "file", "sha256", "config", "attention", "structure")

@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 
 from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import stored_values
 from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.text import listing, printable
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
 
@@ -120,22 +122,21 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
 
 def _notes(dump: Dump) -> Iterator[str]:
     if dump.recorded is not None:
-        yield from _notes_of_recorder(dump.recorded)
+        yield from _notes_of_recorder(dump.recorded, dump.provenance)
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     if dump.left_out:
         yield f"Not read: {listing(dump.left_out)}."
 
 
-def _notes_of_recorder(recorded: Recorded) -> Iterator[str]:
-    """What will be run, and under what, in a word each."""
-    model, autocast = recorded.model, recorded.autocast
-    if model is not None:
-        given = {} if model.config else model.arguments
-        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items()) or (model.config and "config")
-        yield f"The model is {printable(model.spec)}({printable(str(arguments))})."
-    if recorded.loss_function is not None:
-        yield f"The loss is {printable(recorded.loss_function.spec)}."
+def _notes_of_recorder(recorded: Recorded, provenance: Provenance) -> Iterator[str]:
+    """What a replay would import and call, whether it asks first, and under what it runs."""
+    autocast = recorded.autocast
+    if provenance.own:
+        yield "Your own recorder wrote it, so a replay runs the code that it names."
+    else:
+        yield f"It was not recorded by you ({provenance.detail}): a replay asks before it runs the code that it names."
+    yield from (f"{label}: {text}" for label, text in code_rows(recorded))
     if autocast is not None:
         lists = ", with CUDA's op lists" if autocast.emulated else ""
         state = f"in {autocast.dtype} on {autocast.device}{lists}" if autocast.enabled else f"off, on {autocast.device}"

@@ -124,6 +124,21 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
     return Slot(name=take(name, tree))
 
 
+def check_depth(tree: Any, name: str, depth: int = 0) -> None:
+    """Check that plain containers end.
+
+    Raises:
+        DumpError: they nest without end.
+    """
+    if depth > _MAX_DEPTH:
+        raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
+    if isinstance(tree, Mapping):
+        tree = [*tree, *tree.values()]
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            check_depth(item, name, depth + 1)
+
+
 def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
     """The tree with each `Slot` replaced by its tensor, and devices by the one of this replay."""
     if isinstance(tree, Slot):

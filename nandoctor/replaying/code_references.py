@@ -1,16 +1,16 @@
-"""Finds the code that a dump names, and imports it only where that is no risk the file could make up.
+"""Finds the code that a dump of the user's own names.
 
-In: a `Reference` from a file that nobody vouches for. Out: what makes the model, or an error with the command to type.
+In: a `Reference`, and the `Provenance` of its file. Out: what makes the model, or an error with the command to type.
 
-A Module class of an installed package or of the working directory is imported, and called with plain data alone. Where
-the class is defined is read off the source before anything is imported; nothing else that a file names is run.
+Nothing is imported for a file that this user's recorder did not sign. Of the user's own, a Module class of an installed
+package or of the working directory is imported, and called with plain data alone. Where the class is defined is read
+off the source before anything is imported.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib.machinery
 import importlib.metadata
 import shlex
@@ -21,55 +21,102 @@ from typing import Any
 
 from torch import nn
 
-from nandoctor.dumps.recorded_format import Reference
+from nandoctor.dumps.code_request import approving_command, hash_of, own_source, spec_of
+from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.text import printable
 from nandoctor.errors import ModelError
-from nandoctor.replaying.model_loading import find_attribute
+from nandoctor.replaying.model_loading import build_model, find_attribute
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+# transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
+_ATTENTION = ("eager", "sdpa")
+_CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
 
 
-def find_model(reference: Reference | None, dump: Path) -> Callable[[], nn.Module]:
-    """What builds the model that a dump names, from the working directory and the installed packages.
+def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
+    """What builds the model that a dump of the user's own names, from the working directory and installed packages.
 
     Raises:
         ModelError: the dump names none, it is not to be found, or importing or calling it is the user's decision.
     """
     if reference is None or not reference.name:
         raise _unknown("The dump does not say which class the model is of.", dump)
+    if not provenance.own:
+        raise _undecided(reference, dump, provenance.detail)
     if not _is_plain(reference.arguments):
         raise _undecided(reference, dump, "its arguments are no plain data")
-    found = _import_class(reference, reference.spec, reference.file, dump)
+    found = _import_class(reference, dump, provenance)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise _undecided(reference, dump, "it is no Module class")
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
-            return _build_from_config(found, reference, dump)
+            kind = _import_installed(reference, reference.config, dump)
+            return _build_from_config(found, kind, reference)
         return found(**{**reference.arguments, **more})
 
     build.__qualname__ = printable(reference.spec)
     return build
 
 
-def find_loss(reference: Reference | None) -> tuple[Callable[..., Any] | None, list[str]]:
-    """The loss function that a dump names, if it is of the working directory and its source is that of the training.
+def build_configured(
+    source: str | nn.Module | Callable[..., nn.Module], config: str, recorded: Recorded | None, directory: Path
+) -> Callable[[], nn.Module]:
+    """What builds a model of transformers from the class and the configuration class that the user named.
 
-    A function can do anything; one whose source has the hash in the file is the one that the training ran. Else None,
-    and a note that says what to type.
+    The configuration's values are the dump's.
+
+    Raises:
+        ModelError: the dump holds no such values, or the names are not of such classes.
+    """
+    reference = recorded.model if recorded is not None else None
+    if reference is None or not isinstance(reference.arguments.get("config"), Mapping):
+        raise ModelError(
+            "The dump holds no values for a configuration.",
+            remedy="Leave --config out, and name a function that builds the model: --model FILE.py:NAME.",
+        )
+    found = find_attribute(source, directory=directory) if isinstance(source, str) else source
+    return functools.partial(_build_from_config, found, find_attribute(config, directory=directory), reference)
+
+
+def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
+    """The loss that a dump of the user's own names: a function or a Module class of the project's own files.
+
+    Else None, and a note that says what to type. A source that was edited since is told as well; in another folder than
+    the training's it could be anything, and is not run.
     """
     if reference is None:
         return None, []
-    path = Path.cwd() / reference.file
-    within = reference.file and path.resolve().is_relative_to(Path.cwd()) and path.is_file()
-    command = f"to replay the backward pass, add --loss {shlex.quote(printable(reference.spec))}"
-    if not within or not reference.name.isidentifier():
-        return None, [f"The loss function is not in the working directory; {command}."]
-    if hash_of(path) != reference.sha256:
-        return None, [f"{printable(reference.file)} has changed since the training, and holds the loss; {command}."]
-    directory, spec = _from_file(reference, path.resolve())
-    return find_attribute(spec, directory=directory), []
+    command = f"to replay the backward pass, add --loss {shlex.quote(printable(spec_of(reference)))}"
+    path, problem = _loss_source(reference, provenance)
+    if path is None:
+        return None, [f"{problem}; {command}."]
+    directory, spec = _from_file(reference, path)
+    found = find_attribute(spec, directory=directory)
+    if isinstance(found, type):
+        if not issubclass(found, nn.Module):
+            return None, [f"{printable(spec_of(reference))} is no function; {command}."]
+        found = build_model(found, {})
+    changed = hash_of(path) != reference.sha256
+    return found, [
+        f"{printable(reference.file)} has changed since the training, and holds the loss."
+    ] if changed else []
+
+
+def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | None, str]:
+    """The file that defines the loss, or None and why it is not imported."""
+    path = own_source(reference)
+    if not provenance.own:
+        return None, f"The loss that the file names was not run, for {provenance.detail}"
+    if path is None or not reference.name.isidentifier():
+        return None, "The loss function is not in the working directory"
+    if not _defines(path, reference.name, (ast.FunctionDef, ast.ClassDef)):
+        return None, f"{printable(reference.file)} defines no function {printable(reference.name)}"
+    if not provenance.here and hash_of(path) != reference.sha256:
+        return None, f"{printable(reference.file)} has changed since the training, and holds the loss"
+    return path, ""
 
 
 def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
@@ -77,9 +124,9 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     if reference is None:
         return []
     notes = []
-    path = Path.cwd() / reference.file
-    if reference.file and reference.sha256 and path.is_file() and hash_of(path) != reference.sha256:
-        notes.append(f"{printable(reference.file)} has changed since the training, by its sha256.")
+    path = own_source(reference) if reference.file else _installed_source(reference.module)
+    if reference.sha256 and path is not None and path.is_file() and hash_of(path) != reference.sha256:
+        notes.append(f"{printable(reference.file or reference.module)} has changed since the training, by its sha256.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
     if reference.structure and lines:
@@ -87,21 +134,28 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     return notes
 
 
-def hash_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _import_class(reference: Reference, spec: str, file: str, dump: Path) -> Any:
-    name = reference.name if spec == reference.spec else spec.rpartition(":")[2]
-    path = (Path.cwd() / file).resolve() if file else _installed_source(spec.partition(":")[0])
-    if path is None or not path.is_file() or (file and not path.is_relative_to(Path.cwd())):
-        where = f"{printable(file)} is not in the working directory" if file else "no installed package has it"
-        raise _undecided(reference, dump, where)
-    if not _defines_class(path, name):
+def _import_class(reference: Reference, dump: Path, provenance: Provenance) -> Any:
+    if not reference.file:
+        return _import_installed(reference, reference.spec, dump)
+    path = own_source(reference)
+    if path is None:
+        raise _undecided(reference, dump, f"{printable(reference.file)} is not in the working directory")
+    if not _defines(path, reference.name, (ast.ClassDef,)):
         raise _undecided(reference, dump, f"{path.name} defines no class of that name")
-    directory, local_spec = _from_file(reference, path) if file else (None, spec)
-    return find_attribute(local_spec, directory=directory)
+    if not provenance.here and hash_of(path) != reference.sha256:
+        why = f"{printable(reference.file)} has changed since, and this is not the folder that it was recorded in"
+        raise _undecided(reference, dump, why)
+    directory, spec = _from_file(reference, path)
+    return find_attribute(spec, directory=directory)
+
+
+def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
+    path = _installed_source(spec.partition(":")[0])
+    if path is None or not path.is_file():
+        raise _undecided(reference, dump, "no installed package has it")
+    if not _defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
+        raise _undecided(reference, dump, f"{path.name} defines no class of that name")
+    return find_attribute(spec)
 
 
 def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
@@ -129,28 +183,49 @@ def _installed_source(module: str) -> Path | None:
     return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
 
 
-def _defines_class(path: Path, name: str) -> bool:
+def _defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
+    """Tell from the source whether the file defines that name, the last part of it as one of these kinds."""
     try:
         body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, UnicodeDecodeError, OSError, ValueError):
+    except (SyntaxError, UnicodeDecodeError, OSError, ValueError, RecursionError, MemoryError):
         return False
-    for part in name.split("."):
-        definition = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == part), None)
-        if definition is None:
-            return False
-        body = definition.body
-    return True
+    *outer, last = name.split(".")
+    for part in outer:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
+    return any(isinstance(node, kinds) and getattr(node, "name", "") == last for node in body)
 
 
-def _build_from_config(model: type[nn.Module], reference: Reference, dump: Path) -> nn.Module:
-    """A model of transformers: its configuration is a class of an installed package, too, made of plain data."""
-    kind = _import_class(reference, reference.config, "", dump)
+def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:
+    """A model of transformers from its configuration class and the values that the dump has for it."""
     if not any(base.__name__.lower() == "pretrainedconfig" for base in getattr(kind, "__mro__", ())):
-        raise _undecided(reference, dump, f"{printable(reference.config)} is no configuration")
-    config = kind.from_dict(dict(reference.arguments["config"]))
-    if reference.attention:
+        raise ModelError(
+            f"{getattr(kind, '__name__', kind)} is no configuration class of transformers.",
+            remedy="Name the class with --config package.module:NAME.",
+        )
+    config = kind.from_dict(_only_values(reference.arguments["config"]))
+    if reference.attention in _ATTENTION:
         config._attn_implementation = reference.attention
     return model(config)
+
+
+def _only_values(config: Any) -> Any:
+    """The configuration without what could make transformers fetch code or weights.
+
+    Names of implementations may be those of kernels on a hub, private entries set its own state, and a backbone brings
+    its weights along unless told otherwise.
+    """
+    if isinstance(config, (list, tuple)):
+        return [_only_values(item) for item in config]
+    if not isinstance(config, Mapping):
+        return config
+    kept = {key: _only_values(value) for key, value in config.items() if _is_value(str(key), value)}
+    return {**kept, "use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else kept
+
+
+def _is_value(name: str, value: Any) -> bool:
+    if "implementation" in name:
+        return isinstance(value, str) and value in _ATTENTION and not name.startswith("_")
+    return not name.startswith("_") and name not in _CODE_OPTIONS
 
 
 def _is_plain(value: Any) -> bool:
@@ -161,12 +236,10 @@ def _is_plain(value: Any) -> bool:
 
 def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
     spec = printable(reference.spec)
-    words = ["nandoctor", "replay", str(dump), "--model", spec]
-    for name, value in reference.arguments.items() if not reference.config else ():
-        words += ["--model-arg", printable(f"{name}={value if isinstance(value, str) else repr(value)}")]
+    command = approving_command(dump, Recorded(calls=(), model=reference))
     return ModelError(
         f"The dump names {spec} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy=f"If you know that code, run where it is: {shlex.join(words)}",
+        remedy=f"If you know that code, run where it is: {command}",
     )
 
 

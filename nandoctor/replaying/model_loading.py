@@ -99,6 +99,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
         ModelError: names or shapes disagree and `strict` is set, or nothing at all fits.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    own = {name: tensor for name, tensor in own.items() if name in state or not name.endswith("_extra_state")}
     state, notes = _fit_prefix(state, own)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]

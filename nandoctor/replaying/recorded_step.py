@@ -135,15 +135,19 @@ def _called(model: nn.Module, method: str) -> Callable[..., Any]:
     if not method:
         return model
 
+    def once(*args: Any, **kwargs: Any) -> Any:
+        del model.forward  # for the method may call the model itself
+        return getattr(model, method)(*args, **kwargs)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        model.forward = getattr(model, method)
+        model.forward = once
         try:
             with warnings.catch_warnings():
                 # A LightningModule logs to a trainer that is not here.
                 warnings.filterwarnings("ignore", message="You are trying to `self.log")
                 return model(*args, **kwargs)
         finally:
-            del model.forward
+            vars(model).pop("forward", None)
 
     return call
 

@@ -28,6 +28,8 @@ class Settings:
 
     `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
     `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
+    `config` is the SPEC of a configuration class of transformers, to be filled with the values that the dump has;
+    `method` the model's method that a recorded dump holds calls of, where that is not forward.
     `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
     "bfloat16" (float16 where the dump does not say), `policy` "cuda" or "native" (CUDA's where it does not say).
     `per_sample` counts samples and exponents in every layer and keeps a small picture of the sample at fault. With
@@ -37,6 +39,8 @@ class Settings:
 
     model: str | None = None
     model_args: Mapping[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    method: str | None = None
     inputs: tuple[str, ...] = ()
     call: str | Callable[..., Any] | None = None
     loss: str | Callable[..., Any] | None = None
@@ -64,6 +68,8 @@ _CHOICES = {
 _KINDS: dict[str, tuple[Any, str]] = {
     "model": (str, "a SPEC"),
     "model_args": (Mapping, "a table of names and values"),
+    "config": (str, "a SPEC"),
+    "method": (str, "the name of a method"),
     "inputs": (tuple, "a list of names"),
     "loss_scale": (int | float, "a number"),
     "output": (str, "the name of an array"),

@@ -20,7 +20,8 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError, NanDoctorError
 from nandoctor.evidence.formats import FORMATS
-from nandoctor.replaying.code_references import describe_change, find_loss, find_model
+from nandoctor.replaying.approval import check_method, require_approval, state_to_load
+from nandoctor.replaying.code_references import build_configured, describe_change, find_loss, find_model
 from nandoctor.replaying.grading import recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
@@ -66,12 +67,16 @@ def prepare(
         ModelError: no model is known, it does not fit the weights, or there is no telling how to call it.
         DumpError: the output named in the settings is not in the dump.
     """
+    source = model if model is not None else settings.model
+    require_approval(dump, settings, has_model=source is not None)
     device = _find_device(settings.device)
     with cuda_code(device):
-        net, model_notes = _build(dump, model if model is not None else settings.model, settings)
+        net, model_notes = _build(dump, source, settings)
         call = _find_function(settings.call, settings)
         loss, loss_notes = _find_loss(dump, settings, device)
-    notes = [*model_notes, *load_state(net, dump.state, strict=settings.strict), *loss_notes]
+    check_method(net, dump, settings)
+    state, state_notes = state_to_load(dump)
+    notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss_notes]
     net.to(device)
     outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss)})
     if dump.recorded is not None:
@@ -111,6 +116,8 @@ def prepare(
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
     """The model that the user named, else the one that the dump does."""
     if source is not None:
+        if settings.config is not None:
+            source = build_configured(source, settings.config, dump.recorded, settings.directory)
         return build_model(source, settings.model_args, directory=settings.directory), []
     if dump.recorded is None:
         raise ModelError(
@@ -119,7 +126,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
             "[tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model
-    net = build_model(find_model(reference, dump.path), settings.model_args)
+    net = build_model(find_model(reference, dump.path, dump.provenance), settings.model_args)
     return net, describe_change(reference, net)
 
 
@@ -128,7 +135,7 @@ def _find_loss(dump: Dump, settings: Settings, device: torch.device) -> tuple[Ca
     loss: Callable[..., Any] | None = _find_function(settings.loss, settings)
     notes: list[str] = []
     if loss is None and dump.recorded is not None:
-        loss, notes = find_loss(dump.recorded.loss_function)
+        loss, notes = find_loss(dump.recorded.loss_function, dump.provenance)
         if loss is None and dump.recorded.loss_field is not None:
             return own_loss(dump.recorded.loss_field), notes
         loss = None if loss is None else _named_by_dump(loss, dump.recorded)

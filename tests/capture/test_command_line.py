@@ -111,7 +111,9 @@ def test_elsewhere_it_says_what_to_type(folder, tmp_path):
 def test_inspect_tells_what_it_is_without_the_code(folder, tmp_path):
     done = run(tmp_path, "-m", "nandoctor", "inspect", str(folder / "dumps" / "nan-step000004.pth"))
     assert "nandoctor.dump/1" in done.stdout
-    assert "train.py:Net(dropout=0.4)" in " ".join(done.stdout.split())
+    told = " ".join(done.stdout.split())
+    for text in ("model: train.py:Net", "arguments: dropout=0.4", "method: forward", "loss: train.py:loss_of"):
+        assert text in told
     assert "missing" not in done.stdout
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from nandoctor.dumps.code_request import hash_of
 from nandoctor.dumps.recorded_format import Reference
+from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
-from nandoctor.replaying.code_references import describe_change, find_loss, find_model, hash_of
+from nandoctor.replaying.code_references import describe_change, find_loss, find_model
 
 CODE = """
 from pathlib import Path
@@ -37,6 +39,7 @@ def loss(output, batch):
     return (output - batch).sum()
 """
 DUMP = Path("runs/my dump.pth")
+OWN = Provenance(own=True, here=True)
 
 
 @pytest.fixture
@@ -60,21 +63,21 @@ def script(name="Net", **fields):
 
 
 def test_a_class_of_the_working_directory_gets_its_arguments(project):
-    model = find_model(script(arguments={"width": 3}), DUMP)()
+    model = find_model(script(arguments={"width": 3}), DUMP, OWN)()
     assert (type(model).__name__, model.linear.in_features) == ("Net", 3)
-    assert type(find_model(script("Net.Inner"), DUMP)()).__name__ == "Inner"
+    assert type(find_model(script("Net.Inner"), DUMP, OWN)()).__name__ == "Inner"
 
 
 def test_a_module_of_a_package_keeps_its_place_in_it(project):
     reference = Reference(module="parts_of_the_test.net", name="Net", file="parts_of_the_test/net.py")
-    assert type(find_model(reference, DUMP)()).__module__ == "parts_of_the_test.net"
+    assert type(find_model(reference, DUMP, OWN)()).__module__ == "parts_of_the_test.net"
 
 
 def test_a_class_of_an_installed_package_is_built(project):
     reference = Reference(
         module="torch.nn.modules.linear", name="Linear", arguments={"in_features": 2, "out_features": 1}
     )
-    assert find_model(reference, DUMP)().weight.shape == (1, 2)
+    assert find_model(reference, DUMP, OWN)().weight.shape == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +97,19 @@ def test_a_class_of_an_installed_package_is_built(project):
 )
 def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
     with pytest.raises(ModelError, match=why) as caught:
-        find_model(reference, DUMP)
+        find_model(reference, DUMP, OWN)
     assert "nandoctor replay 'runs/my dump.pth' --model " in caught.value.remedy
     assert not (project / "script_of_the_test.imported").exists()
 
 
 def test_a_class_that_is_no_module_is_not_called(project):
     with pytest.raises(ModelError, match="it is no Module class"):
-        find_model(script("Plain"), DUMP)
+        find_model(script("Plain"), DUMP, OWN)
 
 
 def test_the_command_has_the_arguments(project):
     with pytest.raises(ModelError) as caught:
-        find_model(script("make_model", arguments={"width": 3, "kind": "deep net"}), DUMP)
+        find_model(script("make_model", arguments={"width": 3, "kind": "deep net"}), DUMP, OWN)
     assert caught.value.remedy.endswith(
         "--model script_of_the_test.py:make_model --model-arg width=3 --model-arg 'kind=deep net'"
     )
@@ -114,34 +117,61 @@ def test_the_command_has_the_arguments(project):
 
 def test_a_model_from_a_console_has_to_be_named(project):
     with pytest.raises(ModelError, match="does not say which class"):
-        find_model(None, DUMP)
+        find_model(None, DUMP, OWN)
 
 
 def test_the_loss_is_used_while_its_source_is_unchanged(project):
     source = project / "script_of_the_test.py"
     reference = script("loss", sha256=hash_of(source))
-    loss, notes = find_loss(reference)
+    loss, notes = find_loss(reference, OWN)
     assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
     source.write_text(CODE + "\n")
     (project / "script_of_the_test.imported").unlink()
-    loss, (note,) = find_loss(reference)
+    loss, (note,) = find_loss(reference, OWN)
+    assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
+    assert note == "script_of_the_test.py has changed since the training, and holds the loss."
+
+
+def test_a_changed_loss_of_another_folder_is_not_run(project):
+    reference = script("loss", sha256="0" * 64)
+    loss, (note,) = find_loss(reference, Provenance(own=True, here=False))
     assert loss is None
     assert "has changed" in note
     assert "--loss script_of_the_test.py:loss" in note
+    with pytest.raises(ModelError, match="has changed since, and this is not the folder"):
+        find_model(script(sha256="0" * 64), DUMP, Provenance(own=True, here=False))
     assert not (project / "script_of_the_test.imported").exists()
+
+
+def test_a_loss_that_is_a_module_is_built(project):
+    (project / "script_of_the_test.py").write_text(CODE.replace("def loss(", "class loss(torch.nn.L1Loss):\n  def f("))
+    loss, _ = find_loss(script("loss"), OWN)
+    assert float(loss(torch.ones(2), torch.zeros(2))) == 1.0
+
+
+@pytest.mark.parametrize("folder", [".venv/lib/site-packages", "env/lib"])
+def test_nothing_of_a_virtual_environment_is_the_projects(project, folder):
+    (project / folder).mkdir(parents=True)
+    (project / "env" / "pyvenv.cfg").parent.mkdir(exist_ok=True)
+    (project / "env" / "pyvenv.cfg").touch()
+    (project / folder / "tools.py").write_text(CODE)
+    reference = script("loss", file=f"{folder}/tools.py", sha256=hash_of(project / folder / "tools.py"))
+    assert find_loss(reference, OWN)[0] is None
+    with pytest.raises(ModelError, match="not in the working directory"):
+        find_model(script(file=f"{folder}/tools.py"), DUMP, OWN)
 
 
 @pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
 def test_a_loss_from_elsewhere_is_only_named(project, fields):
     reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
-    loss, (note,) = find_loss(reference)
+    loss, (note,) = find_loss(reference, OWN)
     assert loss is None
     assert "--loss" in note
 
 
 def test_what_changed_since_the_training_is_told(project):
-    model = find_model(script(), DUMP)()
-    structure = str(find_model(script(arguments={"dropout": 0.5}), DUMP)())
+    model = find_model(script(), DUMP, OWN)()
+    structure = str(find_model(script(arguments={"dropout": 0.5}), DUMP, OWN)())
     notes = describe_change(script(sha256="0" * 64, structure=structure), model)
     assert notes == [
         "script_of_the_test.py has changed since the training, by its sha256.",

@@ -1,0 +1,177 @@
+"""What code a recorded dump asks a replay to run: in words, and as the command that allows it.
+
+In: the `Recorded` of a dump. Out: rows to print and a command to type; nothing is imported to find them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.text import printable
+
+_MAX_SOURCE_NBYTES = 16 << 20
+_MAX_SHOWN = 20
+_MAX_OPTION = 2000  # characters of one argument in the command
+
+
+def code_rows(recorded: Recorded) -> tuple[tuple[str, str], ...]:
+    """What a replay would import and call, and whether it is here: pairs of a label and a text."""
+    return tuple(_rows(recorded))
+
+
+def _rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
+    model, loss = recorded.model, recorded.loss_function
+    if model is not None and model.name:
+        yield "model", f"{printable(spec_of(model))} ({_whereabouts(model)})"
+        if model.arguments and not model.config:
+            yield "arguments", _shown_arguments(model.arguments)
+        if model.config:
+            yield "config", f"{printable(model.config)}, filled with the values in the file"
+        if model.attention:
+            yield "attention", printable(model.attention)
+    times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
+    yield "method", f"{printable(recorded.method or 'forward')}{times}"
+    if loss is not None:
+        yield "loss", f"{printable(spec_of(loss))} ({_whereabouts(loss)})"
+    elif recorded.loss_field:
+        yield "loss", f"{printable(recorded.loss_field)} of what the model returns"
+
+
+def approving_command(dump: Path, recorded: Recorded) -> str:
+    """The `nandoctor replay` command that names all of this by flags, for a shell."""
+    path = str(dump)
+    words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
+    model, loss = recorded.model, recorded.loss_function
+    words += ["--model", spec_of(model) if model is not None and _can_be_named(model) else "FILE.py:NAME"]
+    if model is not None and model.config:
+        words += ["--config", model.config]
+    elif model is not None:
+        for name, value in model.arguments.items():
+            text = _as_option(value)
+            words += ["--model-arg", f"{name}={text}"] if text is not None and str(name).isidentifier() else []
+    if recorded.method:
+        words += ["--method", recorded.method]
+    if loss is not None and _can_be_named(loss):
+        words += ["--loss", spec_of(loss)]
+    return " ".join(map(_quote, words))
+
+
+def spec_of(reference: Reference) -> str:
+    """What a user would write after --model; a module of a package by its dotted name, which its own imports need."""
+    dotted = reference.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    in_package = "." in reference.module and reference.module == dotted
+    location = reference.module if not reference.file or in_package else reference.file
+    return f"{location}:{reference.name}"
+
+
+def own_source(reference: Reference) -> Path | None:
+    """The file that a reference names, where it is a file of the project in the working directory; else None.
+
+    What was installed into a folder of the project, such as a virtual environment, is not of the project.
+    """
+    here = Path.cwd().resolve()
+    if not reference.file or "\0" in reference.file:
+        return None
+    try:
+        path = (here / reference.file).resolve()
+        inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file()
+    except (OSError, RuntimeError):  # a loop of links, a name that is too long
+        return None
+    return path if inside and not _is_installed(path, here) and path.stat().st_size <= _MAX_SOURCE_NBYTES else None
+
+
+def hash_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_installed(path: Path, here: Path) -> bool:
+    folders = [folder for folder in path.parents if folder.is_relative_to(here)]
+    return any(
+        folder.name in ("site-packages", "dist-packages") or (folder / "pyvenv.cfg").is_file() for folder in folders
+    )
+
+
+def _whereabouts(reference: Reference) -> str:
+    if not reference.file:
+        return "an installed package" if reference.module not in ("", "__main__") else "typed into a console"
+    path = own_source(reference)
+    if path is None:
+        return "not a file of this folder"
+    if not reference.sha256:
+        return "in this folder; its sha256 was not recorded"
+    same = hash_of(path) == reference.sha256
+    return f"in this folder; {'sha256 as recorded' if same else 'changed since it was recorded'}"
+
+
+def _can_be_named(reference: Reference) -> bool:
+    return bool(reference.name) and all(part.isidentifier() for part in reference.name.split("."))
+
+
+def _shown_arguments(arguments: Mapping[str, Any]) -> str:
+    shown = [printable(f"{name}={_shown(value)}") for name, value in list(arguments.items())[:_MAX_SHOWN]]
+    more = f" and {len(arguments) - _MAX_SHOWN} more" if len(arguments) > _MAX_SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def _shown(value: Any) -> str:
+    text = _as_option(value)
+    return text if text is not None else f"a {type(value).__name__} that only a function can give"
+
+
+def _as_option(value: Any) -> str | None:
+    """The value as `--model-arg` reads it back: a Python literal, or a text that is none; None where that fails."""
+    if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _is_literal(value):
+        return value
+    text = _literal(value)
+    if text is None or len(text) > _MAX_OPTION:
+        return None
+    try:
+        return text if ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _literal(value: Any) -> str | None:
+    """The value in Python, of plain data alone; an infinity as a number that is too large."""
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return ascii(value)
+    if isinstance(value, Mapping):
+        pairs = [(_literal(key), _literal(item)) for key, item in value.items()]
+        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
+    if type(value) not in (list, tuple):
+        return None
+    items = [_literal(item) for item in value]
+    if None in items:
+        return None
+    inside = ", ".join(map(str, items))
+    return f"[{inside}]" if type(value) is list else f"({inside}{',' * (len(items) == 1)})"
+
+
+def _quote(word: str) -> str:
+    """The word for a shell; what a terminal might obey is written as an escape that bash and zsh read back."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = (c if c.isprintable() and c not in "'\\" else _escape(c) for c in word)
+    return f"$'{''.join(escaped)}'"
+
+
+def _escape(letter: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode("utf-8", "surrogateescape"))

@@ -1,0 +1,90 @@
+"""Projects and dumps of a stranger: code that leaves a mark when it is imported or called, and files that name it.
+
+In: what the stranger puts into a dump. Out: files below the working directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+CODE = """
+from pathlib import Path
+import torch
+
+CANARY = Path(__file__).parent / "canary"
+CANARY.open("a").write(f"imported {__name__}\\n")
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width=2, scale=1.0, kind="plain"):
+        CANARY.open("a").write("built\\n")
+        super().__init__()
+        self.width, self.scale, self.kind = width, scale, kind
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+    def training_step(self, batch):
+        return loss_of(self(batch["x"]), batch)
+
+    def save_pretrained(self, path):
+        CANARY.open("a").write("called\\n")
+
+    def set_extra_state(self, state):
+        CANARY.open("a").write("extra state\\n")
+
+    def get_extra_state(self):
+        return torch.zeros(1)
+
+
+def loss_of(output, batch):
+    CANARY.open("a").write("loss\\n")
+    return (output - batch["y"]).square().mean()
+
+
+def execute(*arguments):
+    CANARY.open("a").write("executed\\n")
+"""
+
+
+def make_project(folder: Path) -> Path:
+    """A folder with `train.py`, whose code leaves a file called canary beside itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(CODE)
+    return folder
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def contents(folder: Path, *, width: int = 3, **changes) -> dict:
+    """What a recorder would write of a step of `train.py:Net` whose input overflows."""
+    x = torch.zeros(4, width)
+    x[1] = 3e5
+    source = {"module": "__main__", "file": "train.py", "sha256": hash_of(folder / "train.py")}
+    state = {"linear.weight": torch.full((width, width), 2.0), "linear.bias": torch.zeros(width)}
+    return {
+        "format": "nandoctor.dump/1",
+        "event": {"step": 4, "reason": "loss"},
+        "state_dict": state,
+        "calls": [{"names": ["x"], "args": (x,), "kwargs": {}}],
+        "batch": {"x": x, "y": torch.zeros(4, width)},
+        "output": torch.full((4, width), float("nan")),
+        "method": "",
+        "training": {"": True},
+        "rng": {"torch": torch.get_rng_state()},
+        "autocast": {"enabled": True, "device": "cuda", "dtype": "float16"},
+        "model": {**source, "name": "Net", "arguments": {"width": width}},
+        "loss_function": {**source, "name": "loss_of"},
+        **changes,
+    }
+
+
+def canaries(folder: Path) -> str:
+    """What the stranger's code wrote, "" where nothing of it ran."""
+    return "".join(path.read_text() for path in sorted(folder.rglob("canary*")))

@@ -1,0 +1,200 @@
+"""Whose code is run: the user's own recorder's, or what the user names; the printed command is what allows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from forgery import canaries, contents, make_project
+
+from nandoctor.case import replay
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.summary import summarize
+from nandoctor.dumps.writer import write_dump
+from nandoctor.errors import ModelError, UnapprovedCodeError
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    folder = make_project(tmp_path / "project")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("train", None)
+
+
+def recorded(folder, **changes):
+    return write_dump(contents(folder, **changes), folder, "own", max_nbytes=1 << 30)
+
+
+def strangers(folder, **changes):
+    torch.save(contents(folder, **changes), folder / "stranger.pth")
+    return folder / "stranger.pth"
+
+
+def refusal(path, **options):
+    with pytest.raises(UnapprovedCodeError) as caught:
+        replay(path, fixes=False, **options)
+    return caught.value
+
+
+def test_an_own_dump_needs_no_flags(project):
+    case = replay(recorded(project), fixes=False)
+    assert (case.verdict, case.report.bad_gradients != ()) == ("precision", True)
+    assert "loss" in canaries(project)
+
+
+def test_a_strangers_dump_imports_nothing(project):
+    error = refusal(strangers(project))
+    assert error.message.splitlines() == [
+        "This dump asks to run code, and it was not recorded by you: it carries no signature. Nothing was run.",
+        "",
+        "  model       train.py:Net (in this folder; sha256 as recorded)",
+        "  arguments   width=3",
+        "  method      forward",
+        "  loss        train.py:loss_of (in this folder; sha256 as recorded)",
+    ]
+    assert error.remedy.split("   ")[-1] == (
+        f"nandoctor replay {project}/stranger.pth --model train.py:Net --model-arg width=3 --loss train.py:loss_of"
+    )
+    assert canaries(project) == ""
+
+
+@pytest.mark.parametrize(
+    "change", ["byte of a weight", "byte of the pickle", "member more", "saved again", "other key", "key of others"]
+)
+def test_an_altered_dump_is_a_strangers(project, change, monkeypatch, tmp_path):
+    path = recorded(project)
+    assert read_dump(path).provenance.own
+    data = bytearray(path.read_bytes())
+    if change == "byte of a weight":
+        data[data.index(torch.full((3,), 2.0).numpy().tobytes())] ^= 1
+        path.write_bytes(data)
+    elif change == "byte of the pickle":
+        path.write_bytes(data.replace(b"X\x07\x00\x00\x00loss_of", b"X\x07\x00\x00\x00execute"))
+    elif change == "member more":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("archive/more", "")
+    elif change == "saved again":
+        torch.save(torch.load(path, weights_only=True), path)
+    elif change == "other key":
+        monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "elsewhere"))
+        recorded(project)
+    else:
+        monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "open"))
+        path = recorded(project)
+        (tmp_path / "open" / "signing-key").chmod(0o644)
+    provenance = read_dump(path).provenance
+    assert not provenance.own
+    assert provenance.detail
+    refusal(path)
+    assert canaries(project) == ""
+
+
+def test_the_key_is_the_users_alone(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "new" / "folder"))
+    recorded(project)
+    key = tmp_path / "new" / "folder" / "signing-key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in key.parent.iterdir()] == ["signing-key"]
+    before = key.read_bytes()
+    assert read_dump(recorded(project)).provenance.own
+    assert key.read_bytes() == before
+
+
+def test_without_a_key_the_dump_is_written_all_the_same(project, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "file"))
+    assert read_dump(recorded(project)).provenance.detail == "it carries no signature"
+
+
+REQUESTS = {
+    "arguments": {"model": {"arguments": {"width": 3, "scale": float("inf"), "kind": "deep 'net' 3"}}},
+    "odd arguments": {"model": {"arguments": {"width": 3, "kind": "\u202e\x1b[2J$(touch canary)", "scale": -1}}},
+    "a number as text": {"model": {"arguments": {"width": 3, "kind": "3"}}},
+    "training_step": {"method": "training_step", "loss_function": None, "output": None, "loss_field": "returned"},
+    "no loss": {"loss_function": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_the_printed_command_runs_it(project, kind):
+    changes = {name: value for name, value in REQUESTS[kind].items() if name != "model"}
+    plain = contents(project)
+    if kind == "training_step":
+        batch = plain["batch"]
+        changes |= {"calls": [{"names": ["batch"], "args": (batch,), "kwargs": {}}], "watched": ["linear"]}
+        changes |= {"output": {"returned": torch.tensor(float("nan"))}}
+    path = strangers(project, **changes, model={**plain["model"], **REQUESTS[kind].get("model", {})})
+    command = refusal(path).remedy.partition("   ")[2].strip()
+    assert command.isprintable()
+    command = command.replace("nandoctor", f"{sys.executable} -m nandoctor", 1) + " --no-fixes --json"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=project, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode in (0, 3), done.stderr
+    assert json.loads(done.stdout)["runs"] is not None
+    assert "built" in canaries(project)
+    assert ("loss" in canaries(project)) == (kind != "no loss")
+
+
+def test_a_flag_allows_what_it_names_and_no_more(project):
+    case = replay(strangers(project), model="train.py:Net", model_args={"width": 3}, fixes=False)
+    assert "loss\n" not in canaries(project)
+    assert any("--loss train.py:loss_of" in note for note in case.report.notes)
+
+
+@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad", "__class__", "linear", "training_step"])
+def test_a_strangers_method_is_asked_for(project, method):
+    path = strangers(project, method=method)
+    error = refusal(path, model="train.py:Net", model_args={"width": 3})
+    assert f"  method      {method}" in error.message
+    assert f"--method {method}" in error.remedy
+    assert canaries(project) == ""
+
+
+@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad"])
+def test_even_an_own_dump_calls_no_other_method(project, method):
+    error = refusal(recorded(project, method=method))
+    assert error.message.startswith("This dump asks to run code. Nothing was run.")
+    assert canaries(project) == ""
+
+
+def test_a_method_must_be_a_function_of_the_class(project):
+    for method in ("linear", "training"):
+        with pytest.raises(ModelError, match=f"defines no method '{method}'"):
+            replay(recorded(project, method=method), method=method, fixes=False)
+    with pytest.raises(ModelError, match="holds calls of forward, not of generate"):
+        replay(recorded(project), method="generate", fixes=False)
+
+
+def test_extra_states_stay_in_a_strangers_file(project):
+    plain = contents(project)
+    state = {**plain["state_dict"], "_extra_state": torch.zeros(1)}
+    case = replay(strangers(project, state_dict=state), "train.py:Net", model_args={"width": 3}, fixes=False)
+    assert "extra state" not in canaries(project)
+    assert any("_extra_state were not handed to the model" in note for note in case.report.notes)
+    sys.modules.pop("train")
+    replay(recorded(project, state_dict=state), fixes=False)
+    assert "extra state" in canaries(project)
+
+
+def test_inspect_shows_all_that_a_replay_would_call(project):
+    plain = contents(project)
+    model = {**plain["model"], "config": "transformers:BertConfig", "attention": "evil/kernel"}
+    notes = summarize(read_dump(strangers(project, method="generate", model=model))).notes
+    assert notes[:6] == (
+        "It was not recorded by you (it carries no signature): a replay asks before it runs the code that it names.",
+        "model: train.py:Net (in this folder; sha256 as recorded)",
+        "config: transformers:BertConfig, filled with the values in the file",
+        "attention: evil/kernel",
+        "method: generate",
+        "loss: train.py:loss_of (in this folder; sha256 as recorded)",
+    )
+    assert canaries(project) == ""
