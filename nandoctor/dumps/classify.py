@@ -237,7 +237,7 @@ def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, ob
         _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
         contents.moments.append(moment)
     contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
-    if not moments and optimizer.get("state"):
+    if not moments and (optimizer.get("state") or not read_eps(optimizer)):
         contents.left_out.append(name)
 
 
