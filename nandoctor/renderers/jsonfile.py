@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nandoctor.causes.registry import CAUSES
 from nandoctor.errors import ReportError
+from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.renderers.atomic_write import write_text
@@ -19,6 +21,13 @@ from nandoctor.renderers.atomic_write import write_text
 def dumps(report: Report) -> str:
     """The report as JSON text, ASCII only: names in a dump may hold what no terminal or encoding can take."""
     return json.dumps(to_plain(report), indent=1, allow_nan=False)
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON schema of reports, with the causes of this version; a newer one may have more."""
+    schema = describe_schema(Report, title=SCHEMA)
+    schema["$defs"]["Cause"]["properties"]["code"] = {"type": "string", "examples": [cause.CODE for cause in CAUSES]}
+    return schema
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:

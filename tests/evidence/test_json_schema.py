@@ -13,12 +13,12 @@ import pytest
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.json_schema import describe_schema
-from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.serialization import to_plain
+from nandoctor.renderers.jsonfile import report_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "report.schema.json"
-MADE = describe_schema(Report, title=SCHEMA)
+MADE = report_schema()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

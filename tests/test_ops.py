@@ -1,0 +1,164 @@
+"""The table of ops: its names are torch's, its lengths are what torch sums, and all products are explained alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sick_models.case import Case, positional, randn
+from sick_models.judging import diagnose
+from torch import nn
+
+from nandoctor import ops
+from nandoctor.autocast import op_lists
+from nandoctor.tracing.dispatch_hook import intercepting
+
+TABLES = {
+    name: table for name, table in vars(ops).items() if name.isupper() and isinstance(table, frozenset | dict)
+}  # fmt: skip
+
+# Each with its op and a call on tensors that `make` gives: all ones, or large random numbers.
+LINEAR = {
+    "matmul": lambda make: make(3, 5) @ make(5, 4),
+    "linalg_matmul": lambda make: torch.linalg.matmul(make(3, 5), make(5, 4)),
+    "inner": lambda make: torch.inner(make(3, 5), make(4, 5)),
+    "mm": lambda make: torch.mm(make(3, 5), make(5, 4)),
+    "bmm": lambda make: torch.bmm(make(2, 3, 5), make(2, 5, 4)),
+    "linalg_matrix_power": lambda make: torch.linalg.matrix_power(make(5, 5), 2),
+    "matrix_power": lambda make: torch.matrix_power(make(5, 5), 2),
+    "mv": lambda make: torch.mv(make(3, 5), make(5)),
+    "dot": lambda make: torch.dot(make(5), make(5)),
+    "vdot": lambda make: torch.vdot(make(5), make(5)),
+    "linalg_vecdot": lambda make: torch.linalg.vecdot(make(6, 3), make(6, 3), dim=0),
+    "tensordot": lambda make: torch.tensordot(make(2, 3, 5), make(5, 3, 4), dims=([1, 2], [1, 0])),
+    "einsum": lambda make: torch.einsum("b i k, j k h -> b j", make(2, 3, 5), make(4, 5, 6)),
+    "linear": lambda make: F.linear(make(3, 5), make(4, 5)),
+    "bilinear": lambda make: F.bilinear(make(3, 5), make(3, 6), make(4, 5, 6)),
+    "addmm": lambda make: torch.addmm(make(3, 4), make(3, 5), make(5, 4), beta=0),
+    "_addmm_activation": lambda make: torch._addmm_activation(make(4), make(3, 5), make(5, 4), beta=0),
+    "addmv": lambda make: torch.addmv(make(3), make(3, 5), make(5), beta=0),
+    "baddbmm": lambda make: torch.baddbmm(make(2, 3, 4), make(2, 3, 5), make(2, 5, 4), beta=0),
+    "addbmm": lambda make: torch.addbmm(make(3, 4), make(2, 3, 5), make(2, 5, 4), beta=0),
+    "addr": lambda make: torch.addr(make(3, 4), make(3), make(4), beta=0),
+    "outer": lambda make: torch.outer(make(3), make(4)),
+    "ger": lambda make: torch.ger(make(3), make(4)),
+    "chain_matmul": lambda make: torch.ops.aten.chain_matmul([make(3, 5), make(5, 2), make(2, 4)]),
+    "linalg_multi_dot": lambda make: torch.linalg.multi_dot([make(3, 5), make(5, 2), make(2, 4)]),
+    "conv1d": lambda make: F.conv1d(make(2, 6, 9), make(4, 3, 3), groups=2),
+    "conv2d": lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 2)),
+    "conv3d": lambda make: F.conv3d(make(1, 2, 5, 5, 5), make(4, 2, 3, 2, 2)),
+    "conv_transpose1d": lambda make: F.conv_transpose1d(make(2, 6, 9), make(6, 4, 5), stride=2),
+    "conv_transpose2d": lambda make: F.conv_transpose2d(make(2, 6, 9, 9), make(6, 4, 3, 4), groups=2),
+    "conv_transpose3d": lambda make: F.conv_transpose3d(make(1, 2, 5, 5, 5), make(2, 4, 3, 3, 3), dilation=2, stride=2),
+    "conv_tbc": lambda make: torch.conv_tbc(make(9, 2, 3), make(3, 3, 4), 0 * make(4)),
+    "convolution": lambda make: torch.convolution(
+        make(2, 6, 9), make(6, 4, 5), None, [2], [0], [1], True, [0], 1
+    ),
+    "_convolution": lambda make: torch._convolution(
+        make(2, 3, 9), make(4, 3, 3), None, [1], [0], [1], False, [0], 1, False, False, False, False
+    ),
+}  # fmt: skip
+BOUNDED = {
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "_native_multi_head_attention",
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+}  # fmt: skip
+NOT_REPLAYED = {"_addmm_activation", "convolution", "_convolution", "linalg_matrix_power", "matrix_power"}
+
+
+def ones(*shape):
+    return torch.ones(*shape)
+
+
+def large(*shape):
+    return 500 * randn(*shape, seed=sum(shape)).half()
+
+
+def recorded(run):
+    """The calls that `run` makes, and what it gives."""
+    calls = []
+
+    def record(call, proceed):
+        calls.append(call)
+        return proceed(call)
+
+    with intercepting(record):
+        result = run()
+    return calls, result
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_names_are_those_of_torch(table):
+    assert [name for name in TABLES[table] if not hasattr(torch.ops.aten, name)] == []
+
+
+def test_no_alias_is_missing():
+    db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    known = {name for table in TABLES.values() for name in table}
+    groups = [{plain(op.name), *(plain(alias.name) for alias in op.aliases)} for op in db]
+    aten = [{name for name in group if hasattr(torch.ops.aten, name)} for group in groups if group & known]
+    assert [group - known for group in aten if group - known] == []
+
+
+def plain(name):
+    return name.replace("nn.functional.", "").replace(".", "_")
+
+
+def test_every_op_that_autocast_lowers_is_a_product():
+    listed = {name.partition(".")[0] for name in (*op_lists.LOWER_PRECISION, *op_lists.CUDNN_RNN)}
+    elementwise = {"prelu", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+    assert listed - elementwise <= ops.PRODUCTS.keys()
+
+
+def test_every_product_is_called_here():
+    assert {*LINEAR, *BOUNDED} == ops.PRODUCTS.keys()
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_length_is_the_sum_of_as_many_ones(name):
+    calls, result = recorded(lambda: LINEAR[name](ones))
+    call = next(call for call in calls if call.name == name)
+    assert ops.PRODUCTS[name].length(dict(call.arguments())) == result.max()
+
+
+@pytest.mark.parametrize("subscripts", ["ij,jk", "...ij,...jk->...ik", "ii->i", "bhqd,bhkd->bhqk", "i,j->"])
+def test_length_of_einsum(subscripts):
+    sides = subscripts.partition("->")[0].split(",")
+    sizes = dict(zip("bhijkqd", (2, 3, 4, 5, 6, 7, 8), strict=True))
+    tensors = [ones(*(sizes[label] for label in side.replace("...", "bh"))) for side in sides]
+    assert ops.PRODUCTS["einsum"].length({"equation": subscripts, "tensors": tensors}) == torch.einsum(
+        subscripts, *tensors
+    ).max()  # fmt: skip
+
+
+class Only(nn.Module):
+    """A model of one op, on numbers whose products pass fp16's limit."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            return self.call(lambda *shape: large(*shape) + 0 * x.half())
+
+
+def overflowed(name, folder):
+    """The cause that the report names, and the op it blames."""
+    case = Case(
+        name=name, mechanism="product too large", build=lambda: Only(LINEAR[name]), batch=lambda: {"x": torch.ones(1)},
+        call=positional("x"), verdict="precision",
+    )  # fmt: skip
+    report = diagnose(case, folder)
+    return report.origin.op, report.cause
+
+
+@pytest.mark.parametrize("name", sorted(LINEAR.keys() - NOT_REPLAYED))
+def test_overflow_is_explained_as_that_of_matmul(name, tmp_path):
+    op, cause = overflowed(name, tmp_path)
+    assert (op, cause.code) == (name, "matmul-overflow")
+    kinds = Counter(item.name.partition("_")[0] for item in cause.evidence)
+    assert kinds["length"] == 1
+    assert kinds["absmax"] >= 2
+    assert {item.name for item in cause.evidence} >= {"would_be", "num_bad"}
