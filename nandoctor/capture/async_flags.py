@@ -5,6 +5,7 @@ In: tensors. Out: `Flag`, read when its copy has long arrived.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,16 @@ class Flag:
     def on_device(self) -> bool:
         """True if reading it may have to wait."""
         return self._event is not None
+
+    @property
+    def ready(self) -> bool:
+        """True if reading it does not wait."""
+        return not self.on_device or (self._event is not None and bool(self._event.query()))
+
+    @property
+    def nonfinite(self) -> bool:
+        """True if the number itself, a magnitude, is NaN or infinite."""
+        return not math.isfinite(self.values()[0])
 
     def values(self) -> list[float]:
         """The numbers."""

@@ -17,6 +17,7 @@ from nandoctor.capture.observer import Observer
 from nandoctor.capture.source_info import describe_model
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
+from nandoctor.capture.updates import Update
 from nandoctor.dumps.recorded_format import FORMAT
 
 
@@ -56,9 +57,10 @@ def describe(
     """The contents of a dump of `step`."""
     assert step.before is not None
     model, sources = training.observer.model, training.sources
-    before, lost = training.observer.describe(step.before)
+    before, lost = training.observer.describe(step.before, step.undo or {})
     function = getattr(model, sources.method or "forward")
     calls, dropped = step.describe(function, is_method=bool(sources.method))
+    spoiled = step.spoiled if result.reason == "update" else None
     reference, unfit = describe_model(model, sources.model, sources.arguments, built=sources.built)
     return {
         "format": FORMAT,
@@ -69,7 +71,8 @@ def describe(
         "method": sources.method,
         "loss_function": sources.loss,
         "scaler": _describe_scaler(training.scaler, step),
-        "optimizer": _describe_optimizer(optimizers, with_state=training.keep_optimizer),
+        "optimizer": _describe_optimizer(spoiled, optimizers, with_state=training.keep_optimizer),
+        "update": _describe_update(spoiled) if spoiled else {},
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
@@ -79,19 +82,35 @@ def describe(
 
 def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
     """The scaler's state, with the scale that this step had."""
-    if scaler is None or step.scale is None:
+    if scaler is None or step.loss_scale is None:
         return {}
     state = {key: value for key, value in scaler.state_dict().items() if isinstance(value, (int, float))}
-    return {**state, "scale": float(step.scale)}
+    return {**state, "scale": step.loss_scale}
 
 
-def _describe_optimizer(optimizers: Iterable[Optimizer], *, with_state: bool) -> dict[str, Any] | None:
-    """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked."""
-    optimizer = next(iter(optimizers), None)
+def _describe_optimizer(
+    spoiled: Update | None, optimizers: Iterable[Optimizer], *, with_state: bool
+) -> dict[str, Any] | None:
+    """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked.
+
+    One whose update left non-finite weights is saved instead, with the state that it divided by.
+    """
+    optimizer = spoiled.trained.optimizer if spoiled else next(iter(optimizers), None)
     if optimizer is None:
         return None
     saved = optimizer.state_dict()
-    return saved if with_state else {**saved, "state": {}}
+    return saved if with_state or spoiled else {**saved, "state": {}}
+
+
+def _describe_update(spoiled: Update) -> dict[str, Any]:
+    """The update that made non-finite weights of finite gradients: by which optimizer, and of which weights."""
+    trained, gradients = spoiled.trained, spoiled.gradients
+    kind = type(trained.optimizer)
+    return {
+        "optimizer": f"{kind.__module__}.{kind.__qualname__}",
+        "parameters": trained.nonfinite(),
+        "largest_gradient": None if gradients is None else gradients.values()[0],
+    }
 
 
 def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[str, Any]:
@@ -100,8 +119,9 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
         "event": event,
         "reason": result.reason,
         "step": step.step,
+        "micro_batch": step.micro_batch,
         "epoch": step.epoch,
-        "loss": None if step.loss is None else float(step.loss),
+        "loss": None if step.loss is None else float(step.loss.float().mean()),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "rank": rank,
         "world_size": world_size,
@@ -110,7 +130,7 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
 
 
 def _describe_updates(step: RecordedStep) -> list[str]:
-    number = step.updates_since
+    number = 0 if step.undo is not None else step.updates_since
     return (
         [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
     )

@@ -5,20 +5,46 @@ In: a model, and what to call before and after. Out: hooks, removed when the sta
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nandoctor.capture.environment import read_autocast
+from nandoctor.errors import NanDoctorError
 from nandoctor.torch_compat import compiled_call, set_compiled_call
+
+LOG = logging.getLogger("nandoctor")
+T = TypeVar("T")
 
 Before = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 Found = Callable[[dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+
+
+def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
+    """The function, whose failures are one line in the log: a training must not end by its recorder's fault."""
+    failed = False
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T | None:
+        nonlocal failed
+        try:
+            return function(*args, **kwargs)
+        except NanDoctorError:
+            raise
+        except Exception as error:
+            if not failed:
+                LOG.warning("nandoctor does not see all of this training (%s: %s).", type(error).__name__, error)
+            failed = True
+            return None
+
+    return call
 
 
 class Hook:

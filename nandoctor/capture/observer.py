@@ -5,6 +5,7 @@ In: a model. Out: `StateBefore`, and what a dump says of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +59,16 @@ class Observer:
         """Keep the autocast that was found within the model's call."""
         self.autocast_inside = state
 
-    def describe(self, before: StateBefore) -> tuple[dict[str, Any], list[str]]:
-        """What a dump says of the state before the forward, and what could not be kept."""
+    def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
+        """What a dump says of the state before the forward, and what could not be kept.
+
+        `weights` are those that were written since, as they were.
+        """
         buffers, lost = self._buffers.state(before.buffers)
+        kept = {**weights, **buffers}
         state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         contents = {
-            "state_dict": {name: buffers.get(name, value) for name, value in state.items()},
+            "state_dict": {name: kept.get(name, value) for name, value in state.items()},
             "buffers": [name for name in self._buffers.names if name in state],
             "training": dict(zip(self._paths, before.training, strict=True)),
             "rng": before.random.to_plain(),

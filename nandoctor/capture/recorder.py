@@ -6,6 +6,7 @@ In: a model, and the loss of each step. Out: dumps, warnings in the log, and `No
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,19 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.dump_contents import ModelSources, Training, describe
-from nandoctor.capture.hooks import attach, scout_autocast
+from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.source_info import describe_source, unwrap
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
+from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.script_import import stop_import
 
+LOG = logging.getLogger("nandoctor")
 MAX_NBYTES = 8 << 30
 
 
@@ -45,6 +48,7 @@ class Recorder:
     A file is written at the first bad step of an episode, and when training is stopped. `folder` holds the last `keep`
     of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set. `threshold`, `window`
     and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its scale has fallen below 1.
+    Up to `undo_nbytes` of weights are copied before each update, so that one which spoils them can be saved as well.
 
     `epoch` and `next_step` may be set: they number what is recorded next.
 
@@ -67,6 +71,7 @@ class Recorder:
         keep: int = 5,
         max_nbytes: int = MAX_NBYTES,
         keep_optimizer: bool = False,
+        undo_nbytes: int = UNDO_NBYTES,
         method: str = "",
         ambient: Callable[[], AbstractContextManager[Any]] = nullcontext,
         from_output: bool = False,
@@ -74,6 +79,8 @@ class Recorder:
         stop_import()
         rule = StopRule(threshold=threshold, window=window, in_a_row=in_a_row)
         _check(rule, keep)
+        if not getattr(scaler, "is_enabled", lambda: True)():
+            scaler = None  # it scales nothing, and lets every update pass
         self._ambient, self._from_output = ambient, from_output
         self._observer = Observer(unwrap(model))
         sources = ModelSources(
@@ -89,8 +96,10 @@ class Recorder:
         self._handles = ExitStack()
         files = DumpFolder(Path(folder), keep=keep, max_nbytes=max_nbytes)
         self._policy = StepPolicy(StepHistory(rule), files, self._make_contents)
-        self._tracker = StepTracker(self._observer, self._policy, scaler, on_stop=self._handles.close)
-        self._scouted = False
+        self._tracker = StepTracker(
+            self._observer, self._policy, scaler, undo_nbytes=undo_nbytes, on_stop=self._handles.close
+        )
+        self._scouted = self._warned = False
         self._attach(model, method)
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
@@ -159,8 +168,19 @@ class Recorder:
                 remedy="Call recorder.watch after the forward, and give Recorder the very model that the loop calls; "
                 "or put the step into `with recorder.step(batch):`.",
             )
+        if self._tracker.unwatched_eval and not self._observer.model.training:
+            self._warn_of_eval()
+            return
         step.batch = step.batch if batch is None else batch
         self._tracker.watch(step, loss, ask_all=True)
+
+    def _warn_of_eval(self) -> None:
+        if not self._warned:
+            self._warned = True
+            LOG.warning(
+                "recorder.watch was called after a forward in eval mode, which is no step of the training, and looked "
+                "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
+            )
 
     def end(self) -> None:
         """End the step that `begin` began.
@@ -169,7 +189,7 @@ class Recorder:
             NonFiniteTrainingError: as `step`.
         """
         step = self._tracker.current
-        if step is not None and not step.flags and step.returned:
+        if step is not None and not step.flags and step.returned and not step.passed:
             self.watch()
         self._tracker.start_step(None)
 
@@ -201,12 +221,14 @@ class Recorder:
         step.calls.append(pack_call(args, kwargs))
 
     def _attach(self, model: nn.Module, method: str) -> None:
-        self._handles.callback(register_optimizer_step_pre_hook(self._tracker.before_update).remove)
+        tracker = self._tracker
+        self._handles.callback(register_optimizer_step_pre_hook(never_harm(tracker.before_step)).remove)
+        self._handles.callback(register_optimizer_step_post_hook(never_harm(tracker.after_step)).remove)
         if not method:
-            attach(model, self._before_forward, self._after_forward, self._handles)
+            attach(model, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
             return
         for name, child in self._observer.model.named_children():
-            attach(child, None, self._keep_inside(name), self._handles)
+            attach(child, None, never_harm(self._keep_inside(name)), self._handles)
 
     def _keep_inside(self, name: str) -> Callable[..., None]:
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

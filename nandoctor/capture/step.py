@@ -16,6 +16,7 @@ import torch
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import RandomStates
 from nandoctor.capture.observer import StateBefore
+from nandoctor.capture.updates import Update
 from nandoctor.dumps.trees import Packed, pack
 
 
@@ -23,20 +24,25 @@ from nandoctor.dumps.trees import Packed, pack
 class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
-    `explicit`: the loop said where the step begins. `between` are the generators before each call but the first.
-    `inside` are outputs of children, where the model's own call is not the step. `passed`: another model's optimizer
-    has stepped since a forward that nobody watched, so that the next one begins a step of its own. `scale` is the loss
-    scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's
-    own flag, `skipped` what is known without it. `num_updates` counts how often the weights were written since.
+    `step` counts the optimizer's updates, and `micro_batch` the forwards that share one. `explicit`: the loop said
+    where the step begins. `between` are the generators before each call but the first. `without_grad`: its calls were
+    made under `torch.no_grad`. `inside` are outputs of children, where the model's own call is not the step. `passed`:
+    another model's optimizer has stepped since a forward that nobody watched, so that the next one begins a step of its
+    own. `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since.
+    `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude
+    among the gradients after a micro-batch that no update follows. `num_updates` counts how often the weights were
+    written since.
     """
 
     step: int
+    micro_batch: int = 0
     epoch: int | None = None
     explicit: bool = False
     batch: Any = None
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
+    without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
     num_running: int = 0
@@ -45,36 +51,74 @@ class RecordedStep:
     flags: list[Flag] = field(default_factory=list)
     skip: Flag | None = None
     skipped: bool = False
-    stepped: bool = False
+    accumulated: Flag | None = None
+    updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
-    scale: torch.Tensor | None = None
+    scale: Flag | None = None
     scale_version: int | None = None
     decided: bool = False
 
     @property
     def loss_nonfinite(self) -> bool:
-        """Whether what was watched is non-finite, here or on another rank."""
+        """True if what was watched is non-finite, here or on another rank."""
         return any(flag.values()[-1] > 0 for flag in self.flags)
 
     @property
     def nonfinite_here(self) -> bool:
-        """Whether it is so on this rank."""
+        """True if it is so on this rank."""
         return any(flag.values()[0] > 0 for flag in self.flags)
 
     @property
+    def gradients_nonfinite(self) -> bool:
+        """True if the gradients were looked at and are non-finite."""
+        flags = [self.accumulated, *(update.gradients for update in self.updates)]
+        return any(flag is not None and flag.nonfinite for flag in flags)
+
+    @property
+    def spoiled(self) -> Update | None:
+        """The first update that left a weight non-finite."""
+        return next((u for u in self.updates if u.weights is not None and u.weights.nonfinite), None)
+
+    @property
+    def ready(self) -> bool:
+        """True if no device has yet to say how the step went, the loss aside."""
+        flags = [self.skip, self.accumulated]
+        flags += [flag for update in self.updates for flag in (update.gradients, update.weights)]
+        return all(flag is None or flag.ready for flag in flags)
+
+    @property
     def waits_for_skip(self) -> bool:
-        """Whether a device has yet to say if the step was skipped."""
+        """True if a device has yet to say if the step was skipped."""
         return self.skip is not None and self.skip.on_device
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the scaler left the step out."""
+        """True if the scaler left the step out."""
         return self.skipped or (self.skip is not None and self.skip.values()[0] > 0)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale of this step, None without a scaler."""
+        return None if self.scale is None else self.scale.values()[0]
 
     @property
     def updates_since(self) -> int:
         """How often the weights were updated between the forward and now; this step's own skip is none."""
         return self.num_updates - int(self.num_updates > 0 and self.was_skipped and not self.skipped)
+
+    @property
+    def undo(self) -> dict[str, torch.Tensor] | None:
+        """The weights as they were before this step's own updates; None if they were not kept or not written."""
+        if not self.num_updates or not self.updates or any(update.undo is None for update in self.updates):
+            return None
+        return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
+
+    def forget_calls(self) -> None:
+        """Begin anew with the next call: those so far are no part of the step."""
+        self.before, self.passed, self.without_grad, self.num_running = None, False, False, 0
+        for kept in (self.calls, self.between, self.returned):
+            kept.clear()
+        self.inside.clear()
 
     def outputs(self) -> Iterator[torch.Tensor]:
         """All tensors that came out."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.source_info import write_command
 from nandoctor.capture.step import RecordedStep
-from nandoctor.dumps.writer import write_dump
+from nandoctor.dumps.writer import fit_into, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 
 LOG = logging.getLogger("nandoctor")
@@ -26,17 +26,25 @@ SMALLEST_SCALE = 1.0
 remedy, and GradScaler applies it: that is its warm-up, and the skip that follows each growth."""
 
 
+Reason = Literal["loss", "gradients", "skipped", "update"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The outcome of one step.
 
-    `loss_nonfinite`: the loss (or the output, where no loss was given) is non-finite. `skipped`: GradScaler left the
-    step out. Neither implies the other. `loss_scale` is the scale of this step, None without a scaler.
+    `loss_nonfinite`: the loss (or the output, where no loss was given) is non-finite. `gradients_nonfinite`: the
+    gradients are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a weight so.
+    `skipped`: GradScaler left the step out; `skip_expected` where that is how it finds its scale. None of these implies
+    another. `loss_scale` is the scale of this step, None without a scaler.
     """
 
     step: int
-    loss_nonfinite: bool
+    loss_nonfinite: bool = False
+    gradients_nonfinite: bool = False
+    weights_nonfinite: bool = False
     skipped: bool = False
+    skip_expected: bool = True
     loss_scale: float | None = None
 
     @property
@@ -45,22 +53,64 @@ class StepResult:
         return self.skipped and self.loss_scale is not None and self.loss_scale < SMALLEST_SCALE
 
     @property
-    def failed(self) -> bool:
-        """True if this step is worth a dump."""
-        return self.loss_nonfinite or self.skip_counts
+    def spoils_weights(self) -> bool:
+        """True if the update writes non-finite weights, from bad gradients or by itself."""
+        return self.gradients_nonfinite or self.weights_nonfinite
 
     @property
-    def reason(self) -> Literal["loss", "skipped"]:
-        """What was wrong, the loss first."""
-        return "loss" if self.loss_nonfinite else "skipped"
+    def failed(self) -> bool:
+        """True if this step counts towards the end of the training."""
+        return self.loss_nonfinite or self.spoils_weights or self.skip_counts
+
+    @property
+    def worth_saving(self) -> bool:
+        """True if it failed, or was skipped at a scale that was no problem before."""
+        return self.failed or (self.skipped and not self.skip_expected)
+
+    @property
+    def reason(self) -> Reason:
+        """What was wrong, the earliest in the step first."""
+        if self.loss_nonfinite:
+            return "loss"
+        if self.gradients_nonfinite:
+            return "gradients"
+        return "update" if self.weights_nonfinite else "skipped"
+
+
+class ScaleSearch:
+    """Tells the skips by which GradScaler finds its scale from those that something else is behind.
+
+    Expected are those before the first update that went well, and those at a scale that it has just grown to: one is
+    settled once the scaler could grow beyond it, or had to come down to it.
+    """
+
+    def __init__(self) -> None:
+        self._settled: float | None = None
+        self._last: float | None = None
+
+    def expects_skip(self, scale: float) -> bool:
+        """True if a skip at this scale is part of the search."""
+        self._settle_below(scale)
+        return self._settled is None or scale > self._settled
+
+    def add_success(self, scale: float) -> None:
+        """Note an update at this scale."""
+        self._settle_below(scale)
+        self._settled = scale if self._settled is None else min(self._settled, scale)
+        self._last = scale
+
+    def _settle_below(self, scale: float) -> None:
+        """GradScaler grows after many updates without a skip: the scale that it comes from has lasted."""
+        if self._last is not None and scale > self._last:
+            self._settled = self._last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
     """When to stop: more than the share `threshold` of the last `window` steps failed, or `in_a_row` consecutive ones.
 
-    The share is that of the whole window, also while fewer steps were seen. Non-finite losses and skipped steps each
-    have their own share.
+    The share is that of the whole window, also while fewer steps were seen. Non-finite losses, updates that spoil the
+    weights and skipped steps each have their own share.
     """
 
     threshold: float = 0.1
@@ -69,13 +119,21 @@ class StopRule:
 
 
 class StepHistory:
-    """Counts over the whole run, and the results of its last steps."""
+    """Counts over the whole run, and the results of its last steps.
+
+    `begins_episode`: the last step is worth saving, and neither the one before it was, nor another micro-batch of the
+    same update.
+    """
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
         self.num_steps = 0
         self.num_bad_losses = 0
+        self.num_spoiled = 0
         self.num_skipped = 0
+        self._last: StepResult | None = None
+        self._last_unfit: int | None = None
+        self.begins_episode = False
         self._recent: deque[StepResult] = deque(maxlen=rule.window)
         self._num_in_a_row = 0
 
@@ -83,14 +141,14 @@ class StepHistory:
         """Count a step."""
         self.num_steps += 1
         self.num_bad_losses += result.loss_nonfinite
+        self.num_spoiled += result.spoils_weights
         self.num_skipped += result.skipped
+        follows = (self._last is not None and self._last.worth_saving) or self._last_unfit == result.step
+        self.begins_episode = result.worth_saving and not follows
+        self._last = result
+        self._last_unfit = result.step if result.worth_saving else self._last_unfit
         self._recent.append(result)
         self._num_in_a_row = self._num_in_a_row + 1 if result.failed else 0
-
-    @property
-    def begins_episode(self) -> bool:
-        """True if the last step is the first failed one within the window."""
-        return bool(self._recent) and self._recent[-1].failed and sum(result.failed for result in self._recent) == 1
 
     def why_stop(self) -> str | None:
         """The reason to stop after the last step; None to go on."""
@@ -99,9 +157,12 @@ class StepHistory:
             return f"{self._num_in_a_row} non-finite step{'s in a row' if rule.in_a_row > 1 else ''}"
         most = rule.threshold * rule.window
         losses = sum(result.loss_nonfinite for result in self._recent)
+        spoiled = sum(result.spoils_weights for result in self._recent)
         skips = sum(result.skip_counts for result in self._recent)
         if losses > most:
             return f"the loss was non-finite in {losses} of the last {len(self._recent)} steps"
+        if spoiled > most:
+            return f"gradients or updated weights were non-finite in {spoiled} of the last {len(self._recent)} steps"
         if skips > most:
             return f"the scaler skipped {skips} of the last {len(self._recent)} steps at a loss scale below 1"
         return None
@@ -111,8 +172,10 @@ class StepHistory:
         return {
             "num_steps": self.num_steps,
             "num_bad_losses": self.num_bad_losses,
+            "num_spoiled": self.num_spoiled,
             "num_skipped": self.num_skipped,
             "recent_bad_losses": [result.step for result in self._recent if result.loss_nonfinite],
+            "recent_spoiled": [result.step for result in self._recent if result.spoils_weights],
             "recent_skipped": [result.step for result in self._recent if result.skipped],
         }
 
@@ -125,31 +188,43 @@ class DumpFolder:
         self.written: list[Path] = []
         self._keep, self._max_nbytes = keep, max_nbytes
 
-    def write(self, contents: Mapping[str, Any], stem: str) -> Path:
-        """Write a file, and delete the oldest beyond `keep`.
+    @property
+    def is_full(self) -> bool:
+        """True if the next file makes the oldest go."""
+        return len(self.written) >= self._keep
+
+    def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, bool]:
+        """Write a file, and delete the oldest beyond `keep`; the path, and whether the weights had room in it.
 
         Raises:
             OSError: the folder cannot be written to, or the disk is full.
         """
-        path = write_dump(contents, self.folder, stem, max_nbytes=self._max_nbytes)
+        fitting = fit_into(contents, self._max_nbytes)
+        path = write_dump(fitting, self.folder, stem, max_nbytes=self._max_nbytes)
         self.written.append(path)
         while len(self.written) > self._keep:
             with suppress(OSError):
                 self.written[0].unlink(missing_ok=True)
             del self.written[0]
-        return path
+        return path, "state_dict" in fitting
 
 
 MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
 
 
 class StepPolicy:
-    """Counts finished steps, saves the first failed one of each episode, and stops the training by its rule."""
+    """Counts finished steps, saves the first failed one of each episode, and stops the training by its rule.
+
+    Once the folder is full, an episode is saved only if the last file is `window` steps old: a training that fails at
+    every other step must not spend its time on writing.
+    """
 
     def __init__(self, history: StepHistory, folder: DumpFolder, make_contents: MakeContents) -> None:
         self.history = history
         self.folder = folder
         self._make_contents = make_contents
+        self._scale_search = ScaleSearch()
+        self._last_saved = 0
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and write it if it begins an episode or ends the training.
@@ -158,18 +233,37 @@ class StepPolicy:
             NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
         """
         step.decided = True
-        result = _sum_up(step)
+        result = self._sum_up(step)
         self.history.add(result)
-        if not result.failed:
+        if not result.worth_saving:
             return
-        why = self.history.why_stop()
-        if not why and not self.history.begins_episode:
+        why = self.history.why_stop() if result.failed else None
+        if not why and not self._is_due():
             return
         saved = self._save(step, result, "stopped" if why else "first")
         if why and may_stop:
             message = f"The recorder stopped the training at step {step.step}: {why}."
             raise NonFiniteTrainingError(message, remedy=saved)
         LOG.warning("Step %d: %s. %s", step.step, _describe(result, step), saved)
+
+    def _is_due(self) -> bool:
+        waited = self.history.num_steps - self._last_saved
+        return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.rule.window)
+
+    def _sum_up(self, step: RecordedStep) -> StepResult:
+        skipped, scale = step.was_skipped, step.loss_scale
+        expected = not skipped or scale is None or self._scale_search.expects_skip(scale)
+        if scale is not None and not skipped and step.updates:
+            self._scale_search.add_success(scale)
+        return StepResult(
+            step=step.step,
+            loss_nonfinite=step.loss_nonfinite,
+            gradients_nonfinite=step.gradients_nonfinite,
+            weights_nonfinite=step.spoiled is not None,
+            skipped=skipped,
+            skip_expected=expected,
+            loss_scale=scale,
+        )
 
     def _save(self, step: RecordedStep, result: StepResult, event: str) -> str:
         """Write the step; the outcome in a sentence that says what to do next.
@@ -178,27 +272,33 @@ class StepPolicy:
         """
         if step.before is None:
             return "The model was not called in this step, so there is nothing to save."
+        self._last_saved = self.history.num_steps
         rank, world_size = read_rank()
-        stem = f"nan-step{step.step:06d}" + (f"-rank{rank}" if world_size > 1 else "")
+        stem = f"nan-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
+        stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self._make_contents(step, result, event)
-            path = self.folder.write(contents, stem)
+            path, has_weights = self.folder.write(contents, stem)
         except Exception as error:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
             return "It could not be saved; the log says why."
+        if not has_weights:
+            return f"Saved to {path} without the weights, which would pass max_nbytes: it cannot be replayed as it is."
         return f"Saved to {path}; next: {write_command(path, contents['model'])}"
 
 
-def _sum_up(step: RecordedStep) -> StepResult:
-    skipped = step.was_skipped
-    # The scale is read from the device only where it matters.
-    scale = float(step.scale) if skipped and step.scale is not None else None
-    return StepResult(step=step.step, loss_nonfinite=step.loss_nonfinite, skipped=skipped, loss_scale=scale)
-
-
 def _describe(result: StepResult, step: RecordedStep) -> str:
-    if result.reason == "skipped":
-        return f"the gradients are non-finite at a loss scale of {result.loss_scale:g}, and the scaler skipped the step"
     what = "loss" if step.loss is not None else "output"
-    return f"the {what} is non-finite" + ("" if step.nonfinite_here else " on another rank")
+    if result.reason == "loss":
+        return f"the {what} is non-finite" + ("" if step.nonfinite_here else " on another rank")
+    if result.reason == "gradients":
+        return f"the {what} is finite, and its gradients are not"
+    if result.reason == "update":
+        assert step.spoiled is not None
+        optimizer = type(step.spoiled.trained.optimizer).__name__
+        return f"loss and gradients are finite, and the update by {optimizer} left non-finite weights"
+    known = "" if result.skip_counts else ", where steps have passed before"
+    return (
+        f"the gradients are non-finite at a loss scale of {result.loss_scale:g}{known}, and the scaler skipped the step"
+    )

@@ -6,6 +6,7 @@ In: forwards, losses and optimizer steps as they happen. Out: `RecordedStep`s ha
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from nandoctor.capture.async_flags import Flag, any_nonfinite, reduce_over_ranks
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import StepPolicy
+from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import read_loss_scale
@@ -30,26 +32,65 @@ class StepTracker:
     """The step under way, `current`, and those that wait for a device to say how they went.
 
     `on_stop` is called before `NonFiniteTrainingError` is raised. `epoch` and `next_step` number what begins next.
+    `unwatched_eval`: the last forward was of the model in eval mode, and no step.
     """
 
-    def __init__(self, observer: Observer, policy: StepPolicy, scaler: Any, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        policy: StepPolicy,
+        scaler: Any,
+        *,
+        undo_nbytes: int,
+        on_stop: Callable[[], None],
+    ) -> None:
         self.current: RecordedStep | None = None
         self.epoch: int | None = None
         self.next_step = 0
-        self.optimizers: list[Optimizer] = []
+        self.unwatched_eval = False
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
+        self._undo_nbytes = undo_nbytes
         self._pending: list[RecordedStep] = []
-        self._parameters = {id(parameter) for parameter in observer.model.parameters()}
-        self._owned: dict[int, bool] = {}
+        self._names = {id(parameter): name for name, parameter in observer.model.named_parameters()}
+        self._probe = next((p for p in observer.model.parameters() if p.requires_grad), None)
+        self._trained: dict[int, TrainedParameters] = {}
+        self._last = (-1, 0)
+        self._accumulates = False
+        self._process = os.getpid()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that train a parameter of the model, in the order of their first steps."""
+        return [trained.optimizer for trained in self._trained.values() if trained.names]
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
-        """A step with the next number and the loss scale as it is now."""
-        number = self.next_step
-        self.next_step += 1
-        scale, version = read_loss_scale(self._scaler)
+        """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
+        scale, version = _read_scale(self._scaler)
+        number, micro_batch = self._last
+        if self.current is not None and not self.current.flags:
+            pass  # nobody watched it, so that it ends as no step and its number is free
+        elif self._is_accumulating(version):
+            micro_batch += 1
+        else:
+            micro_batch = micro_batch + 1 if self.next_step == number else 0
+            number = self.next_step
+        self._last, self.next_step = (number, micro_batch), number + 1
+        self._accumulates = self._probe is not None
+        self._scale_version = version
         return RecordedStep(
-            step=number, epoch=self.epoch, explicit=explicit, batch=batch, scale=scale, scale_version=version
+            step=number,
+            micro_batch=micro_batch,
+            epoch=self.epoch,
+            explicit=explicit,
+            batch=batch,
+            scale=scale,
+            scale_version=version,
         )
+
+    def _is_accumulating(self, scale_version: int | None) -> bool:
+        """True if gradients are there and no update has used them since the last step began."""
+        grad = None if self._probe is None else self._probe.grad
+        return self._accumulates and grad is not None and self._scale_version == scale_version
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be.
@@ -57,14 +98,17 @@ class StepTracker:
         Raises:
             NonFiniteTrainingError: the policy stops the training.
         """
+        self._forget_if_forked()
         step, self.current = self.current, following
         if step is not None and step.flags:
-            scale, version = read_loss_scale(self._scaler)
-            if version != step.scale_version and not step.stepped:
+            scale, version = _read_scale(self._scaler)
+            if version != step.scale_version and not step.updates and scale is not None and step.scale is not None:
                 # The scaler was updated and no optimizer was called: the scaler has waited for the gradients by now.
-                step.skipped = scale is not None and step.scale is not None and bool(scale < step.scale)
+                step.skipped = scale.values() < step.scale.values()
+            if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
+                step.accumulated = _flag_of(largest_magnitude(_gradients(self._observer.model)))
             self._pending.append(step)
-        self.flush_pending(final=final)
+        self.flush_pending(wait=final)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step.
@@ -72,11 +116,16 @@ class StepTracker:
         Raises:
             NonFiniteTrainingError: this begins a step, and the policy stops the training for one before it.
         """
-        step = self.current
-        explicit = step is not None and step.explicit
-        if not torch.is_grad_enabled() or not (module.training or explicit):
+        step, with_grad = self.current, torch.is_grad_enabled()
+        self.unwatched_eval = False
+        if step is not None and step.explicit:
+            if not with_grad and (step.flags or (step.calls and not step.without_grad)):
+                return False  # a validation within the step
+            step = self._continue_explicit(step, with_grad=with_grad)
+        elif not with_grad or not module.training:
+            self.unwatched_eval = True
             return False
-        if step is None or (not explicit and (step.flags or step.passed or len(step.calls) >= _MAX_CALLS)):
+        elif step is None or step.flags or step.passed or len(step.calls) >= _MAX_CALLS:
             step = self.make_step(explicit=False)
             self.start_step(step)
         is_first = step.before is None
@@ -84,9 +133,32 @@ class StepTracker:
             step.before = self._observer.look()
         else:
             step.between.append(self._observer.look_between())
+        step.without_grad = not with_grad
         step.calls.append(pack_call(args, kwargs))
         step.num_running += 1
         return is_first
+
+    def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
+        """The step that a further forward within an explicit one belongs to.
+
+        After an update the weights are others: a closure that an optimizer calls again is a step of its own.
+        """
+        if step.updates:
+            again = RecordedStep(
+                step=step.step,
+                micro_batch=step.micro_batch + 1,
+                epoch=step.epoch,
+                explicit=True,
+                batch=step.batch,
+                scale=step.scale,
+                scale_version=step.scale_version,
+            )
+            self._last = (again.step, again.micro_batch)
+            self.start_step(again)
+            return again
+        if (step.passed and not step.flags) or (with_grad and step.without_grad):
+            step.forget_calls()
+        return step
 
     def after_forward(self, output: Any) -> RecordedStep | None:
         """Note what a call of the model returned; the step that it belongs to, None for none."""
@@ -97,74 +169,136 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         return step
 
-    def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
+    def watch(self, step: RecordedStep, loss: Any, *, ask_all: bool) -> None:
         """Flag a non-finite loss (or output, without a loss), and see what the forward did to the buffers."""
-        step.loss = step.loss if loss is None else loss.detach()
-        flag = any_nonfinite(step.outputs() if loss is None else [loss])
+        looked_at = step.outputs()
+        if loss is not None:
+            step.loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            looked_at = iter([step.loss])
+        flag = any_nonfinite(looked_at)
         if flag is None:
             flag = torch.zeros((), dtype=torch.bool, device=self._observer.device)
         step.flags.append(Flag(reduce_over_ranks(flag, ask_all=ask_all)))
         if step.before is not None:
             self._observer.learn(step.before)
 
-    def before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Read the flags before an optimizer spoils the weights that the dump needs.
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook before any optimizer's `step`; where it is given a closure, the closure in ours.
+
+        Raises:
+            NonFiniteTrainingError: the policy stops the training.
+        """
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not callable(closure):
+            self._before_update(optimizer)
+            return None
+        wrapped = self._wrap_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after which the optimizer writes the weights; LBFGS does so several times."""
+
+        def evaluate() -> Any:
+            if self.current is not None and self.current.updates:
+                self.after_step(optimizer)
+            loss = closure()
+            self._before_update(optimizer)
+            return loss
+
+        return evaluate
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Read the flags before an optimizer spoils the weights that the dump needs, and keep the weights.
 
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step = self.current
+        step, trained = self.current, self._find_trained(optimizer)
         if step is None:
             return
-        if not self._owns(optimizer):
+        if not trained.names:
             step.passed = True
             return
         if not step.flags and step.returned:
             self.watch(step, None, ask_all=True)
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
-        if not step.waits_for_skip:
-            self.flush_pending()
-            if step.loss_nonfinite or step.was_skipped:
-                self._decide(step)
-        step.stepped = True
+        self.flush_pending(wait=True)
+        if all(update.trained is not trained for update in step.updates):
+            gradients = _flag_of(trained.gradients()) if self._scaler is None else None
+            step.updates.append(Update(trained=trained, gradients=gradients, undo=trained.keep()))
+            self._decide_before_update(step, step.updates[-1])
+        self._accumulates = False
         for waiting in (*self._pending, step):
             waiting.num_updates += 1
 
-    def flush_pending(self, *, final: bool = False, may_stop: bool = True) -> None:
-        """Decide on finished steps, except for a last one of which the device has yet to say if it was skipped.
+    def _decide_before_update(self, step: RecordedStep, update: Update) -> None:
+        """Decide on a step that has failed already; the gradients are waited for only if no copy of the weights is."""
+        if step.waits_for_skip or step.decided:
+            return
+        known = update.gradients is not None and (not update.gradients.on_device or update.undo is None)
+        if step.loss_nonfinite or step.was_skipped or (known and step.gradients_nonfinite):
+            self._decide(step)
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook after any optimizer's `step`: flag weights that it left non-finite.
+
+        Raises:
+            NonFiniteTrainingError: the policy stops the training.
+        """
+        step = self.current
+        if step is None or step.decided:
+            return
+        update = next((u for u in step.updates if u.trained.optimizer is optimizer), None)
+        if update is None:
+            return
+        update.weights = _flag_of(update.trained.weights())
+        if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
+            self._decide(step)
+
+    def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
+        """Decide on finished steps; on those of which a device has yet to say how they went only with `wait`.
 
         Raises:
             NonFiniteTrainingError: the policy stops the training.
         """
         while self._pending:
             step = self._pending[0]
-            is_last = len(self._pending) == 1
-            if is_last and not final and step.waits_for_skip and not step.loss_nonfinite:
+            if not wait and not step.ready and not step.loss_nonfinite:
                 return
             if not step.decided:
                 self._decide(step, may_stop=may_stop)
-            del self._pending[0]
+            del self._pending[:1]
 
     def on_exception(self) -> None:
         """Decide on everything that is left, without any error of the recorder's own: the loop has raised one."""
+        self._forget_if_forked()
         step, self.current = self.current, None
         try:
-            if step is not None and not step.flags and step.returned:
+            if step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
             self._pending += [step] if step is not None and step.flags else []
-            self.flush_pending(final=True, may_stop=False)
+            self.flush_pending(wait=True, may_stop=False)
         except Exception as error:
             LOG.warning("nandoctor could not look at the last step (%s: %s).", type(error).__name__, error)
 
-    def _owns(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer trains a parameter of this model; asked once for each optimizer."""
-        key = id(optimizer)
-        if key not in self._owned:
-            trained = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            self._owned[key] = any(parameter in self._parameters for parameter in trained)
-            self.optimizers += [optimizer] if self._owned[key] else []
-        return self._owned[key]
+    def _forget_if_forked(self) -> None:
+        """Leave what was pending to the process that began it: a forked child has a copy."""
+        if self._process != os.getpid():
+            self._process, self.current = os.getpid(), None
+            self._pending.clear()
+
+    def _find_trained(self, optimizer: Optimizer) -> TrainedParameters:
+        """What the optimizer trains of this model; found once, and again when it was given more."""
+        trained = self._trained.get(id(optimizer))
+        if trained is None or not trained.is_current or trained.optimizer is not optimizer:
+            trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
+            self._trained[id(optimizer)] = trained
+        return trained
 
     def _decide(self, step: RecordedStep, *, may_stop: bool = True) -> None:
         try:
@@ -174,3 +308,17 @@ class StepTracker:
             self.current = None
             self._on_stop()
             raise
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _flag_of(magnitude: torch.Tensor | None) -> Flag | None:
+    return None if magnitude is None else Flag(magnitude)
+
+
+def _read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
+    """The loss scale, on its way from the device, and how often it was updated."""
+    scale, version = read_loss_scale(scaler)
+    return None if scale is None else Flag(scale), version

@@ -30,7 +30,7 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     Raises:
         OSError: the folder cannot be written to, or the disk is full; no file is left.
     """
-    contents = _on_cpu(_capped(contents, max_nbytes))
+    contents = _on_cpu(fit_into(contents, max_nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
     try:
@@ -86,13 +86,14 @@ def _umask() -> int:
     return mask
 
 
-def _capped(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
+def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
+    """The contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
     kept, left_out = dict(contents), list(contents.get("left_out", []))
     sizes = {part: _nbytes(value) for part, value in kept.items()}
     total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
-    for part in _EXPENDABLE:
-        if total + sizes.get(part, 0) <= max_nbytes:
-            total += sizes.get(part, 0)
+    for part in (part for part in _EXPENDABLE if part in kept):
+        if total + sizes[part] <= max_nbytes:
+            total += sizes[part]
         else:
             del kept[part]
             left_out.append(f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}")

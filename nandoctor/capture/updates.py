@@ -1,0 +1,145 @@
+"""Looks at gradients before an optimizer's update and at weights after it, and keeps the weights from before.
+
+In: an optimizer and the names of the model's parameters. Out: magnitudes on the device, to be read late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nandoctor.capture.async_flags import Flag
+from nandoctor.torch_compat import copy_tensors, flatten, infinity_norms, sparse_values
+
+UNDO_NBYTES = 1 << 30
+_UNDO_SHARE = 0.02
+"""Of a device's memory: a copy of the weights that is larger might take what the training needs."""
+_SMALL = 1 << 16
+"""Elements: tensors below it are flattened into one, since a kernel for each would cost more than the copy."""
+_DENSE = (torch.Tensor, nn.Parameter)
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """One write of an optimizer to the weights.
+
+    `gradients` and `weights` are the largest magnitudes of the gradients before it and of the weights after it. `undo`
+    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it.
+    """
+
+    trained: TrainedParameters
+    gradients: Flag | None
+    undo: Mapping[str, torch.Tensor] | None
+    weights: Flag | None = None
+
+
+class TrainedParameters:
+    """The parameters of a model that one optimizer trains.
+
+    Those that are non-finite before its first update are left out: an infinity there is meant, or came with a
+    checkpoint, and no update is to blame for it.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], undo_nbytes: int) -> None:
+        self.optimizer = optimizer
+        self.num_given = _count(optimizer)
+        given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        owned = [(names[id(parameter)], parameter) for parameter in given if id(parameter) in names]
+        found = largest_magnitude(parameter for _, parameter in owned)
+        if found is not None and not bool(found.isfinite()):
+            owned = [(name, p) for name, p in owned if not _nonfinite(p)]
+        self.names = tuple(name for name, _ in owned)
+        self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
+        self._copies = _make_copies(self.parameters, undo_nbytes)
+
+    @property
+    def is_current(self) -> bool:
+        """False once the optimizer was given other parameters."""
+        return self.num_given == _count(self.optimizer)
+
+    @property
+    def can_undo(self) -> bool:
+        """True if the weights from before an update are kept."""
+        return self._copies is not None
+
+    def gradients(self) -> torch.Tensor | None:
+        """The largest magnitude among the gradients, NaN if one is; None without any."""
+        return largest_magnitude(p.grad for p in self.parameters if p.grad is not None)
+
+    def weights(self) -> torch.Tensor | None:
+        """The largest magnitude among the weights, NaN if one is."""
+        return largest_magnitude(self.parameters)
+
+    def keep(self) -> Mapping[str, torch.Tensor] | None:
+        """Copy the weights, for an update that has to be undone; None where there is no room for it."""
+        if self._copies is None:
+            return None
+        with torch.no_grad():
+            copy_tensors(self._copies, self.parameters)
+        return dict(zip(self.names, self._copies, strict=True))
+
+    def nonfinite(self) -> list[str]:
+        """The names of the parameters that are non-finite now. Waits for the device."""
+        return [name for name, p in zip(self.names, self.parameters, strict=True) if _nonfinite(p)]
+
+
+def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The largest absolute value of all elements as one number on the device: NaN if one is NaN; None without any."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        plain = tensor if type(tensor) in _DENSE and tensor.layout is torch.strided else _plain(tensor)
+        if plain.numel():
+            groups.setdefault((plain.device, plain.dtype), []).append(plain)
+    if not groups:
+        return None
+    with torch.no_grad():
+        found = [bound for group in groups.values() for bound in _bounds(group)]
+        wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
+        return torch.stack([bound.to(found[0].device, wide) for bound in found]).abs().amax()
+
+
+def _bounds(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Numbers of which one has the largest magnitude."""
+    if tensors[0].is_complex():
+        tensors = [torch.view_as_real(tensor) for tensor in tensors]
+    if tensors[0].is_cuda:
+        return infinity_norms(tensors)
+    small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+    large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
+    large += [flatten(small)] if small else []
+    return [bound for tensor in large for bound in torch.aminmax(tensor)]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    return sparse_values(local) if local.is_sparse else local
+
+
+def _nonfinite(tensor: torch.Tensor) -> bool:
+    return not bool(_plain(tensor).isfinite().all())
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _make_copies(parameters: Sequence[torch.Tensor], undo_nbytes: int) -> list[torch.Tensor] | None:
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if nbytes > min([undo_nbytes, *(_UNDO_SHARE * _memory_of(device) for device in {p.device for p in parameters})]):
+        return None
+    try:
+        return [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _memory_of(device: torch.device) -> float:
+    """Bytes; without end for a CPU, whose memory is not so scarce."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return float("inf") if properties is None else float(properties.total_memory)

@@ -1,0 +1,146 @@
+"""The step that is saved is the one that caused the damage, wherever in the step it was done: gradients or update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor import Recorder
+from nandoctor.capture.async_flags import Flag
+from nandoctor.dumps.reader import read_dump
+
+HERE = Path(__file__).parent
+
+
+class Root(nn.Module):
+    """The root of a sum that one batch makes zero: finite, with an infinite gradient that meets a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(4, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.lift(x)
+        length = hidden.square().sum(dim=1, keepdim=True).sqrt()
+        return self.head(self.norm(x + hidden)) + length
+
+
+class Words(nn.Module):
+    """A mean of word vectors; words that no batch has get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(words).mean(dim=1))
+
+
+def squared(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def batches(*, zero_at=None, number=6):
+    torch.manual_seed(1)
+    given = [torch.randn(6, 4) for _ in range(number)]
+    if zero_at is not None:
+        given[zero_at][2] = 0
+    return given
+
+
+def run(model, optimizer, given, recorder=None, *, before=None):
+    """A plain loop; returns the weights before each step, and the losses."""
+    weights, losses = [], []
+    for number, batch in enumerate(given):
+        if before is not None:
+            before(number, optimizer)
+        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        loss = squared(model(batch), batch)
+        if recorder is not None:
+            recorder.watch(loss, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return weights, losses
+
+
+def equal(left, right):
+    """The same bits, NaN included."""
+    return left.keys() == right.keys() and all(torch.equal(left[n].nan_to_num(7), right[n].nan_to_num(7)) for n in left)
+
+
+@pytest.fixture(params=["at once", "late", "late, no copy"])
+def timing(request, monkeypatch):
+    """How flags arrive: on a CPU at once, from a device late; and without room for a copy of the weights."""
+    if request.param != "at once":
+        monkeypatch.setattr(Flag, "on_device", property(lambda _: True))
+    return {"undo_nbytes": 0} if "no copy" in request.param else {}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder_of_this_file(monkeypatch):
+    monkeypatch.chdir(HERE)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_a_nan_gradient_of_a_finite_loss(tmp_path, timing):
+    model, given = make(Root), batches(zero_at=3)
+    with Recorder(model, folder=tmp_path, loss=squared, **timing) as recorder:
+        weights, losses = run(model, sgd(model), given, recorder)
+    assert losses[3].isfinite()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["reason"], dump.missing) == ("nan-step000003.pth", "gradients", ())
+    assert equal(dump.state, weights[3])
+
+    report = nandoctor.replay(path).report
+    assert report.reproduction.grade == "exact"
+    assert (report.origin.phase, report.cause.code) == ("backward", "gradient-singularity")
+    assert report.origin.op == "sqrt"
+
+
+def test_training_is_bit_identical_with_the_recorder_on(tmp_path, timing):
+    states = []
+    for folder in (None, tmp_path):
+        model = make(Root)
+        recorder = Recorder(model, folder=folder, loss=squared, **timing) if folder else None
+        weights, losses = run(model, torch.optim.AdamW(model.parameters()), batches(zero_at=3), recorder)
+        states.append((weights, torch.stack(losses), torch.get_rng_state()))
+    (plain, plain_losses, plain_rng), (recorded, losses, rng) = states
+    assert all(map(equal, plain, recorded))
+    assert torch.equal(plain_losses.nan_to_num(7), losses.nan_to_num(7))
+    assert torch.equal(plain_rng, rng)
+
+
+def test_of_accumulated_gradients_the_micro_batch_is_found(tmp_path, timing):
+    model, given = make(Root), batches(zero_at=5, number=12)
+    optimizer = sgd(model)
+    with Recorder(model, folder=tmp_path, loss=squared, **timing) as recorder:
+        for number, batch in enumerate(given):
+            loss = squared(model(batch), batch)
+            recorder.watch(loss, batch)
+            (loss / 4).backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["reason"]) == ("nan-step000001-micro1.pth", "gradients")
+    assert torch.equal(dump.arrays["input.x"], given[5])
+    assert nandoctor.replay(path).report.cause.code == "gradient-singularity"
