@@ -60,7 +60,7 @@ def _innocents() -> Iterable[Case]:
 def _origin(report: Report) -> str:
     if report.origin is None:
         return "-"
-    return f"{report.origin.module or '(root)'} {report.origin.op or report.origin.phase}"
+    return f"{report.origin.place.module or '(root)'} {report.origin.op or report.origin.phase}"
 
 
 if __name__ == "__main__":

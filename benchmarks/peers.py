@@ -151,7 +151,9 @@ def ask_nandoctor(case: Case) -> Claim:
     if report.origin is None:
         return Claim(alarm=report.verdict not in ("healthy", "not-reproduced"))
     origin = report.origin
-    return Claim(alarm=True, module=origin.module, op=origin.op or "", line=origin.source.text if origin.source else "")
+    return Claim(
+        alarm=True, module=origin.place.module, op=origin.op or "", line=origin.source.text if origin.source else ""
+    )
 
 
 # --- a step, for the others ------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, prog
 
 def _take_picture(report: Report, step: FailingStep) -> Picture | None:
     """The first sample that the origin is bad in."""
-    samples = report.origin.samples if report.origin is not None else ()
+    samples = report.origin.elements.samples if report.origin is not None else None
     used = {name: array for name, array in step.batch.items() if name in step.used}
     return take_picture(used, samples[0]) if samples else None
 
@@ -236,8 +236,8 @@ def _diagnose_optimizer(findings: Findings) -> Findings:
     if diagnoses and findings.verdict == "healthy":
         return replace(findings, verdict="precision", conclusion=Conclusion(diagnoses=diagnoses))
     first = next(iter(findings.conclusion.diagnoses), None)
-    owners = {diagnosis.origin.module for diagnosis in diagnoses}
-    if findings.verdict == "state" and first is not None and first.origin.module in owners:
+    owners = {diagnosis.origin.place.module for diagnosis in diagnoses}
+    if findings.verdict == "state" and first is not None and first.origin.place.module in owners:
         conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
         return replace(findings, conclusion=conclusion)
     return findings

@@ -73,6 +73,18 @@ def join_first(words: Sequence[str], limit: int) -> str:
     return join_words([*words[:limit], f"{left} more"] if left > 0 else words)
 
 
+def ordinal(place: int) -> str:
+    """A place counted from 1: 1st, 2nd, 3rd, 11th, 22nd."""
+    ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return f"{place}{ending}"
+
+
+def call_label(name: str, call: int, type_name: str = "") -> str:
+    """A module call as people read it, `call` counted from 0: "norm (2nd call)", "norm (LayerNorm, 2nd call)"."""
+    notes = [*([type_name] if type_name else []), *([f"{ordinal(call + 1)} call"] if call else [])]
+    return f"{name} ({', '.join(notes)})" if notes else name
+
+
 def byte_size(nbytes: int) -> str:
     """A file's size in decimal units: 812 bytes, 1.25 MB."""
     if nbytes < 1000:

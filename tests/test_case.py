@@ -30,7 +30,7 @@ def case(path):
 
 
 def test_a_live_model_is_replayed(case):
-    assert (case.verdict, case.first_nonfinite.module) == ("precision", "scale")
+    assert (case.verdict, case.first_nonfinite.place.module) == ("precision", "scale")
     assert repr(case) == f"Case(precision: {case.report.headline})"
 
 

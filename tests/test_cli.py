@@ -98,7 +98,7 @@ def test_quiet_tries_no_cure_that_it_would_not_tell(monkeypatch):
 def test_json_is_all_there_is_on_standard_output():
     result = run("replay", *SICK, "--json")
     report = json.loads(result.stdout)
-    assert report["schema"] == "nandoctor.report/1"
+    assert report["schema"] == "nandoctor.report/2"
     assert (report["verdict"], report["first_nonfinite"]["module"]) == ("precision", "scale")
     assert result.stderr == ""
 

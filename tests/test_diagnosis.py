@@ -29,7 +29,7 @@ def test_names_do_not_matter(case, tmp_path):
 def test_an_innocent_branch_beside_it_is_not_blamed(case, tmp_path):
     report = diagnose(case, tmp_path)
     assert faults(case, report) == []
-    assert all("loud" not in other.origin.module for other in report.also)
+    assert all("loud" not in other.origin.place.module for other in report.also)
 
 
 @each([*(case.twin() for case in CASES), *healthy_models()])

@@ -67,7 +67,7 @@ BAD_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
 )
 def test_the_verdict_and_the_first_bad_module(make, image, verdict, module):
     report = replay(make(), image=image, logit=BAD)
-    assert (report.verdict, report.first_nonfinite.module) == (verdict, module)
+    assert (report.verdict, report.first_nonfinite.place.module) == (verdict, module)
     assert report.headline
     assert report.next_steps
 
@@ -76,16 +76,17 @@ def test_the_first_bad_layer_comes_with_inputs_and_fp32_values():
     image = torch.ones(4, 4) / 8
     image[2] = 1
     first = replay(Overflowing(), image=image).first_nonfinite
-    assert (first.type, first.call, first.where, first.kinds) == ("Linear", 0, "output", ("+inf",))
-    assert (first.samples, first.first_index, first.num_bad, first.numel) == ((2,), (2, 0), 4, 16)
+    assert (first.place.type, first.place.call, first.where, first.elements.kinds) == ("Linear", 0, "output", ("+inf",))
+    assert (first.elements.samples, first.elements.first_index) == ((2,), (2, 0))
+    assert (first.elements.num_bad, first.elements.numel) == (4, 16)
     assert first.would_be == 120000.0
     assert first.inputs[0].absmax == 1.0
 
 
 def test_both_runs_are_there_row_by_row():
     runs = replay(Overflowing()).runs
-    assert [row.module for row in runs.autocast.modules] == [row.module for row in runs.fp32.modules]
-    assert (runs.autocast.finite, runs.fp32.finite, runs.first_unholdable) == (False, True, "scale")
+    assert [row.place.module for row in runs.autocast.modules] == [row.place.module for row in runs.fp32.modules]
+    assert (runs.autocast.finite, runs.fp32.finite, runs.first_unholdable.module) == (False, True, "scale")
     assert runs.autocast.dtype.name == "float16"
 
 
@@ -142,7 +143,7 @@ def poisoned_norm():
 
 def test_poisoned_buffers_are_found_in_eval_mode():
     report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=BAD)
-    assert (report.verdict, report.first_nonfinite.module) == ("state", "norm")
+    assert (report.verdict, report.first_nonfinite.place.module) == ("state", "norm")
     assert report.reproduction.attempts == ("train mode, seed 0: finite", "eval mode, seed 0: exact")
     assert report.runs.autocast.training is False
 
@@ -151,7 +152,7 @@ def test_poisoned_buffers_are_not_blamed_in_train_mode():
     model = Chain(norm=nn.BatchNorm1d(4), shift=Returns(lambda x: x + 10), net=Overflowing())
     model.norm.running_var.fill_(NAN)
     report = replay(model, image=torch.rand(4, 4), logit=BAD)
-    assert (report.verdict, report.first_nonfinite.module) == ("precision", "net.scale")
+    assert (report.verdict, report.first_nonfinite.place.module) == ("precision", "net.scale")
     assert report.runs.autocast.training is True
 
 
@@ -220,15 +221,15 @@ def test_weights_alone_are_judged_by_themselves():
     report = replay_dump(dump, None, Settings()).report
     assert (report.verdict, report.runs) == ("state", None)
     assert report.headline == "1 of 4 saved tensors are non-finite: last.bias."
-    assert (report.origin.phase, report.origin.module, report.cause.code) == ("state", "last", "poisoned-weights")
-    assert report.origin.kinds == ("nan",)
+    assert (report.origin.phase, report.origin.place.module, report.cause.code) == ("state", "last", "poisoned-weights")
+    assert report.origin.elements.kinds == ("nan",)
 
 
 def test_buffers_alone_are_told_from_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_var.fill_(float("inf"))
     report = replay_dump(dump_of(model, layout="weights-only"), None, Settings()).report
-    assert (report.origin.module, report.cause.code) == ("1", "poisoned-buffers")
+    assert (report.origin.place.module, report.cause.code) == ("1", "poisoned-buffers")
 
 
 def test_sound_weights_alone_are_nothing_to_replay():
@@ -250,7 +251,7 @@ def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
         return x
 
     report = replay(Chain(net=Overflowing(), check=Returns(check)))
-    assert (report.verdict, report.first_nonfinite.module) == ("precision", "net.scale")
+    assert (report.verdict, report.first_nonfinite.place.module) == ("precision", "net.scale")
     assert report.runs.autocast.raised == "FloatingPointError: NaN in the output"
 
 

@@ -56,11 +56,11 @@ def what_is_said(report):
     first, origin = report.first_nonfinite, report.origin
     return {
         "verdict": report.verdict,
-        "module": first.module,
-        "type": first.type,
-        "call": first.call,
+        "module": first.place.module,
+        "type": first.place.type,
+        "call": first.place.call,
         "where": first.where,
-        "samples": first.samples,
+        "samples": first.elements.samples,
         "op": origin.op,
         "cause": report.cause.code,
         "mode": "train" if report.runs.autocast.training else "eval",
@@ -108,15 +108,15 @@ def test_only_precision_is_cured_by_fp32(script, sample_reports):
 
 def test_earlier_call_of_the_same_norm_is_sound(sample_reports):
     report = sample_reports["unet_blank_tile"]
-    calls = [row for row in report.runs.autocast.modules if row.module == "norm"]
-    assert [row.call for row in calls] == [0, 1, 2, 3, 4, 5]
+    calls = [row for row in report.runs.autocast.modules if row.place.module == "norm"]
+    assert [row.place.call for row in calls] == [0, 1, 2, 3, 4, 5]
     assert [row.finite for row in calls] == [True, False, False, False, False, False]
     assert [stats.dtype.label for stats in calls[0].outputs] == ["fp32"]
 
 
 def test_no_layer_within_the_residual_block_is_blamed(sample_reports):
     rows = sample_reports["residual_stream"].runs.autocast.modules
-    assert {row.module: row.finite for row in rows if row.module.startswith("blocks.23")} == {
+    assert {row.place.module: row.finite for row in rows if row.place.module.startswith("blocks.23")} == {
         "blocks.23.expand": True,
         "blocks.23.contract": True,
         "blocks.23": False,

@@ -83,3 +83,11 @@ def test_kinds():
 )
 def test_sizes(nbytes, text):
     assert words.byte_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (22, "22nd"), (113, "113th")],
+)
+def test_places_are_counted_from_one(place, text):
+    assert words.ordinal(place) == text

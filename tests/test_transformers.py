@@ -80,7 +80,7 @@ def test_the_layer_that_overflows_is_named(make, arrays, layer):
     with torch.no_grad():
         logits = model(**arrays).logits
     case = nandoctor.replay(dump_of(model, arrays, torch.full_like(logits, torch.nan)), model, mode="eval")
-    assert (case.verdict, case.first_nonfinite.module) == ("precision", layer)
+    assert (case.verdict, case.first_nonfinite.place.module) == ("precision", layer)
     assert case.first_nonfinite.would_be > 65504
     assert case.report.runs.fp32.finite
 

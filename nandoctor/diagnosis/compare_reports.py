@@ -38,15 +38,15 @@ def compare(before: Report, after: Report) -> Comparison:
         changes=tuple(_find_changes(before, after)),
         layers=tuple(sorted(filter(_is_large, layers), key=_importance)),
         num_shared=len(shared),
-        only_before=tuple(row.label for key, row in ours.items() if key not in theirs),
-        only_after=tuple(row.label for key, row in theirs.items() if key not in ours),
+        only_before=tuple(row.place for key, row in ours.items() if key not in theirs),
+        only_after=tuple(row.place for key, row in theirs.items() if key not in ours),
         tightest_before=_tightest(before),
         tightest_after=_tightest(after),
     )
 
 
 def _rows(report: Report) -> dict[tuple[str, int], LayerRow]:
-    return {(row.module, row.call): row for row in report.runs.autocast.modules} if report.runs else {}
+    return {row.place.key: row for row in report.runs.autocast.modules} if report.runs else {}
 
 
 def _find_outcome(before: Report, after: Report) -> Outcome:
@@ -69,9 +69,8 @@ def _place(report: Report) -> str | None:
     """The op and module that the damage comes from, or where it came to light."""
     if report.origin is not None:
         op = f"{report.origin.op} in " if report.origin.op else ""
-        call = f" (call {report.origin.call})" if report.origin.call else ""
-        return f"{op}{report.origin.module or 'the model'}{call}"
-    return report.first_nonfinite.label if report.first_nonfinite else None
+        return f"{op}{report.origin.place.in_words}"
+    return report.first_nonfinite.place.label if report.first_nonfinite else None
 
 
 def _write_headline(outcome: Outcome, before: Report, after: Report) -> str:
@@ -105,8 +104,8 @@ def _list_facts(report: Report) -> dict[str, str | None]:
         "cause": _cause(report),
         "origin": _place(report),
         "line": f"{PurePath(origin.source.file).name}:{origin.source.line}" if origin and origin.source else None,
-        "first non-finite": first.label if first else None,
-        "samples": ", ".join(map(str, first.samples)) or None if first else None,
+        "first non-finite": first.place.label if first else None,
+        "samples": ", ".join(map(str, first.elements.samples)) if first and first.elements.samples else None,
         "non-finite gradients": str(len(report.bad_gradients)),
         "replay": report.reproduction.grade,
         "format": str(run.dtype) if run else None,
@@ -117,10 +116,7 @@ def _list_facts(report: Report) -> dict[str, str | None]:
 
 def _compare_layers(before: LayerRow, after: LayerRow) -> LayerChange:
     return LayerChange(
-        module=after.module,
-        type=after.type,
-        call=after.call,
-        label=after.label,
+        place=after.place,
         finite_before=before.finite,
         finite_after=after.finite,
         absmax_before=before.absmax,

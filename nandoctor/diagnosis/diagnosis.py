@@ -20,13 +20,13 @@ from nandoctor.causes.base import (
     site_of,
 )
 from nandoctor.causes.registry import find_cause, suggest_changes
-from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite, find_nonfinite_places
 from nandoctor.diagnosis.origin import NonfiniteSource, NonfiniteTrace, find_swallowed, trace_back
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
-from nandoctor.evidence.trace import ModuleCall, OpAnalysis, OpCall, OpTensor, TensorStats, Trace
+from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Place, TensorStats, Trace
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 
 
@@ -81,11 +81,11 @@ def _conclude_untraced(trace: Trace, nonfinite_places: list[NonfinitePlace]) -> 
         return Conclusion(complete=False)
     nonfinite_place, diagnoses = nonfinite_places[0], []
     if nonfinite_place.where == "batch":
-        diagnoses += _from_outside("batch", nonfinite_place.value.path, nonfinite_place.value, trace.calls, "forward")
+        diagnoses += _from_outside("batch", nonfinite_place.value.path, nonfinite_place.value, trace, "forward")
     for stats in nonfinite_place.owner.state if nonfinite_place.owner else ():
         assert nonfinite_place.owner is not None
         name = ".".join(filter(None, (nonfinite_place.owner.module, stats.path)))
-        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace.calls, "forward")
+        diagnoses += _from_outside("buffer" if name in trace.buffers else "weight", name, stats, trace, "forward")
     return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=nonfinite_place, complete=bool(diagnoses))
 
 
@@ -111,7 +111,7 @@ def conclude_backward(
             low=low,
         )
         cause = find_cause("backward", finding)
-        diagnoses.append(Diagnosis(origin=_origin(op, op.analysis), cause=cause))
+        diagnoses.append(Diagnosis(origin=_origin(op, op.analysis, trace), cause=cause))
         if finding.forward is not None:
             leads.append(_lead(finding.forward, finding, cause))
     return Conclusion(diagnoses=tuple(diagnoses) or _first_hit(trace), leads=tuple(leads))
@@ -130,7 +130,7 @@ def _conclude_swallowed(
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
         diagnoses=tuple(
-            Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause) for finding, cause in causes
+            Diagnosis(origin=_origin(finding.op, finding.analysis, trace), cause=cause) for finding, cause in causes
         ),
         # The changes are those of the overflow itself, as if it had come to light.
         leads=tuple(_lead(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
@@ -172,7 +172,7 @@ def _from_outside_trace(nonfinite_trace: NonfiniteTrace, trace: Trace) -> Iterat
     for op, tensor in outside.values():
         assert tensor.stats is not None
         if not _is_stored_mask(tensor.stats):
-            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace.calls, op.phase):
+            for diagnosis in _from_outside(tensor.origin, tensor.path, tensor.stats, trace, op.phase):
                 yield op.order, diagnosis, None
 
 
@@ -197,7 +197,7 @@ def _from_sources(nonfinite_trace: NonfiniteTrace, trace: Trace, low: FloatForma
                 yield nonfinite_source.op.order, diagnosis, None
             if not absurd:
                 cause = find_cause("forward", finding)
-                by_op = Diagnosis(origin=_origin(finding.op, finding.analysis), cause=cause)
+                by_op = Diagnosis(origin=_origin(finding.op, finding.analysis, trace), cause=cause)
                 yield nonfinite_source.op.order, by_op, _lead(finding.op, finding, cause)
 
 
@@ -228,19 +228,29 @@ def _finding(nonfinite_source: NonfiniteSource, trace: Trace, low: FloatFormat) 
     )
 
 
-def _origin(op: OpCall, analysis: OpAnalysis) -> Origin:
-    return Origin(
-        phase=op.phase,
-        module=op.module,
-        type=op.type,
-        call=op.call,
-        op=op.op,
-        source=op.source,
+def _elements(op: OpCall, analysis: OpAnalysis, trace: Trace) -> NonfiniteElements:
+    return NonfiniteElements(
         kinds=analysis.kinds,
         num_bad=analysis.num_bad,
         numel=analysis.numel,
         first_index=analysis.first_index,
-        samples=analysis.samples,
+        samples=trace.as_samples(analysis.samples, op.outputs[0].shape),
+    )
+
+
+def _place_of(module: str, trace: Trace | None) -> Place:
+    """A module by its path, as its first call shows it."""
+    calls = trace.calls if trace is not None else ()
+    return Place(module=module, type=next((call.type for call in calls if call.module == module), ""), call=0)
+
+
+def _origin(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
+    return Origin(
+        phase=op.phase,
+        place=op.place,
+        op=op.op,
+        source=op.source,
+        elements=_elements(op, analysis, trace),
         would_be=analysis.exact_at_worst if analysis.num_exact_finite else None,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
@@ -251,20 +261,14 @@ def _origin(op: OpCall, analysis: OpAnalysis) -> Origin:
 
 def _taken(op: OpCall, tensor: OpTensor) -> Origin:
     """A value that came from outside the traced ops, where `op` took it."""
-    stats, counts = tensor.stats, tensor.stats.counts if tensor.stats else None
+    stats = tensor.stats
     assert stats is not None
     return Origin(
         phase=op.phase,
-        module=op.module,
-        type=op.type,
-        call=op.call,
+        place=op.place,
         op=op.op,
         source=op.source,
-        kinds=counts.kinds if counts else (),
-        num_bad=counts.num_bad if counts else 0,
-        numel=stats.numel,
-        first_index=counts.first_bad_index if counts else None,
-        samples=(),
+        elements=count_nonfinite(stats, None),
         would_be=None,
         inputs=(stats,),
         output=next(iter(op.outputs), None),
@@ -276,7 +280,7 @@ def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
     found: list[Diagnosis] = []
     for tensor in finding.op.inputs:
         if tensor.origin == "weight" and tensor.stats is not None and finding.op.op in PRODUCTS:
-            found += _from_outside("weight", tensor.path, tensor.stats, trace.calls, finding.op.phase)
+            found += _from_outside("weight", tensor.path, tensor.stats, trace, finding.op.phase)
     return found
 
 
@@ -285,10 +289,10 @@ def diagnose_state(
 ) -> tuple[Diagnosis, ...]:
     """What can be said of bad tensors of which nothing but the name is known."""
     named = [("weight", *item) for item in weights] + [("buffer", *item) for item in buffers]
-    return tuple(diagnosis for item in named for diagnosis in _from_outside(*item, (), "forward"))
+    return tuple(diagnosis for item in named for diagnosis in _from_outside(*item, None, "forward"))
 
 
-def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[ModuleCall], phase: str) -> list[Diagnosis]:
+def _from_outside(kind: str, name: str, stats: TensorStats, trace: Trace | None, phase: str) -> list[Diagnosis]:
     """The diagnosis of a weight, a buffer or an array that was bad from the start; none where it was not."""
     in_batch: Phase = "input" if phase == "forward" else "target"
     phases: dict[str, Phase] = {"batch": in_batch, "weight": "weight", "buffer": "buffer"}
@@ -296,23 +300,16 @@ def _from_outside(kind: str, name: str, stats: TensorStats, calls: Sequence[Modu
     if cause is None:
         return []
     owner = "" if kind == "batch" else name.rpartition(".")[0]
-    counts = stats.counts
     origin = Origin(
         phase="input" if kind == "batch" else "state",
-        module=owner,
-        type=next((call.type for call in calls if call.module == owner), ""),
-        call=0,
+        place=_place_of(owner, trace),
         op=None,
         source=None,
-        kinds=counts.kinds if counts else (),
-        num_bad=counts.num_bad if counts else 0,
-        numel=stats.numel,
-        first_index=counts.first_bad_index if counts else None,
-        samples=counts.samples if counts and kind == "batch" else (),
+        elements=count_nonfinite(stats, trace if kind == "batch" else None),
         would_be=None,
         inputs=(),
         output=stats,
-        grid=counts.grid if counts else None,
+        grid=stats.counts.grid if stats.counts else None,
     )
     return [Diagnosis(origin=origin, cause=cause)]
 
@@ -328,16 +325,16 @@ def _in_optimizer(slot: OptimizerSlot, trace: Trace) -> Origin:
     assert counts is not None
     return Origin(
         phase="optimizer",
-        module=module,
-        type=next((call.type for call in trace.calls if call.module == module), ""),
-        call=0,
+        place=_place_of(module, trace),
         op="addcdiv",
         source=None,
-        kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
-        num_bad=counts.num_zero,
-        numel=slot.moment.numel,
-        first_index=None,
-        samples=(),
+        elements=NonfiniteElements(
+            kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
+            num_bad=counts.num_zero,
+            numel=slot.moment.numel,
+            first_index=None,
+            samples=None,
+        ),
         would_be=None,
         inputs=(slot.moment,),
         output=None,
@@ -353,4 +350,4 @@ def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
 def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:
     went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
     text = f"of {number(went_in)}" if event == "created" and went_in is not None else ""
-    return Link(module=op.module, op=op.op, event=event, text=text)
+    return Link(place=op.place, op=op.op, event=event, text=text)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import NonfiniteElements
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 
 Where = Literal["output", "between", "batch", "loss"]
-Place = tuple[str, int, str, str]
+_TensorKey = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +38,14 @@ def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace
     passed over.
     """
     meant = (
-        {_place(nonfinite_place): nonfinite_place.value for nonfinite_place in _nonfinite_places(reference)}
+        {_key(nonfinite_place): nonfinite_place.value for nonfinite_place in _nonfinite_places(reference)}
         if reference.finite
         else {}
     )
     return [
         nonfinite_place
         for nonfinite_place in _nonfinite_places(trace)
-        if not _is_meant(nonfinite_place.value, meant.get(_place(nonfinite_place)))
+        if not _is_meant(nonfinite_place.value, meant.get(_key(nonfinite_place)))
     ]
 
 
@@ -84,10 +85,22 @@ def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
     return parents
 
 
-def _place(nonfinite_place: NonfinitePlace) -> Place:
+def _key(nonfinite_place: NonfinitePlace) -> _TensorKey:
     call = nonfinite_place.seen_in or nonfinite_place.owner
     module, number = call.key if call else ("", -1)
     return (module, number, nonfinite_place.where, nonfinite_place.value.path)
+
+
+def count_nonfinite(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
+    """What is non-finite in a tensor, as far as it was counted; without a trace its dimension 0 is not the batch's."""
+    counts = stats.counts
+    return NonfiniteElements(
+        kinds=counts.kinds if counts else (),
+        num_bad=counts.num_bad if counts else 0,
+        numel=stats.numel,
+        first_index=counts.first_bad_index if counts else None,
+        samples=trace.as_samples(counts.samples, stats.shape) if counts and trace else None,
+    )
 
 
 def needs_counts(trace: Trace, low: FloatFormat) -> bool:

@@ -51,9 +51,7 @@ def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]
             went_in = _absmax(call.inputs)
             found.append(
                 NearMiss(
-                    module=call.module,
-                    type=call.type,
-                    call=call.call,
+                    place=call.place,
                     absmax=absmax,
                     headroom_bits=low.headroom_bits(absmax),
                     growth=absmax / went_in if went_in else None,
@@ -69,7 +67,7 @@ def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
             continue
         if row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE:
             return (
-                f"{row.label} ({row.type}) is finite and {100 * row.rel_err:.3g} % away from fp32, its inputs "
+                f"{row.place.with_type} is finite and {100 * row.rel_err:.3g} % away from fp32, its inputs "
                 f"{100 * row.inherited_err:.2g} %: the error is made there.",
             )
     return ()
@@ -113,9 +111,7 @@ def _absmax(tensors: tuple[TensorStats, ...]) -> float | None:
 def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerRow:
     absmax = _absmax(call.outputs)
     return LayerRow(
-        module=call.module,
-        type=call.type,
-        call=call.call,
+        place=call.place,
         depth=call.depth,
         inputs=call.inputs,
         outputs=call.outputs,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nandoctor.diagnosis.first_nonfinite import NonfinitePlace
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.layer_comparison import align, first_unholdable
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import FirstNonfinite, Runs, RunSummary
-from nandoctor.evidence.trace import LOSS, TensorStats, Trace
+from nandoctor.evidence.trace import LOSS, Place, TensorStats, Trace
 
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
 
@@ -19,21 +19,13 @@ _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"
 def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
     """The first nonfinite_place as the report keeps it, with what fp32 has at the same place."""
     owner, seen_in = nonfinite_place.owner, nonfinite_place.seen_in
-    counts = nonfinite_place.value.counts
-    assert counts is not None
     return FirstNonfinite(
         run="autocast",
         phase=_PHASES.get(nonfinite_place.where, "forward"),
-        module=owner.module if owner else LOSS if nonfinite_place.where == "loss" else "",
-        type=owner.type if owner else "",
-        call=owner.call if owner else 0,
+        place=owner.place if owner else Place(module=LOSS if nonfinite_place.where == "loss" else "", type="", call=0),
         where=nonfinite_place.where,
-        seen_in=seen_in.label if seen_in else None,
-        kinds=counts.kinds,
-        num_bad=counts.num_bad,
-        numel=nonfinite_place.value.numel,
-        first_index=counts.first_bad_index,
-        samples=counts.samples,
+        seen_in=seen_in.place if seen_in else None,
+        elements=count_nonfinite(nonfinite_place.value, trace),
         inputs=owner.inputs if owner else (),
         value=nonfinite_place.value,
         would_be=_would_be(nonfinite_place, reference),
@@ -47,7 +39,7 @@ def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
     return Runs(
         autocast=_summarize(trace, reference, low),
         fp32=_summarize(reference, trace, low),
-        first_unholdable=unholdable.label if unholdable else None,
+        first_unholdable=unholdable.place if unholdable else None,
     )
 
 
@@ -81,12 +73,12 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
     """One plain row per module call, both runs side by side, for a notebook or a spreadsheet."""
     if runs is None:
         return []
-    references = {(row.module, row.call): row for row in runs.fp32.modules}
+    references = {row.place.key: row for row in runs.fp32.modules}
     return [
         {
-            "module": row.module,
-            "type": row.type,
-            "call": row.call,
+            "module": row.place.module,
+            "type": row.place.type,
+            "call": row.place.call,
             "finite": row.finite,
             "absmax": row.absmax,
             "fp32_absmax": other.absmax if other else None,
@@ -96,5 +88,5 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
             "num_bad": sum(stats.counts.num_bad for stats in row.outputs if stats.counts is not None),
         }
         for row in runs.autocast.modules
-        for other in [references.get((row.module, row.call))]
+        for other in [references.get(row.place.key)]
     ]

@@ -6,7 +6,7 @@ In: both traces, the first nonfinite_place and the replay's grade. Out: a `Verdi
 from __future__ import annotations
 
 from nandoctor.diagnosis.diagnosis import Conclusion
-from nandoctor.diagnosis.first_nonfinite import NonfinitePlace
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
@@ -60,7 +60,7 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> st
         "numerics": "fp32 goes non-finite as well.",
         "silent": f"it is swallowed later, and the finite {low} output is wrong.",
     }[verdict]
-    what = describe_bad(nonfinite_place.value)
+    what = describe_bad(nonfinite_place.value, trace)
     return f"{_describe_place(nonfinite_place)} is the first to go non-finite under {low} autocast: {what}; {ending}"
 
 
@@ -70,7 +70,7 @@ def _headline_without_place(verdict: Verdict, first: Diagnosis | None, low: str)
         return f"The output is non-finite under {low} autocast, and no traced operation made it so."
     origin = first.origin
     ending = "and was swallowed; the finite output is wrong" if verdict == "silent" else "and reached the output"
-    where = origin.module or "the model's own forward"
+    where = origin.place.in_words if origin.place.module else "the model's own forward"
     return f"A value overflowed in {where} ({origin.op}) under {low} autocast {ending}."
 
 
@@ -78,21 +78,20 @@ def _headline_of_cause(first: Diagnosis, low: str) -> str:
     """The headline where the origin is no op of the forward."""
     origin = first.origin
     if origin.phase == "backward":
-        where = f"{origin.op} in {origin.module or 'the model itself'}"
+        where = f"{origin.op} in {origin.place.in_words}"
         return f"The forward is finite; the gradient of {where} is the first that is not, under {low} autocast."
     assert first.cause is not None
     return first.cause.explanation
 
 
-def describe_bad(stats: TensorStats) -> str:
+def describe_bad(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
-    counts = stats.counts
-    assert counts is not None
-    kinds = " and ".join(_KIND_NAMES[kind] for kind in counts.kinds)
-    text = f"{kinds} in {counts.num_bad} of {stats.numel} elements"
-    if 0 < len(counts.samples) <= 4 and len(stats.shape) > 1 and len(counts.samples) < stats.shape[0]:
-        listed = ", ".join(str(sample) for sample in counts.samples)
-        text += f" (sample{'s' if len(counts.samples) > 1 else ''} {listed})"
+    found = count_nonfinite(stats, trace)
+    kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
+    text = f"{kinds} in {found.num_bad} of {found.numel} elements"
+    if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
+        listed = ", ".join(map(str, found.samples))
+        text += f" (sample{'s' if len(found.samples) > 1 else ''} {listed})"
     return text
 
 
@@ -100,12 +99,11 @@ def _describe_place(nonfinite_place: NonfinitePlace) -> str:
     owner = nonfinite_place.owner
     if owner is None:
         return "The loss" if nonfinite_place.where == "loss" else "The batch"
-    call = f", call {owner.call}" if owner.call else ""
+    name = owner.place.with_type
     if nonfinite_place.where == "output":
-        return f"{owner.module}{call} ({owner.type})" if owner.module else f"The model's own forward ({owner.type})"
+        return name if owner.module else f"The forward of {name}"
     assert nonfinite_place.seen_in is not None
-    maker = f"the forward of {owner.module}{call}" if owner.module else "the model's own forward"
-    return f"A value made in {maker} ({owner.type}), on its way into {nonfinite_place.seen_in.label},"
+    return f"A value made in the forward of {name}, on its way into {nonfinite_place.seen_in.place.label},"
 
 
 def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nandoctor.evidence.formats import FORMATS, FloatFormat
-from nandoctor.evidence.serialization import NONFINITE
+from nandoctor.evidence.serialization import NONFINITE, is_inlined
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS: dict[Any, dict[str, Any]] = {
@@ -59,16 +59,30 @@ def _refer(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    kept = [item for item in dataclasses.fields(cls) if item.compare]
-    needed = [item.name for item in kept if item.default is item.default_factory is dataclasses.MISSING]
-    properties = {item.name: _describe(hints[item.name], definitions) for item in kept}
-    for item in kept:
-        if item.name in ("kind", "schema") and isinstance(item.default, str):
-            properties[item.name] = {"const": item.default}
-            needed.append(item.name)
-    return {
-        "type": "object",
-        "description": " ".join((inspect.getdoc(cls) or "").split()),
-        "properties": properties,
-        "required": needed,
-    }
+    described: dict[str, Any] = {"type": "object", "description": _docstring(cls), "properties": {}, "required": []}
+    for item in dataclasses.fields(cls):
+        if is_inlined(item):
+            _inline(_describe_record(hints[item.name], definitions), described)
+        elif item.compare:
+            _add_property(item, hints[item.name], described, definitions)
+    return described
+
+
+def _inline(inner: dict[str, Any], described: dict[str, Any]) -> None:
+    """Put the keys of `inner` among those of `described`, which says what they mean as well."""
+    described["description"] += f" {inner['description']}"
+    described["properties"] |= inner["properties"]
+    described["required"] += inner["required"]
+
+
+def _add_property(
+    item: dataclasses.Field[Any], hint: Any, described: dict[str, Any], definitions: dict[str, Any]
+) -> None:
+    is_constant = item.name in ("kind", "schema") and isinstance(item.default, str)
+    described["properties"][item.name] = {"const": item.default} if is_constant else _describe(hint, definitions)
+    if is_constant or item.default is item.default_factory is dataclasses.MISSING:
+        described["required"].append(item.name)
+
+
+def _docstring(cls: Any) -> str:
+    return " ".join((inspect.getdoc(cls) or "").split())

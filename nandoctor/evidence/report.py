@@ -1,20 +1,21 @@
-"""The report: everything a renderer may look at, and the JSON contract `nandoctor.report/1`.
+"""The report: everything a renderer may look at, and the JSON contract `nandoctor.report/2`.
 
 In: what the engine measured and the rules concluded. Out: `Report`, to and from plain JSON data.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.rounding import Effect
-from nandoctor.evidence.trace import Grid, SourceLine, TensorStats
+from nandoctor.evidence.serialization import INLINED
+from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 
-SCHEMA = "nandoctor.report/1"
+SCHEMA = "nandoctor.report/2"
 
 Verdict = Literal["precision", "numerics", "state", "input", "loss-scale", "silent", "healthy", "not-reproduced"]
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
@@ -40,59 +41,57 @@ class Reproduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstNonfinite:
-    """The first place where a non-finite value came to light.
+class NonfiniteElements:
+    """How many elements of a tensor are non-finite, and which.
 
-    `where` tells what it was: a module's own `output`; a value made `between` modules, in the forward that `module`
-    names, and first seen as the input of `seen_in`; the `batch` itself; or the `loss`. `inputs`
-    are what went in, `value` the tensor that came out.
+    `num_bad` of the `numel` elements are, of the `kinds` "nan", "+inf" and "-inf"; `first_index` is the first of them
+    in row-major order, None where it is not known. `samples` are indexes into the batch, the first 64; None where
+    dimension 0 of the tensor is not known to be the batch's.
     """
 
-    run: str
-    phase: Literal["forward", "loss", "input"]
-    module: str
-    type: str
-    call: int
-    where: Literal["output", "between", "batch", "loss"]
-    seen_in: str | None
     kinds: tuple[str, ...]
     num_bad: int
     numel: int
     first_index: tuple[int, ...] | None
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstNonfinite:
+    """The first place where a non-finite value came to light.
+
+    `where` tells what it was: a module's own `output`; a value made `between` modules, in the forward that `module`
+    names, and first seen as an input of the call `seen_in`; the `batch` itself; or the `loss`. `inputs` are the tensors
+    that the module call took, `value` is the non-finite one.
+    """
+
+    run: str
+    phase: Literal["forward", "loss", "input"]
+    place: Place = field(metadata=INLINED)
+    where: Literal["output", "between", "batch", "loss"]
+    seen_in: Place | None
+    elements: NonfiniteElements = field(metadata=INLINED)
     inputs: tuple[TensorStats, ...]
     value: TensorStats
     would_be: float | None
     state: tuple[TensorStats, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The call as `LayerRow.label` writes it."""
-        name = self.module or f"({self.type})"
-        return name if self.call == 0 else f"{name} (call {self.call})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """The operation, the state or the array that the damage comes from.
 
-    `module` is the dotted path of the module whose forward called the op, "" the root, "<loss>" the loss function; for
-    bad state its owner. `op` is the aten name, None where no op is to blame; `nth` counts its calls from that forward.
+    It stands in the module whose forward called the op; bad state in the one that owns it. `op` is the aten name, None
+    where no op is to blame; `nth` counts the calls of it from that forward, from 0.
     `would_be` is what the worst element would have been with unlimited range, from the same inputs; None where the op
     has no finite value there. `grid` tells where in the tensor the bad elements are.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
-    module: str
-    type: str
-    call: int
+    place: Place = field(metadata=INLINED)
     op: str | None
     source: SourceLine | None
-    kinds: tuple[str, ...]
-    num_bad: int
-    numel: int
-    first_index: tuple[int, ...] | None
-    samples: tuple[int, ...]
+    elements: NonfiniteElements = field(metadata=INLINED)
     would_be: float | None
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
@@ -131,7 +130,7 @@ class Diagnosis:
 class Link:
     """One step of the way from the origin to the symptom."""
 
-    module: str
+    place: Place = field(metadata=INLINED)
     op: str
     event: Literal["created", "propagated", "absorbed"]
     text: str
@@ -147,9 +146,7 @@ class LayerRow:
     same for the inputs: what is far above it was made in this call.
     """
 
-    module: str
-    type: str
-    call: int
+    place: Place = field(metadata=INLINED)
     depth: int
     inputs: tuple[TensorStats, ...]
     outputs: tuple[TensorStats, ...]
@@ -157,12 +154,6 @@ class LayerRow:
     rel_err: float | None = None
     inherited_err: float | None = None
     state: tuple[TensorStats, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The dotted path as people read it, the root by its type, later calls numbered."""
-        name = self.module or f"({self.type})"
-        return name if self.call == 0 else f"{name} (call {self.call})"
 
     @property
     def finite(self) -> bool:
@@ -177,14 +168,12 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearMiss:
-    """A call whose fp32 output comes within a factor of two of the low-precision format's limit, or passes it.
+    """A module call whose fp32 output comes within a factor of two of the low-precision format's limit, or passes it.
 
     `headroom_bits` is log2(max / absmax), negative past the limit; `growth` is the output's absmax over the inputs'.
     """
 
-    module: str
-    type: str
-    call: int
+    place: Place = field(metadata=INLINED)
     absmax: float
     headroom_bits: float
     growth: float | None
@@ -295,11 +284,14 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The replay under autocast and its fp32 reference, row by row the same calls where both reached them."""
+    """The replay under autocast and its fp32 reference, row by row the same calls where both reached them.
+
+    `first_unholdable` is the first call whose fp32 output the low-precision format cannot hold.
+    """
 
     autocast: RunSummary
     fp32: RunSummary
-    first_unholdable: str | None = None
+    first_unholdable: Place | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

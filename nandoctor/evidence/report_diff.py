@@ -5,10 +5,13 @@ In: what the rules found to differ. Out: `Comparison`, frozen plain data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-COMPARISON_SCHEMA = "nandoctor.comparison/1"
+from nandoctor.evidence.serialization import INLINED
+from nandoctor.evidence.trace import Place
+
+COMPARISON_SCHEMA = "nandoctor.comparison/2"
 
 Outcome = Literal["cured", "broken", "moved", "same-failure", "both-sound"]
 
@@ -29,10 +32,7 @@ class LayerChange:
     `growth` is the later absmax over the earlier one, None where either is not known or zero.
     """
 
-    module: str
-    type: str
-    call: int
-    label: str
+    place: Place = field(metadata=INLINED)
     finite_before: bool
     finite_after: bool
     absmax_before: float | None
@@ -49,7 +49,7 @@ class Comparison:
     `cured`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are, from another
     origin or cause; `same-failure`, `both-sound`. `layers` has the calls that both runs made and whose finiteness
     changed or whose absmax changed by a factor of 1.4 or more, those that became non-finite or finite first, then the
-    largest changes. `num_shared` counts the calls that both made; the labels of the others are listed.
+    largest changes. `num_shared` counts the calls that both made; those of one run alone are listed.
     """
 
     schema: str = COMPARISON_SCHEMA
@@ -60,7 +60,7 @@ class Comparison:
     changes: tuple[Change, ...]
     layers: tuple[LayerChange, ...]
     num_shared: int
-    only_before: tuple[str, ...]
-    only_after: tuple[str, ...]
+    only_before: tuple[Place, ...]
+    only_after: tuple[Place, ...]
     tightest_before: float | None
     tightest_after: float | None

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 # JSON has no words for these (RFC 8259, section 6); Python's own "NaN" and "Infinity" stop every other parser.
 NONFINITE = ("nan", "inf", "-inf")
+INLINED = {"inlined": True}
+"""Metadata of a field that holds a record whose keys stand beside the other keys of the record that has it."""
 _PLAIN_TYPES = {str: "a string", int: "a whole number", bool: "true or false", NoneType: "null"}
 
 
@@ -32,8 +34,7 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, FloatFormat):
         return record.name
     if dataclasses.is_dataclass(record):
-        kept = (item.name for item in dataclasses.fields(record) if item.compare)
-        return {name: to_plain(getattr(record, name)) for name in kept}
+        return _record_to_plain(record)
     if isinstance(record, Mapping):
         return {key: to_plain(value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
@@ -41,6 +42,20 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, float) and not math.isfinite(record):
         return str(record)
     return record
+
+
+def _record_to_plain(record: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for item in dataclasses.fields(record):
+        if item.compare:
+            value = to_plain(getattr(record, item.name))
+            plain |= value if is_inlined(item) else {item.name: value}
+    return plain
+
+
+def is_inlined(item: dataclasses.Field[Any]) -> bool:
+    """Tell whether the keys of the field's record stand among those of the record that has the field."""
+    return bool(item.metadata.get("inlined"))
 
 
 def from_plain(cls: type[T], data: Any) -> T:
@@ -68,7 +83,9 @@ def _decode_record(cls: type, data: Any, place: str) -> Any:
         raise _wrong(data, place, "an object")
     values = {}
     for item in dataclasses.fields(cls):
-        if item.name in data and item.compare:
+        if is_inlined(item):
+            values[item.name] = _decode(_hints_of(cls)[item.name], data, place)
+        elif item.name in data and item.compare:
             values[item.name] = _decode(_hints_of(cls)[item.name], data[item.name], f"{place}.{item.name}")
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise _damaged(f"{place}.{item.name} is missing.")

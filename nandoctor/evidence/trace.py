@@ -12,10 +12,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.text import call_label
 
 LOSS = "<loss>"
 """What stands for the loss function where a module's path is asked for."""
 Phase = Literal["forward", "loss", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A call of a module.
+
+    `module` is its dotted path, "" the root, "<loss>" the loss function; `type` its class, "" where that is not known;
+    `call` counts the calls of this module from 0.
+    """
+
+    module: str
+    type: str
+    call: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells this call from every other of the run, and finds it in another run."""
+        return (self.module, self.call)
+
+    @property
+    def label(self) -> str:
+        """The call in a table: "norm (2nd call)", the root by its type, "(UNet)"."""
+        return call_label(self.module or f"({self.type})", self.call)
+
+    @property
+    def in_words(self) -> str:
+        """The call in a sentence: "norm (2nd call)", "the model (UNet)", "the loss"."""
+        return call_label(self.module, self.call) if self.module not in ("", LOSS) else self.with_type
+
+    @property
+    def with_type(self) -> str:
+        """The call and the class of its module: "norm (LayerNorm, 2nd call)", "the model (UNet)", "the loss"."""
+        name = {"": "the model", LOSS: "the loss"}.get(self.module, self.module)
+        return call_label(name, self.call, self.type if self.module != LOSS else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +165,14 @@ class ModuleCall:
     state: tuple[TensorStats, ...] = ()
 
     @property
+    def place(self) -> Place:
+        """The call by its names alone."""
+        return Place(module=self.module, type=self.type, call=self.call)
+
+    @property
     def key(self) -> tuple[str, int]:
         """What tells this call from every other of the run."""
         return (self.module, self.call)
-
-    @property
-    def label(self) -> str:
-        """The dotted path as people read it, the root by its type, later calls numbered."""
-        name = self.module or f"({self.type})"
-        return name if self.call == 0 else f"{name} (call {self.call})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +267,11 @@ class OpCall:
     forward: int | None = None
 
     @property
+    def place(self) -> Place:
+        """The module call whose forward made the op."""
+        return Place(module=self.module, type=self.type, call=self.call)
+
+    @property
     def key(self) -> tuple[str, int, str, int]:
         """What tells this op from every other of the run, and finds it in another run."""
         return (self.module, self.call, self.op, self.nth)
@@ -242,8 +281,9 @@ class OpCall:
 class Trace:
     """One run: the policy it ran under and every module call, in the order in which the calls were entered.
 
-    `buffers` names the model's buffers. `loss`, `backward` (the ops of the backward pass in its own order) and
-    `bad_gradients` (the non-finite gradients of parameters) are there where a loss was given.
+    `num_samples` is the batch size, None where it is not known. `buffers` names the model's buffers. `loss`, `backward`
+    (the ops of the backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) are
+    there where a loss was given.
 
     `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
     an exception that ended the forward early. `ops` are the operations of the span that was asked for; `blinded` is the
@@ -265,6 +305,11 @@ class Trace:
     loss: TensorStats | None = None
     backward: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
+    num_samples: int | None = None
+
+    def as_samples(self, indices: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Indices along dimension 0 of a tensor, as those of the batch; None unless that dimension is as long."""
+        return indices if indices and shape[:1] == (self.num_samples,) else None
 
     @property
     def finite(self) -> bool:

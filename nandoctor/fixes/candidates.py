@@ -15,6 +15,7 @@ from torch import nn
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.diagnosis import Lead
 from nandoctor.diagnosis.findings import Findings
+from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
     Edit,
     KeepModule,
@@ -156,20 +157,15 @@ def _combined(leads: Sequence[Lead], findings: Findings, trials: Trials) -> Iter
 
 def _without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
     """The batch without the samples that are bad as they came in."""
-    guilty = guilty_samples(findings, num_samples)
+    guilty = guilty_samples(findings)
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if guilty and kept:
         yield (KeepSamples(samples=kept),)
 
 
-def guilty_samples(findings: Findings, num_samples: int | None) -> tuple[int, ...]:
-    """The samples of the batch to blame, where dimension 0 of what is bad is the batch's."""
-    conclusion = findings.conclusion
-    origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
-    places = [(origin.samples, origin.output)] if origin else []
-    if conclusion.first_nonfinite and conclusion.first_nonfinite.value.counts:
-        places.append((conclusion.first_nonfinite.value.counts.samples, conclusion.first_nonfinite.value))
-    for samples, stats in places:
-        if samples and stats is not None and stats.shape[:1] == (num_samples,):
-            return samples
-    return ()
+def guilty_samples(findings: Findings) -> tuple[int, ...]:
+    """The samples of the batch to blame, () where they are not known."""
+    places = [diagnosis.origin.elements.samples for diagnosis in findings.conclusion.diagnoses[:1]]
+    if findings.conclusion.first_nonfinite is not None:
+        places.append(count_nonfinite(findings.conclusion.first_nonfinite.value, findings.trace).samples)
+    return next((samples for samples in places if samples), ())

@@ -72,7 +72,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
                 from_fp32_sets += _try((_refine(kept, findings, trials),), findings, trials)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
-        guilty = guilty_samples(findings, step.num_samples)
+        guilty = guilty_samples(findings)
         for outcome in vary_settings(trials, guilty, random=findings.random):
             varied.append(outcome)
         untried.remove("other settings")

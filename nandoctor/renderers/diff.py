@@ -67,9 +67,9 @@ def _describe_layers(comparison: Comparison) -> str:
 
 
 def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    for label, names in (("only before", comparison.only_before), ("only after", comparison.only_after)):
-        if names:
-            listed = join_first([shorten(printable(name), _NUMBERS_WIDTH) for name in names], _MAX_NAMED)
+    for label, places in (("only before", comparison.only_before), ("only after", comparison.only_after)):
+        if places:
+            listed = join_first([shorten(printable(place.label), _NUMBERS_WIDTH) for place in places], _MAX_NAMED)
             yield label, listed
 
 
@@ -80,7 +80,7 @@ def _table(changes: Sequence[LayerChange], width: int) -> Table:
         table.add_column(heading, no_wrap=True, justify="right")
     name_width = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
     for change in changes:
-        cells = (shorten(printable(change.label), name_width), *_values(change))
+        cells = (shorten(printable(change.place.label), name_width), *_values(change))
         table.add_row(*map(literal, cells), style=_style(change))
     return table
 

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
-from nandoctor.evidence.trace import LOSS, TensorStats
+from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import join_first, kinds_text, number, printable, shape_text, shorten, times
 
 MEANINGS = {
@@ -117,15 +117,15 @@ def describe_origin(origin: Origin) -> str:
     """The op and the module that called it, and in which pass."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
-    owner = "the loss" if origin.module == LOSS else _name(origin.module or f"the model ({origin.type})")
-    call = f", call {origin.call}" if origin.call else ""
     backward = "the backward of " if origin.phase == "backward" else ""
-    return f"{backward}{origin.op} in {owner}{call}: {kinds_text(origin.kinds)} in {origin.num_bad} of {origin.numel}"
+    found = origin.elements
+    damage = f"{kinds_text(found.kinds)} in {found.num_bad} of {found.numel}"
+    return f"{backward}{origin.op} in {_name(origin.place.in_words)}: {damage}"
 
 
 def _describe_way(chain: Sequence[Link]) -> str:
     """The modules that the damage went through, from where it was born to where it showed."""
-    stops = [f"{link.op} in {_name(link.module or 'the model')}" for link in chain]
+    stops = [f"{link.op} in {_name(link.place.in_words)}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
     return " -> ".join(shown)
 
@@ -136,7 +136,7 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
     for diagnosis in diagnoses:
         code = diagnosis.cause.code if diagnosis.cause else "unexplained"
         op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
-        place = f"{op}{_name(diagnosis.origin.module or 'the model')}"
+        place = f"{op}{_name(diagnosis.origin.place.in_words)}"
         if place not in places.setdefault(code, []):
             places[code].append(place)
     return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
@@ -147,20 +147,21 @@ def _describe_place(first: FirstNonfinite) -> str:
         return f"{_name(first.value.path or 'an input')}, in the saved batch"
     if first.where == "loss":
         return "the loss, with a finite output"
-    owner = f"{_name(first.module or 'the model')} ({_name(first.type)}, call {first.call})"
-    if first.where == "output":
+    owner = _name(first.place.with_type)
+    if first.where == "output" or first.seen_in is None:
         return f"{owner}, in its output"
-    return f"{owner}, in its own forward: seen going into {_name(first.seen_in or 'a module')}"
+    return f"{owner}, in its own forward: seen going into {_name(first.seen_in.label)}"
 
 
 def _describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
     tensor = f"{first.value.dtype} {shape_text(first.value.shape)}"
-    parts = [f"{kinds_text(first.kinds)} in {first.num_bad} of {first.numel} elements ({tensor})"]
-    if first.samples and len(first.value.shape) > 1:
-        parts.append(_describe_samples(first.samples, first.value.shape[0]))
-    if first.first_index:
-        parts.append(f"first at {shape_text(first.first_index)}")
+    found = first.elements
+    parts = [f"{kinds_text(found.kinds)} in {found.num_bad} of {found.numel} elements ({tensor})"]
+    if found.samples and len(first.value.shape) > 1:
+        parts.append(_describe_samples(found.samples, first.value.shape[0]))
+    if found.first_index:
+        parts.append(f"first at {shape_text(found.first_index)}")
     return ", ".join(parts)
 
 
@@ -201,9 +202,9 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
 def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
     """The same tensor in the fp32 run: an output of that call, or an input of the call that saw it first."""
     for row in report.runs.fp32.modules if report.runs else ():
-        if first.where == "output" and (row.module, row.call) == (first.module, first.call):
+        if first.where == "output" and row.place.key == first.place.key:
             return _at_path(row.outputs, first.value.path)
-        if first.where == "between" and row.label == first.seen_in:
+        if first.seen_in is not None and row.place.key == first.seen_in.key:
             return _at_path(row.inputs, first.value.path)
     return None
 
@@ -228,8 +229,8 @@ def _tell_runs(report: Report) -> Iterator[Fact]:
     if report.runs is None:
         return
     too_large, first = report.runs.first_unholdable, report.first_nonfinite
-    if too_large and (first is None or too_large != first.label):
-        text = f"{_name(too_large)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
+    if too_large and (first is None or too_large.key != first.place.key):
+        text = f"{_name(too_large.label)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact(label="too large", text=text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised:

@@ -1,4 +1,4 @@
-"""Reports as JSON files, the contract `nandoctor.report/1` that other tools read.
+"""Reports as JSON files, the contract `nandoctor.report/2` that other tools read.
 
 In: a `Report`, or the path of a saved one. Out: the file, or the same `Report` again.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nandoctor.causes.registry import CAUSES
 from nandoctor.errors import ReportError
@@ -65,12 +65,21 @@ def _check_schema(data: Any, path: str | os.PathLike[str]) -> None:
         return
     family, _, version = SCHEMA.partition("/")
     found = str(schema).partition("/")
-    if found[0] == family and found[2].isdecimal() and int(found[2]) > int(version):
+    if found[0] == family and found[2].isdecimal():
+        _refuse_version(path, schema, is_newer=int(found[2]) > int(version))
+    raise ReportError(
+        f"{path} is not a nandoctor report: its schema is {schema!r}, not {SCHEMA!r}.",
+        remedy="A report is the .json file that `nandoctor replay -o report.json` writes.",
+    )
+
+
+def _refuse_version(path: str | os.PathLike[str], schema: Any, *, is_newer: bool) -> NoReturn:
+    if is_newer:
         raise ReportError(
             f"{path} was written by a newer nandoctor: its schema is {schema}, this version reads {SCHEMA}.",
             remedy="Upgrade nandoctor, or make the report again with this version.",
         )
     raise ReportError(
-        f"{path} is not a nandoctor report: its schema is {schema!r}, not {SCHEMA!r}.",
-        remedy="A report is the .json file that `nandoctor replay -o report.json` writes.",
+        f"{path} was written by an older nandoctor: its schema is {schema}, this version reads {SCHEMA}.",
+        remedy="Replay the dump again: nandoctor replay DUMP -o report.json.",
     )

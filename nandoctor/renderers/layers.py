@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
-from nandoctor.evidence.trace import TensorStats
+from nandoctor.evidence.trace import Place, TensorStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,13 @@ class LayerPair:
 
     @property
     def label(self) -> str:
-        """The module path with its call number."""
-        return self.either.label
+        """The module path, later calls numbered."""
+        return self.place.label
+
+    @property
+    def place(self) -> Place:
+        """The module call."""
+        return self.either.place
 
     @property
     def rows(self) -> tuple[LayerRow, ...]:
@@ -49,9 +54,9 @@ class Layers:
     before_bad: bool
 
     @property
-    def first_bad_label(self) -> str | None:
-        """The label of the first bad layer."""
-        return None if self.first_bad is None else self.pairs[self.first_bad].label
+    def first_bad_place(self) -> Place | None:
+        """The module call that is the first bad layer."""
+        return None if self.first_bad is None else self.pairs[self.first_bad].place
 
     def window(self, center: int, before: int, after: int) -> range:
         """The indices around `center`, moved inwards at either end so that as many layers are shown there."""
@@ -71,8 +76,8 @@ class Layers:
 
 def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
     """Both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
-    autocast = {(row.module, row.call): row for row in runs.autocast.modules}
-    fp32 = {(row.module, row.call): row for row in runs.fp32.modules}
+    autocast = {row.place.key: row for row in runs.autocast.modules}
+    fp32 = {row.place.key: row for row in runs.fp32.modules}
     longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
     return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
 
@@ -105,9 +110,9 @@ def _find_bad(report: Report, pairs: Sequence[LayerPair]) -> int | None:
     if first.where == "batch":
         return 0
     for index, pair in enumerate(pairs):
-        if first.where == "between" and pair.label == first.seen_in:
+        if first.seen_in is not None and pair.place.key == first.seen_in.key:
             return _first_inside(pairs, index)
-        if first.where == "output" and (pair.either.module, pair.either.call) == (first.module, first.call):
+        if first.where == "output" and pair.place.key == first.place.key:
             return index
     return None
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.trace import SourceLine, TensorStats
+from nandoctor.evidence.serialization import is_inlined
+from nandoctor.evidence.trace import Place, SourceLine, TensorStats
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.fix_facts import describe_outcome
 from nandoctor.renderers.notebook_card import rows_html
@@ -53,7 +54,7 @@ def record_line(record: Any) -> str:
     if isinstance(record, Cause):
         return printable(f"{record.code}: {record.explanation}")
     if isinstance(record, FirstNonfinite):
-        return printable(f"{record.label} ({record.type}): {describe_tensor(record.value)}")
+        return printable(f"{record.place.with_type}: {describe_tensor(record.value)}")
     return printable(str(getattr(record, "headline", None) or record.title))
 
 
@@ -62,7 +63,9 @@ def _rows(record: Any) -> Iterator[tuple[str, str]]:
         yield "", describe_origin(record)
     for item in dataclasses.fields(record):
         value = getattr(record, item.name)
-        if item.name not in _LEFT_OUT and value is not None and value not in ((), ""):
+        if is_inlined(item):
+            yield from _rows(value)
+        elif item.name not in _LEFT_OUT and value is not None and value not in ((), ""):
             yield item.name.replace("_", " "), _describe(item.name, value)
 
 
@@ -70,6 +73,8 @@ def _describe(name: str, value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, TensorStats):
         return describe_tensor(value)
+    if isinstance(value, Place):
+        return value.with_type
     if isinstance(value, SourceLine):
         return f"{PurePath(value.file).name}:{value.line}: {value.text}"
     if isinstance(value, tuple):

@@ -78,7 +78,7 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
 
 def _common_path(layers: Layers, shown: range) -> str:
     """The path of the module that holds all the layers shown, with its dot; the root itself does not count."""
-    modules = [layers.pairs[index].either.module for index in shown]
+    modules = [layers.pairs[index].place.module for index in shown]
     owners = [module.split(".")[:-1] for module in modules if module]
     shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
     return printable("".join(f"{steps[0]}." for steps in shared))
@@ -89,7 +89,7 @@ def make_row(runs: Runs, pair: LayerPair, *, first_bad: bool) -> TableRow:
     row = pair.autocast
     return TableRow(
         layer=printable(pair.label),
-        type=printable(pair.either.type),
+        type=printable(pair.place.type),
         autocast=_range(pair.autocast),
         fp32=_range(pair.fp32),
         rel_err=_error(row.rel_err if row else None),
@@ -97,7 +97,7 @@ def make_row(runs: Runs, pair: LayerPair, *, first_bad: bool) -> TableRow:
         headroom_bits=_headroom(pair),
         finite=all(row.finite for row in pair.rows),
         first_bad=first_bad,
-        unholdable=pair.label == runs.first_unholdable,
+        unholdable=pair.place == runs.first_unholdable,
     )
 
 

@@ -1,6 +1,6 @@
 """A tensor in one line.
 
-In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 (sample 2)".
+In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 (index 2 of dimension 0)".
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def _describe_range(stats: TensorStats) -> list[str]:
 
 def _describe_bad(counts: NonfiniteCounts, stats: TensorStats) -> str:
     text = f"{kinds_text(counts.kinds)} in {counts.num_bad} of {stats.numel}"
-    if not counts.samples or len(stats.shape) < 2:
+    if not counts.samples or len(stats.shape) < 2 or len(counts.samples) == stats.shape[0]:
         return text
-    if len(counts.samples) == stats.shape[0]:
-        return f"{text} (every sample)"
-    plural = "s" if len(counts.samples) > 1 else ""
-    return f"{text} (sample{plural} {join_first([str(sample) for sample in counts.samples], _MAX_LISTED)})"
+    noun = "indexes" if len(counts.samples) > 1 else "index"
+    return f"{text} ({noun} {join_first([str(index) for index in counts.samples], _MAX_LISTED)} of dimension 0)"

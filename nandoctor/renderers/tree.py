@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nandoctor.evidence.report import Report
+from nandoctor.evidence.trace import Place
 from nandoctor.renderers.layers import LayerPair, align_calls, select_layers
 from nandoctor.renderers.table import TableRow, make_row
 from nandoctor.text import printable
@@ -49,16 +50,16 @@ def make_tree(report: Report) -> LayerTree:
     if report.runs is None:
         return LayerTree(rows=(), num_calls=0)
     pairs = align_calls(report.runs)
-    bad = select_layers(report).first_bad_label
+    bad = select_layers(report).first_bad_place
     ordered = _order(_keep(pairs, bad))
-    cells = [make_row(report.runs, pair, first_bad=pair.label == bad) for pair in ordered]
+    cells = [make_row(report.runs, pair, first_bad=pair.place == bad) for pair in ordered]
     return LayerTree(rows=_fold(_nest(ordered, cells)), num_calls=len(pairs))
 
 
-def _keep(pairs: Sequence[LayerPair], bad: str | None) -> Sequence[LayerPair]:
+def _keep(pairs: Sequence[LayerPair], bad: Place | None) -> Sequence[LayerPair]:
     if len(pairs) <= MAX_ROWS:
         return pairs
-    center = next((place for place, pair in enumerate(pairs) if pair.label == bad), 0)
+    center = next((place for place, pair in enumerate(pairs) if pair.place == bad), 0)
     start = min(max(center - MAX_ROWS // 2, 0), len(pairs) - MAX_ROWS)
     return pairs[start : start + MAX_ROWS]
 
@@ -67,11 +68,11 @@ def _order(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
     """Modules before what they hold, siblings in the order in which anything inside them first returned."""
     first_seen: dict[str, int] = {}
     for place, pair in enumerate(pairs):
-        for path in _ancestry(pair.either.module):
+        for path in _ancestry(pair.place.module):
             first_seen.setdefault(path, place)
 
     def key(pair: LayerPair) -> tuple[list[int], int]:
-        return [first_seen[path] for path in _ancestry(pair.either.module)], pair.either.call
+        return [first_seen[path] for path in _ancestry(pair.place.module)], pair.place.call
 
     return tuple(sorted(pairs, key=key))
 
@@ -89,7 +90,7 @@ def _nest(pairs: Sequence[LayerPair], cells: Sequence[TableRow]) -> list[TreeRow
     owners: dict[str, int] = {}
     rows: list[TreeRow] = []
     for place, pair in enumerate(pairs):
-        module = pair.either.module
+        module = pair.place.module
         around = [path for path in _ancestry(module) if path in owners and path != module]
         parent = owners[around[-1]] if around else None
         path = f"{around[-1]}." if around and around[-1] else ""
@@ -101,7 +102,7 @@ def _nest(pairs: Sequence[LayerPair], cells: Sequence[TableRow]) -> list[TreeRow
                 parent=parent,
                 depth=0 if parent is None else rows[parent].depth + 1,
                 path=printable(path),
-                name=printable(pair.label.removeprefix(path)),
+                name=printable(replace(pair.place, module=module.removeprefix(path)).label),
             )
         )
     holders = {row.parent for row in rows}

@@ -252,6 +252,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         loss=collect(loss)[0] if loss else None,
         backward=observers.gradients.calls(ops) if observers.gradients else (),
         bad_gradients=result.bad_gradients,
+        num_samples=interventions.batch_size(batch, step.used),
     )
     outcome = Outcome(
         trace=trace, output=result.output, random=drew_random, loss=result.loss, gradients=result.gradients

@@ -74,7 +74,7 @@ def _failing(program: Program) -> tuple[Program, Failure]:
 
 
 def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    key = (origin.module, origin.call, origin.op, origin.nth)
+    key = (*origin.place.key, origin.op, origin.nth)
     for op in ops:
         if op.key == key:
             return op
@@ -100,7 +100,7 @@ def _reader_of(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
 
 
 def _belongs(origin: Origin, kind: str, path: str) -> bool:
-    return kind == "batch" if origin.phase == "input" else path.rpartition(".")[0] == origin.module
+    return kind == "batch" if origin.phase == "input" else path.rpartition(".")[0] == origin.place.module
 
 
 def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
@@ -140,7 +140,7 @@ def _bad_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
 def _optimizer_step(origin: Origin, moments: Sequence[SecondMoment]) -> Program:
     """Adam's quotient for the parameter of the origin, where its gradient was zero."""
     flushed = [moment for moment in moments if not moment.values.all()]
-    moment = next((m for m in flushed if m.values.numel() == origin.numel), flushed[0])
+    moment = next((m for m in flushed if m.values.numel() == origin.elements.numel), flushed[0])
     return Program(
         nodes=(
             _node("root", "torch.sqrt", "exp_avg_sq"),
@@ -173,11 +173,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _describe(origin: Origin) -> str:
-    place = (origin.module or "the model") + (f" ({origin.type})" if origin.type else "")
+    place = origin.place.with_type
     if origin.op is None:
         return f"the {'batch' if origin.phase == 'input' else f'state of {place}'}"
-    number = f", call {origin.call + 1}" if origin.call else ""
-    return f"{origin.op} in {place}{number}, {origin.phase}"
+    return f"{origin.op} in {place}, {origin.phase}"
 
 
 def _prove(script: str) -> None:

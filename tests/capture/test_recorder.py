@@ -67,7 +67,11 @@ def test_the_replay_is_bit_for_bit_that_step(tmp_path):
     assert 0 < reproduction.num_bad_saved < 256
     assert reproduction.max_rel_err == 0.0
     assert torch.equal(again[0], given[3])
-    assert (case.verdict, case.first_nonfinite.module, case.first_nonfinite.samples) == ("precision", "middle", (2,))
+    assert (case.verdict, case.first_nonfinite.place.module, case.first_nonfinite.elements.samples) == (
+        "precision",
+        "middle",
+        (2,),
+    )
     assert case.report.bad_gradients  # the loss function came with the file
 
 
@@ -202,7 +206,7 @@ def test_two_calls_of_one_step_are_replayed_in_their_order(tmp_path):
         recorder.watch(first["logit"].sum() + second["logit"].sum())
     recorder.close()
     report = nandoctor.replay(recorder.written[0]).report
-    assert (report.first_nonfinite.module, report.first_nonfinite.call) == ("middle", 1)
+    assert (report.first_nonfinite.place.module, report.first_nonfinite.place.call) == ("middle", 1)
     assert report.reproduction.grade == "exact"
 
 

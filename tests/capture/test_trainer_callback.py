@@ -81,7 +81,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     reproduction = case.report.reproduction
     assert (reproduction.grade, reproduction.output) == ("exact", "output.logits")
     assert 0 < reproduction.num_bad_saved < reproduction.numel
-    assert (case.verdict, case.first_nonfinite.module) == ("precision", "classifier")
+    assert (case.verdict, case.first_nonfinite.place.module) == ("precision", "classifier")
 
 
 @pytest.mark.filterwarnings("ignore")

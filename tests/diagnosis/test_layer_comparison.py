@@ -14,7 +14,7 @@ from nandoctor.evidence.formats import BF16, FP16
 
 def test_rows_are_in_order_of_return_and_unfinished_ones_last():
     run = trace(call("", 0, None), call("a", 1, 4), call("a.b", 2, 3), call("c", 5, None), raised="stop")
-    assert [row.module for row in align(run, reference(), FP16)] == ["a.b", "a", "", "c"]
+    assert [row.place.module for row in align(run, reference(), FP16)] == ["a.b", "a", "", "c"]
 
 
 def test_calls_are_compared_by_module_and_number():

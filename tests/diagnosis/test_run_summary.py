@@ -8,10 +8,14 @@ from made_traces import INF, NAN, call, reference, stats, trace
 from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs, tabulate
 from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.trace import Place
 
 BAD = stats(1.0, INF, NAN, shape=(3, 1))
 BIG = stats(1.0, 1e6, 2.0, shape=(3, 1))
 IN = stats(7.0)
+
+
+HEAD = Place(module="head", type="Head", call=2)
 
 
 def first(sick, healthy):
@@ -19,18 +23,18 @@ def first(sick, healthy):
 
 
 def test_the_output_of_a_module_comes_with_what_fp32_has_there():
-    sick = trace(call("", 0, 3), call("head", 1, 2, inputs=(IN,), outputs=(BAD,), state=(BAD,)))
+    sick = trace(call("", 0, 3), call("head", 1, 2, inputs=(IN,), outputs=(BAD,), state=(BAD,)), num_samples=3)
     healthy = reference(call("", 0, 3), call("head", 1, 2, outputs=(BIG,)))
     found = first(sick, healthy)
-    assert (found.run, found.phase, found.module, found.type, found.where) == (
+    assert (found.run, found.phase, found.place.module, found.place.type, found.where) == (
         "autocast",
         "forward",
         "head",
         "Head",
         "output",
     )
-    assert (found.kinds, found.num_bad, found.numel) == (("nan", "+inf"), 2, 3)
-    assert (found.first_index, found.samples) == ((1,), (1, 2))
+    assert (found.elements.kinds, found.elements.num_bad, found.elements.numel) == (("nan", "+inf"), 2, 3)
+    assert (found.elements.first_index, found.elements.samples) == ((1,), (1, 2))
     assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), BAD, (BAD,), 1e6)
 
 
@@ -38,7 +42,7 @@ def test_a_value_between_modules_is_compared_where_it_was_seen():
     sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(BAD,)))
     healthy = reference(call("", 0, 3), call("head", 1, 2, number=2, inputs=(BIG,)))
     found = first(sick, healthy)
-    assert (found.module, found.type, found.where, found.seen_in) == ("", "Net", "between", "head (call 2)")
+    assert (found.place.module, found.place.type, found.where, found.seen_in) == ("", "Net", "between", HEAD)
     assert (found.inputs, found.would_be) == ((IN,), 1e6)
 
 
@@ -49,7 +53,7 @@ def test_a_value_between_modules_is_compared_where_it_was_seen():
 )
 def test_the_batch_and_the_loss_belong_to_no_module(sick, phase, module):
     found = first(sick, reference())
-    assert (found.phase, found.module, found.inputs, found.would_be) == (phase, module, (), None)
+    assert (found.phase, found.place.module, found.inputs, found.would_be) == (phase, module, (), None)
 
 
 def test_nothing_is_said_of_fp32_where_it_never_made_the_call():
@@ -66,8 +70,8 @@ def test_each_run_keeps_its_own_facts():
     assert (both.autocast.dtype, both.fp32.dtype) == (FP16, FP32)
     assert (both.autocast.finite, both.fp32.finite) == (False, True)
     assert (both.autocast.policy, both.fp32.policy) == ("cuda", "fp32")
-    assert [row.module for row in both.autocast.modules] == ["a", "only.low", ""]
-    assert both.first_unholdable == "a"
+    assert [row.place.module for row in both.autocast.modules] == ["a", "only.low", ""]
+    assert both.first_unholdable == Place(module="a", type="A", call=0)
     assert both.fp32.modules[0].headroom_bits < 0
 
 

@@ -9,7 +9,8 @@ from nandoctor.diagnosis.diagnosis import Conclusion
 from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
 from nandoctor.diagnosis.verdict import advise, describe_bad, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Cause, Diagnosis, Origin, Reproduction
+from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
+from nandoctor.evidence.trace import Place
 
 BAD = stats(NAN, 1.0, path="logit")
 SICK = trace(call("", 0, 3, outputs=(BAD,)), call("head", 1, 2, outputs=(BAD,)), output=(BAD,))
@@ -24,16 +25,10 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
     """A conclusion whose one origin lies in this phase."""
     origin = Origin(
         phase=phase,
-        module=module,
-        type="Head",
-        call=0,
+        place=Place(module=module, type="Head", call=0),
         op="linear",
         source=None,
-        kinds=("nan",),
-        num_bad=1,
-        numel=2,
-        first_index=(0,),
-        samples=(0,),
+        elements=NonfiniteElements(kinds=("nan",), num_bad=1, numel=2, first_index=(0,), samples=(0,)),
         would_be=None,
         inputs=(),
         output=BAD,
@@ -101,13 +96,13 @@ START = " is the first to go non-finite under fp16 autocast: NaN in 1 of 2 eleme
         (SICK, "precision", f"head (Head){START}fp32 stays finite."),
         (SICK, "numerics", f"head (Head){START}fp32 goes non-finite as well."),
         (SICK, "silent", f"head (Head){START}it is swallowed later, and the finite fp16 output is wrong."),
-        (REPEATED, "precision", f"head, call 1 (Head){START}fp32 stays finite."),
-        (IN_ROOT, "precision", f"The model's own forward (Net){START}fp32 stays finite."),
+        (REPEATED, "precision", f"head (Head, 2nd call){START}fp32 stays finite."),
+        (IN_ROOT, "precision", f"The forward of the model (Net){START}fp32 stays finite."),
         (IN_LOSS, "precision", f"The loss{START}fp32 stays finite."),
         (
             BETWEEN,
             "precision",
-            f"A value made in the model's own forward (Net), on its way into head,{START}fp32 stays finite.",
+            f"A value made in the forward of the model (Net), on its way into head,{START}fp32 stays finite.",
         ),
     ],
 )
@@ -142,7 +137,11 @@ def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected)
     ],
 )
 def test_the_damage_names_the_samples_where_they_are_few(tensor, expected):
-    assert describe_bad(tensor) == expected
+    assert describe_bad(tensor, trace(num_samples=tensor.shape[0])) == expected
+
+
+def test_samples_are_not_named_where_rows_are_not_samples():
+    assert describe_bad(stats(NAN, 1.0, 1.0, shape=(3, 1)), trace(num_samples=2)) == "NaN in 1 of 3 elements"
 
 
 SUMMARY = DumpSummary(

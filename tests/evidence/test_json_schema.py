@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ import pytest
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.serialization import INLINED, to_plain
 from nandoctor.renderers.jsonfile import report_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "report.schema.json"
@@ -77,6 +77,24 @@ def test_schema_accepts_what_the_records_hold_and_nothing_else(data, valid):
 
 def test_docstrings_are_the_descriptions():
     assert SMALL["$defs"]["Branch"]["description"] == "A branch of two lines."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twig:
+    """A twig."""
+
+    leaf: Leaf = field(metadata=INLINED)
+    length: int
+
+
+def test_an_inlined_record_has_its_keys_among_the_others():
+    made = describe_schema(Twig, title="twig/1")
+    twig = made["$defs"]["Twig"]
+    assert list(twig["properties"]) == ["kind", "size", "spot", "length"]
+    assert twig["required"] == ["kind", "size", "length"]
+    assert twig["description"] == "A twig. A leaf."
+    assert list(made["$defs"]) == ["Twig"]
+    jsonschema.validate(to_plain(Twig(leaf=Leaf(size=1.0), length=2)), made)
 
 
 def test_made_reports_are_accepted():

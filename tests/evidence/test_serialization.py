@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from nandoctor.errors import ReportError
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FORMATS, FP16, FloatFormat
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.serialization import INLINED, from_plain, to_plain
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 
 COUNTS = st.integers(min_value=0)
@@ -105,6 +105,37 @@ def test_the_sample_is_neither_written_nor_read():
 def test_formats_go_by_their_names():
     assert to_plain(tensor())["dtype"] == "float16"
     assert from_plain(TensorStats, to_plain(tensor())).dtype is FP16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A record that stands inside others."""
+
+    row: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A record whose spot is inlined, and one whose spot is not."""
+
+    spot: Spot = field(metadata=INLINED)
+    other: Spot
+    size: float
+
+
+FINDING = Finding(spot=Spot(row=1), other=Spot(row=2, note="x"), size=0.5)
+
+
+def test_an_inlined_record_has_its_keys_among_the_others():
+    plain = to_plain(FINDING)
+    assert plain == {"row": 1, "note": "", "other": {"row": 2, "note": "x"}, "size": 0.5}
+    assert from_plain(Finding, plain) == FINDING
+
+
+def test_a_missing_inlined_key_is_named_by_its_place():
+    with pytest.raises(ReportError, match=r"Finding\.row is missing"):
+        from_plain(Finding, {"other": {"row": 2}, "size": 0.5})
 
 
 def test_keys_of_a_later_version_are_passed_over():

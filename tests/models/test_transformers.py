@@ -60,6 +60,10 @@ def test_the_layer_that_overflows_is_named(tmp_path, spec, model):
     write_dump(tmp_path / "dump.pth", model, spec, training=True)
     report = nandoctor.replay(tmp_path / "dump.pth", model=model).report
     assert (report.verdict, report.reproduction.grade) == ("precision", "exact")
-    assert (report.first_nonfinite.module, report.origin.module, report.origin.op) == (layer, layer, "linear")
+    assert (report.first_nonfinite.place.module, report.origin.place.module, report.origin.op) == (
+        layer,
+        layer,
+        "linear",
+    )
     assert report.cause.code == "matmul-overflow"
     assert report.origin.would_be > 65504 or report.origin.would_be < -65504

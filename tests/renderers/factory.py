@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
@@ -21,6 +21,7 @@ from nandoctor.evidence.report import (
     LayerRow,
     Link,
     NearMiss,
+    NonfiniteElements,
     Origin,
     Report,
     Reproduction,
@@ -28,9 +29,10 @@ from nandoctor.evidence.report import (
     RunSummary,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import Grid, NonfiniteCounts, SampleStats, SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
 
 BATCH = 4
+ROOT = Place(module="", type="UNet", call=0)
 
 
 def counts(num_bad, *, kind="nan", samples=(2,)):
@@ -69,9 +71,7 @@ def row(module, type_name, output, *, depth=2, call=0, inputs=(), rel_err=3e-4, 
     outputs = () if output is None else (output,)
     known = output is not None and output.absmax is not None
     return LayerRow(
-        module=module,
-        type=type_name,
-        call=call,
+        place=Place(module=module, type=type_name, call=call),
         depth=depth,
         inputs=tuple(inputs),
         outputs=outputs,
@@ -114,11 +114,11 @@ def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
         )
         fp32.append(row(module, type_name, tensor(size, dtype=FP32), low=low))
         if place == 3:  # the block returns what its last layer made
-            name = f"encoder.blocks.{block}"
-            autocast.append(replace(autocast[-1], module=name, type="Block", depth=1))
-            fp32.append(replace(fp32[-1], module=name, type="Block", depth=1))
-    autocast.append(replace(autocast[-1], module="", type="UNet", depth=0))
-    fp32.append(replace(fp32[-1], module="", type="UNet", depth=0))
+            block_place = Place(module=f"encoder.blocks.{block}", type="Block", call=0)
+            autocast.append(replace(autocast[-1], place=block_place, depth=1))
+            fp32.append(replace(fp32[-1], place=block_place, depth=1))
+    autocast.append(replace(autocast[-1], place=ROOT, depth=0))
+    fp32.append(replace(fp32[-1], place=ROOT, depth=0))
     return Runs(autocast=run(autocast, dtype=low), fp32=run(fp32, dtype=FP32))
 
 
@@ -146,27 +146,37 @@ def _count(stats):
     return replace(stats, counts=replace(known, by_sample=samples, exponents=exponents))
 
 
+def put(record, **changes):
+    """`replace`, which takes the names of an inlined record as well: `put(row, module="norm")`."""
+    for name in ("place", "elements"):
+        inner = getattr(record, name, None)
+        inlined = [item.name for item in fields(inner)] if is_dataclass(inner) else []
+        if own := {key: changes.pop(key) for key in inlined if key in changes}:
+            changes[name] = replace(inner, **own)
+    return replace(record, **changes)
+
+
 def first(bad_row, **changes):
     """The record of a first non-finite output, as the row has it."""
     value = bad_row.outputs[0]
     record = FirstNonfinite(
         run="autocast",
         phase="forward",
-        module=bad_row.module,
-        type=bad_row.type,
-        call=bad_row.call,
+        place=bad_row.place,
         where="output",
         seen_in=None,
-        kinds=value.counts.kinds,
-        num_bad=value.counts.num_bad,
-        numel=value.numel,
-        first_index=value.counts.first_bad_index,
-        samples=value.counts.samples,
+        elements=NonfiniteElements(
+            kinds=value.counts.kinds,
+            num_bad=value.counts.num_bad,
+            numel=value.numel,
+            first_index=value.counts.first_bad_index,
+            samples=value.counts.samples,
+        ),
         inputs=(tensor(0.31, path="[0][0]"),),
         value=value,
         would_be=0.83,
     )
-    return replace(record, **changes)
+    return put(record, **changes)
 
 
 def array(name="logit", num_nan=0, *, shape=(BATCH, 1, 32, 32), role="output"):
@@ -224,7 +234,7 @@ def precision(num_layers=20, *, bad_from=9, would_be=81234.0, low=FP16):
     return report(
         runs,
         verdict="precision",
-        headline=f"{origin.label} ({origin.type}) is the first to go non-finite under {low} autocast: NaN in 8192 of "
+        headline=f"{origin.place.with_type} is the first to go non-finite under {low} autocast: NaN in 8192 of "
         "65536 elements (sample 2); fp32 stays finite.",
         reproduction=AGREES,
         first_nonfinite=first(origin, would_be=would_be),
@@ -244,8 +254,10 @@ def numerics():
 def residual():
     """A sum made in a block's own forward, first seen going into a layer of the next block."""
     made = precision()
-    seen = first(bad_row(made.runs), module="encoder.blocks.1", type="Block", where="between", kinds=("+inf",))
-    return replace(made, first_nonfinite=replace(seen, seen_in="encoder.blocks.2.norm"))
+    seen = first(bad_row(made.runs), place=Place(module="encoder.blocks.1", type="Block", call=0), where="between")
+    norm = Place(module="encoder.blocks.2.norm", type="ChannelNorm", call=0)
+    infinite = replace(seen.elements, kinds=("+inf",))
+    return replace(made, first_nonfinite=replace(seen, seen_in=norm, elements=infinite))
 
 
 def state():
@@ -271,8 +283,7 @@ def bad_input():
     seen = first(
         bad_row(made.runs),
         phase="input",
-        module="",
-        type="",
+        place=Place(module="", type="", call=0),
         where="batch",
         inputs=(),
         would_be=None,
@@ -317,7 +328,12 @@ def cured():
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-08, used by add in fp16"),),
         ),
         chain=tuple(
-            Link(module=f"encoder.blocks.{block}", op="add", event="propagated" if block else "created", text="")
+            Link(
+                place=Place(module=f"encoder.blocks.{block}", type="Block", call=0),
+                op="add",
+                event="propagated" if block else "created",
+                text="",
+            )
             for block in range(20)
         ),
         fixes=tuple(
@@ -343,7 +359,10 @@ def cured():
             complete=True,
         ),
         headroom=(
-            NearMiss(module="encoder.blocks.1", type="Block", call=0, absmax=4e4, headroom_bits=0.7, growth=80.0),
+            NearMiss(
+                place=Place(module="encoder.blocks.1", type="Block", call=0),
+                absmax=4e4, headroom_bits=0.7, growth=80.0,
+            ),
         ),
         eps_audit=(
             EpsUse(
@@ -364,16 +383,12 @@ def origin(made, **changes):
     counts = tuple(tuple(8 if 10 < row < 20 and 4 < place < 9 else 0 for place in range(32)) for row in range(32))
     record = Origin(
         phase="forward",
-        module=bad.module,
-        type=bad.type,
-        call=0,
+        place=bad.place,
         op="div",
         source=None,
-        kinds=("nan",),
-        num_bad=288,
-        numel=bad.outputs[0].numel,
-        first_index=(2, 0, 11, 5),
-        samples=(2,),
+        elements=NonfiniteElements(
+            kinds=("nan",), num_bad=288, numel=bad.outputs[0].numel, first_index=(2, 0, 11, 5), samples=(2,)
+        ),
         would_be=None,
         inputs=(tensor(13.6, path="self"), tensor(1.27, path="other")),
         output=bad.outputs[0],

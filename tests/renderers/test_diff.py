@@ -45,7 +45,7 @@ def test_a_cure_shows_in_verdict_place_and_layers():
     assert changes["first non-finite"] == ("encoder.blocks.2.attention", None)
     assert changes["samples"] == ("2", None)
     first = comparison.layers[0]
-    assert (first.label, first.finite_before, first.finite_after) == ("encoder.blocks.2.attention", False, True)
+    assert (first.place.label, first.finite_before, first.finite_after) == ("encoder.blocks.2.attention", False, True)
     assert comparison.num_shared == 26
     assert all(layer.finite_before != layer.finite_after for layer in comparison.layers)
 
@@ -101,5 +101,5 @@ def test_hostile_names_do_not_reach_the_terminal():
 def test_json_comes_back_as_the_comparison():
     comparison = compare(factory.cured(), factory.healthy())
     data = json.loads(comparison_json(comparison))
-    assert data["schema"] == "nandoctor.comparison/1"
+    assert data["schema"] == "nandoctor.comparison/2"
     assert from_plain(Comparison, data) == comparison

@@ -130,7 +130,7 @@ def test_healthy_and_long_looks_closer_at_the_tightest_layer():
     runs = factory.network(400)
     _, part = draw_ranges(factory.report(runs)).axes
     tightest = max(runs.fp32.modules, key=lambda row: row.absmax)
-    assert tightest.label in names(part)
+    assert tightest.place.label in names(part)
 
 
 def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
@@ -244,11 +244,11 @@ def test_a_missing_folder_says_so(tmp_path):
 def test_hostile_names_are_drawn_as_they_are(tmp_path):
     hostile = "$\\frac{$x^\x1b\n_{"
     made = factory.precision()
-    rows = tuple(replace(row, module=hostile) for row in made.runs.autocast.modules[9:10])
+    rows = tuple(factory.put(row, module=hostile) for row in made.runs.autocast.modules[9:10])
     runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
     report = replace(
         made, runs=runs, headline=hostile, dump=factory.dump(path=hostile),
-        first_nonfinite=replace(made.first_nonfinite, module=hostile),
+        first_nonfinite=factory.put(made.first_nonfinite, module=hostile),
     )  # fmt: skip
     save_figure(draw_ranges(report), tmp_path / "ranges.svg")
     text = (tmp_path / "ranges.svg").read_text()
@@ -258,9 +258,9 @@ def test_hostile_names_are_drawn_as_they_are(tmp_path):
 def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):
     made = factory.precision()
     name = "stage." * 60
-    rows = tuple(replace(row, module=name) if not row.finite else row for row in made.runs.autocast.modules)
+    rows = tuple(factory.put(row, module=name) if not row.finite else row for row in made.runs.autocast.modules)
     runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
-    seen = replace(made.first_nonfinite, module=name)
+    seen = factory.put(made.first_nonfinite, module=name)
     figure = draw_ranges(replace(made, headline="word " * 900, runs=runs, first_nonfinite=seen))
     figure.canvas.draw()
     panel = figure.axes[0].get_window_extent()

@@ -34,9 +34,10 @@ def test_names_are_those_of_the_contract():
     }  # fmt: skip
     assert contract <= data.keys()
     assert next(iter(data)) == "schema"
-    assert data["schema"] == "nandoctor.report/1"
+    assert data["schema"] == "nandoctor.report/2"
     assert data["reproduction"]["grade"] == "exact"
-    assert {"run", "phase", "module", "type", "call"} <= data["first_nonfinite"].keys()
+    assert {"run", "phase", "module", "type", "call", "kinds", "num_bad", "samples"} <= data["first_nonfinite"].keys()
+    assert {"place", "elements"}.isdisjoint(data["first_nonfinite"])
     assert {"dtype", "policy", "modules"} <= data["runs"]["autocast"].keys()
     assert data["runs"]["autocast"]["dtype"] == "float16"
     assert data["runs"]["fp32"]["dtype"] == "float32"
@@ -112,8 +113,17 @@ def test_json_that_is_no_report_says_so(data, tmp_path):
         read_report(path)
 
 
+def test_an_older_report_asks_for_another_replay(saved):
+    change(saved, schema="nandoctor.report/1")
+    with pytest.raises(
+        ReportError, match=r"written by an older nandoctor: its schema is nandoctor\.report/1"
+    ) as caught:
+        read_report(saved)
+    assert "Replay the dump again" in caught.value.remedy
+
+
 def test_a_newer_report_asks_for_an_upgrade(saved):
-    change(saved, schema="nandoctor.report/2")
+    change(saved, schema="nandoctor.report/3")
     with pytest.raises(ReportError, match="newer nandoctor") as caught:
         read_report(saved)
     assert "Upgrade" in caught.value.remedy

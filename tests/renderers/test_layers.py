@@ -67,7 +67,7 @@ def test_calls_without_numbers_are_left_out():
 def test_repeated_calls_are_told_apart():
     rows = [factory.row("act", "GELU", factory.tensor(1.0 + call), call=call) for call in range(3)]
     layers = select_layers(factory.report(runs_of(*rows)))
-    assert labels(layers) == ["act", "act (call 1)", "act (call 2)"]
+    assert labels(layers) == ["act", "act (2nd call)", "act (3rd call)"]
 
 
 def test_a_run_that_raised_is_filled_up_from_the_other():
@@ -81,8 +81,8 @@ def test_a_run_that_raised_is_filled_up_from_the_other():
 
 def test_a_value_going_into_a_container_marks_its_first_layer():
     first_block = block(residual=True)[:3]
-    second = tuple(replace(row, module=row.module.replace("block", "next")) for row in first_block)
-    made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in="next")
+    second = tuple(factory.put(row, module=row.place.module.replace("block", "next")) for row in first_block)
+    made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in=second[-1].place)
     layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
     assert layers.pairs[layers.first_bad].label == "next.a"
     assert layers.before_bad
@@ -95,7 +95,7 @@ def test_a_bad_batch_is_marked_before_the_first_layer():
 
 def test_a_first_bad_call_that_the_runs_lack_is_not_marked():
     report = factory.precision()
-    lost = replace(report.first_nonfinite, module="gone")
+    lost = factory.put(report.first_nonfinite, module="gone")
     assert select_layers(replace(report, first_nonfinite=lost)).first_bad is None
 
 

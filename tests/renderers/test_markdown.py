@@ -40,7 +40,7 @@ def test_a_patch_cannot_leave_its_fence():
 
 def test_hostile_names_are_text():
     made = factory.precision()
-    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules)
+    rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules)
     runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
     text = report_markdown(
         replace(made, headline=HOSTILE, runs=runs, notes=(HOSTILE,), dump=factory.dump(path=HOSTILE))
@@ -53,7 +53,7 @@ def test_hostile_names_are_text():
 
 def test_escaping_keeps_what_is_read():
     assert escape("a_b*c") == r"a\_b\*c"
-    assert escape("plain text, 3.5e-4 (call 1).") == "plain text, 3.5e-4 (call 1)."
+    assert escape("plain text, 3.5e-4 (2nd call).") == "plain text, 3.5e-4 (2nd call)."
 
 
 def test_the_file_is_utf8(tmp_path):

@@ -67,11 +67,11 @@ def test_nothing_happens_outside_of_ipython(monkeypatch):
         (factory.tensor(2.0, shape=(3,)), "fp16 [3], -1 to 2, median magnitude 0.167"),
         (
             factory.tensor(None, bad=factory.counts(5), shape=(4, 2)),
-            "fp16 [4, 2], no finite value, NaN in 5 of 8 (sample 2)",
+            "fp16 [4, 2], no finite value, NaN in 5 of 8 (index 2 of dimension 0)",
         ),
         (
             factory.tensor(1.0, bad=factory.counts(8, samples=(0, 1)), shape=(2, 4)),
-            "fp16 [2, 4], -0.5 to 1, median magnitude 0.0833, NaN in 8 of 8 (every sample)",
+            "fp16 [2, 4], -0.5 to 1, median magnitude 0.0833, NaN in 8 of 8",
         ),
     ],
 )

@@ -66,12 +66,12 @@ def test_nothing_was_run():
 def test_hostile_names_are_text():
     made = factory.precision()
     runs = made.runs
-    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in runs.autocast.modules[5:10])
+    rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in runs.autocast.modules[5:10])
     html = report_html(
         replace(
             made,
             headline=HOSTILE,
-            first_nonfinite=replace(made.first_nonfinite, module=HOSTILE, type=HOSTILE),
+            first_nonfinite=factory.put(made.first_nonfinite, module=HOSTILE, type=HOSTILE),
             runs=replace(runs, autocast=replace(runs.autocast, modules=rows)),
             next_steps=(HOSTILE,),
         )

@@ -117,13 +117,13 @@ def test_a_page_of_10000_layers_is_still_a_page():
 
 def hostile():
     made = factory.cured()
-    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules[:12])
-    fp32 = tuple(replace(row, module=f"{HOSTILE}.{HOSTILE}") for row in made.runs.fp32.modules)
+    rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules[:12])
+    fp32 = tuple(factory.put(row, module=f"{HOSTILE}.{HOSTILE}") for row in made.runs.fp32.modules)
     runs = replace(
         made.runs,
         autocast=replace(made.runs.autocast, modules=rows, raised=HOSTILE),
         fp32=replace(made.runs.fp32, modules=fp32),
-        first_unholdable=HOSTILE,
+        first_unholdable=factory.Place(module=HOSTILE, type=HOSTILE, call=0),
     )
     source = replace(made.origin.source, file=HOSTILE, text=HOSTILE)
     named = replace(made.origin.inputs[0], path=HOSTILE)
@@ -132,13 +132,13 @@ def hostile():
         headline=HOSTILE,
         runs=runs,
         dump=factory.dump(path=HOSTILE, bad_weights=(factory.array(HOSTILE, 1),)),
-        first_nonfinite=replace(made.first_nonfinite, module=HOSTILE, type=HOSTILE),
-        origin=replace(made.origin, module=HOSTILE, op=HOSTILE, source=source, inputs=(named,)),
+        first_nonfinite=factory.put(made.first_nonfinite, module=HOSTILE, type=HOSTILE),
+        origin=factory.put(made.origin, module=HOSTILE, op=HOSTILE, source=source, inputs=(named,)),
         cause=replace(made.cause, title=HOSTILE, explanation=HOSTILE, evidence=()),
-        chain=tuple(replace(link, module=HOSTILE, op=HOSTILE, text=HOSTILE) for link in made.chain),
+        chain=tuple(factory.put(link, module=HOSTILE, op=HOSTILE, text=HOSTILE) for link in made.chain),
         fixes=tuple(replace(one, title=HOSTILE, patch=HOSTILE) for one in made.fixes),
         counterfactuals=tuple(replace(one, setting=HOSTILE) for one in made.counterfactuals),
-        headroom=tuple(replace(one, module=HOSTILE, type=HOSTILE) for one in made.headroom),
+        headroom=tuple(factory.put(one, module=HOSTILE, type=HOSTILE) for one in made.headroom),
         eps_audit=tuple(replace(one, module=HOSTILE, name=HOSTILE) for one in made.eps_audit),
         environment=replace(made.environment, platform=HOSTILE, device=HOSTILE),
         notes=(HOSTILE,),

@@ -27,7 +27,7 @@ def surveyed(num_layers=20, **options):
 
 def rows_with(made, **changes):
     """The report with the fields of one autocast row changed: `{label: {field: value}}`."""
-    rows = tuple(replace(row, **changes.get(row.label, {})) for row in made.runs.autocast.modules)
+    rows = tuple(replace(row, **changes.get(row.place.label, {})) for row in made.runs.autocast.modules)
     return replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
 
 
@@ -93,7 +93,7 @@ def test_divergence_of_a_failure_names_both():
 
 
 def test_divergence_without_anything_to_compare():
-    rows = {row.label: {"rel_err": None} for row in factory.healthy().runs.autocast.modules}
+    rows = {row.place.label: {"rel_err": None} for row in factory.healthy().runs.autocast.modules}
     assert title(draw(rows_with(factory.healthy(), **rows), "divergence")) == "No layer can be compared with fp32."
 
 
@@ -124,7 +124,7 @@ def test_samples_of_a_failure_need_no_per_sample():
     made = factory.precision()
     samples = tuple(factory.SampleStats(num_bad=9 * (sample == 2), absmax=1.0) for sample in range(4))
     rows = {
-        row.label: {"outputs": tuple(counted(stats, samples) for stats in row.outputs)}
+        row.place.label: {"outputs": tuple(counted(stats, samples) for stats in row.outputs)}
         for row in made.runs.autocast.modules
         if not row.finite
     }
@@ -142,7 +142,7 @@ def test_layers_without_a_batch_are_left_blank():
     made = surveyed()
     row = made.runs.autocast.modules[0]
     other = replace(row.outputs[0], shape=(7, 3), counts=None)
-    image = draw(rows_with(made, **{row.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
+    image = draw(rows_with(made, **{row.place.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
     assert set(np.asarray(image)[:, 0]) == {0}
     assert image.shape[0] == factory.BATCH
 
@@ -194,12 +194,12 @@ def test_cells_of_a_large_dimension_are_told_by_their_places():
 def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
     hostile = "$\\frac{$x^\x1b\n_{<b>"
     made = surveyed()
-    rows = tuple(replace(row, module=hostile) if not row.finite else row for row in made.runs.autocast.modules[:11])
+    rows = tuple(factory.put(row, module=hostile) if not row.finite else row for row in made.runs.autocast.modules[:11])
     made = replace(
         made,
         headline=hostile,
         runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)),
-        origin=replace(made.origin, module=hostile, op=hostile),
+        origin=factory.put(made.origin, module=hostile, op=hostile),
         dump=factory.dump(path=hostile),
     )
     save_figure(draw(made, kind), tmp_path / "x.svg")

@@ -60,7 +60,9 @@ def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
     made = factory.precision(400, bad_from=250)
     deep = "backbone.stages.3.blocks." + "x" * 80 + ".attention.project"
     runs = made.runs
-    rows = tuple(replace(row, module=deep, type="T" * 60) if not row.finite else row for row in runs.autocast.modules)
+    rows = tuple(
+        factory.put(row, module=deep, type="T" * 60) if not row.finite else row for row in runs.autocast.modules
+    )
     report = replace(made, runs=replace(runs, autocast=replace(runs.autocast, modules=rows)))
     lines = printed(report).splitlines()
     assert max(map(len, lines)) <= 80
@@ -71,10 +73,14 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
     made = factory.precision()
     runs = made.runs
     rows = [
-        tuple(replace(row, module=f"backbone.transformer.{row.module}") for row in run.modules if row.module)
+        tuple(
+            factory.put(row, module=f"backbone.transformer.{row.place.module}")
+            for row in run.modules
+            if row.place.module
+        )
         for run in (runs.autocast, runs.fp32)
     ]
-    seen = replace(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.module}")
+    seen = factory.put(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.place.module}")
     runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
     text = printed(replace(made, runs=runs, first_nonfinite=seen))
     assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("absmax around") :]
@@ -87,10 +93,10 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
 
 def test_the_first_layer_that_does_not_fit_is_marked():
     made = factory.precision()
-    before = replace(made, runs=replace(made.runs, first_unholdable="encoder.blocks.1.mlp"))
+    before = replace(made, runs=replace(made.runs, first_unholdable=made.runs.fp32.modules[8].place))
     assert "! encoder.blocks.1.mlp" in printed(before, width=120)
     assert "! first whose fp32 value fp16 cannot hold" in printed(before)
-    same = replace(made, runs=replace(made.runs, first_unholdable="encoder.blocks.2.attention"))
+    same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
     assert "* encoder.blocks.2.attention" in printed(same, width=120)
     assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in printed(same)
 
@@ -135,13 +141,15 @@ def test_colour_only_on_a_terminal(monkeypatch):
 def hostile_report():
     made = factory.precision()
     runs = made.runs
-    rows = tuple(replace(row, module=HOSTILE, type=HOSTILE) for row in runs.autocast.modules[5:10])
+    rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in runs.autocast.modules[5:10])
     return replace(
         made,
         headline=HOSTILE,
         reproduction=replace(made.reproduction, output=HOSTILE, grade="finite", attempts=(HOSTILE,)),
-        first_nonfinite=replace(made.first_nonfinite, module=HOSTILE, type=HOSTILE, call=0),
-        runs=replace(runs, autocast=replace(runs.autocast, modules=rows, raised=HOSTILE), first_unholdable=HOSTILE),
+        first_nonfinite=factory.put(made.first_nonfinite, module=HOSTILE, type=HOSTILE, call=0),
+        runs=replace(
+            runs, autocast=replace(runs.autocast, modules=rows, raised=HOSTILE), first_unholdable=rows[0].place
+        ),
         dump=factory.dump(path=HOSTILE, bad_weights=(factory.array(HOSTILE, 1),)),
         notes=(HOSTILE,),
         next_steps=(HOSTILE,),

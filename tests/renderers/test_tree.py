@@ -43,11 +43,11 @@ def test_a_large_model_is_folded_but_for_the_first_bad_layer():
 def test_calls_of_one_module_stand_together():
     made = factory.healthy(4)
     rows = made.runs.autocast.modules
-    again = (*rows, replace(rows[0], call=1))
+    again = (*rows, factory.put(rows[0], call=1))
     runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=again))
     assert labels(make_tree(replace(made, runs=runs)).rows)[2:4] == [
         "encoder.blocks.0.norm",
-        "encoder.blocks.0.norm (call 1)",
+        "encoder.blocks.0.norm (2nd call)",
     ]
 
 
@@ -64,6 +64,6 @@ def test_nothing_was_run():
 
 def test_names_are_printable():
     made = factory.precision()
-    rows = tuple(replace(row, module="a\x1b.b\n") for row in made.runs.autocast.modules[:1])
+    rows = tuple(factory.put(row, module="a\x1b.b\n") for row in made.runs.autocast.modules[:1])
     runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
     assert r"a\x1b.b\n" in labels(make_tree(replace(made, runs=runs)).rows)

@@ -48,7 +48,7 @@ def _faults(case: Case, report: Report) -> Iterator[str]:
     if origin is not None and case.verdict != "healthy":
         claims += [
             ("phase", origin.phase, case.phase),
-            ("module", origin.module, case.module),
+            ("module", origin.place.module, case.module),
             ("op", origin.op or "", case.op),
         ]
     yield from (f"{what} {said!r}, not {true!r}" for what, said, true in claims if said != true)

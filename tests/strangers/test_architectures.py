@@ -195,7 +195,7 @@ def test_a_blank_image_between_two_towers(examine, eps, found):
     image[2] = 0
     report = examine(Towers(eps), {"image": image, "text": normal(4, 8)})
     assert blamed(report) == found
-    assert report.origin is None or report.origin.samples == (2,)
+    assert report.origin is None or report.origin.elements.samples == (2,)
 
 
 class Diffusion(nn.Module):

@@ -50,7 +50,7 @@ def test_a_position_that_fp16_cannot_hold(examine):
 
     report = examine(Positions(), {"ids": torch.tensor([[70000, 2], [3, 4]])})
     assert blamed(report)[1:] == ("", "to", "input-cast-overflow")
-    assert report.origin.samples == (0,)
+    assert report.origin.elements.samples == (0,)
 
 
 def test_memory_that_an_op_is_told_to_write_to(examine):

@@ -43,7 +43,7 @@ def test_an_input_that_is_called_scores(examine):
 def test_a_bad_input_of_an_unheard_of_name_is_no_output(examine):
     report = examine(Locator(), {"waypoints": with_a_nan(normal(4, 8))})
     assert blamed(report) == ("input", "", None, "poisoned-input")
-    assert report.origin.samples == (1,)
+    assert report.origin.elements.samples == (1,)
 
 
 def test_a_bad_array_that_the_user_names_as_an_input(examine):

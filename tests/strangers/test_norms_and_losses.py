@@ -51,7 +51,11 @@ def test_a_norm_without_eps_of_something_constant(examine, norm):
             return self.norm(0 * x)
 
     report = examine(Between(Constant()), {"x": normal(4, 8)})
-    assert (report.verdict, report.origin.module, report.cause.code) == ("numerics", "middle.norm", "division-by-zero")
+    assert (report.verdict, report.origin.place.module, report.cause.code) == (
+        "numerics",
+        "middle.norm",
+        "division-by-zero",
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ class Rows(nn.Module):
 )
 def test_what_is_hidden_after_the_fact_has_a_gradient(examine, function, op, causes):
     report = examine(Rows(function), {"x": normal(4, 8)}, loss=lambda output, _: output.mean())
-    assert (report.verdict, report.origin.module, report.origin.op) == ("numerics", "", op)
+    assert (report.verdict, report.origin.place.module, report.origin.op) == ("numerics", "", op)
     assert report.cause.code in causes
 
 
@@ -133,7 +137,7 @@ def test_a_hook_of_the_users_that_spoils_a_gradient(examine):
             return lifted
 
     report = examine(Hooked(None), {"x": normal(4, 8)}, loss=lambda output, _: output.float().mean())
-    assert (report.verdict, report.origin.phase, report.origin.module) == ("numerics", "backward", "lift")
+    assert (report.verdict, report.origin.phase, report.origin.place.module) == ("numerics", "backward", "lift")
 
 
 def test_a_loss_that_autocast_refuses_was_computed_outside_of_it(examine):

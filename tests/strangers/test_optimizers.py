@@ -44,7 +44,7 @@ def replay_after_step(tmp_path):
 def test_bad_weights_are_traced_to_the_optimizer_that_made_them(replay_after_step):
     report = replay_after_step(Detector().half(), torch.optim.Adam)
     assert report.verdict == "state"
-    assert (report.origin.phase, report.origin.module, report.origin.op) == ("optimizer", "hidden", "addcdiv")
+    assert (report.origin.phase, report.origin.place.module, report.origin.op) == ("optimizer", "hidden", "addcdiv")
     assert report.cause.code == "optimizer-eps-underflow"
     assert "poisoned-weights" in [other.cause.code for other in report.also]
 

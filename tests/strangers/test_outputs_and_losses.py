@@ -116,7 +116,7 @@ def test_two_overflows_that_have_nothing_to_do_with_each_other(examine):
 
     report = examine(Branches(), {"x": normal(3, 8)})
     assert blamed(report) == ("precision", "left", "linear", "matmul-overflow")
-    assert [(other.origin.module, other.origin.op, other.cause.code) for other in report.also] == [
+    assert [(other.origin.place.module, other.origin.op, other.cause.code) for other in report.also] == [
         ("", "mul", "elementwise-overflow")
     ]
 

@@ -33,7 +33,7 @@ def test_only_the_third_of_three_calls_fails(examine):
 
     report = examine(Repeated(), {"x": normal(3, 8)})
     assert blamed(report) == ("precision", "step", "linear", "matmul-overflow")
-    assert report.origin.call == 2
+    assert report.origin.place.call == 2
 
 
 def test_an_in_place_accumulation(examine):
@@ -251,7 +251,7 @@ def test_jagged_tensors_are_watched_module_by_module(examine):
 
     report = examine(Between(Jagged()), {"x": 10 * normal(5, 8)})
     assert report.verdict == "precision"
-    assert report.first_nonfinite.module == "middle.inner"
+    assert report.first_nonfinite.place.module == "middle.inner"
 
 
 def test_a_scratch_tensor_full_of_nan_that_is_overwritten(examine):

@@ -123,7 +123,7 @@ def test_a_label_that_is_masked(examine, hide):
     batch = {"x": normal(2, 5, 8), "label": torch.tensor([0, 0])}
     assert blamed(examine(Choice(hide), batch, loss=loss, inputs="x")) == HEALTHY
     report = examine(Choice(hide), {**batch, "label": torch.tensor([0, 4])}, loss=loss, inputs="x")
-    assert (report.verdict, report.origin.module, report.cause.code) == ("numerics", "", "log-of-zero")
+    assert (report.verdict, report.origin.place.module, report.cause.code) == ("numerics", "", "log-of-zero")
     assert line(report) in {"return " + text for text in LINES}
 
 

@@ -83,7 +83,7 @@ def test_a_constant_of_the_codes_own_that_is_nan(examine):
             return self.inner(x) * torch.tensor([1.0, math.nan] * 4)
 
     report = examine(Tabled(), {"x": normal(4, 8)})
-    assert (report.verdict, report.origin.module, report.origin.kinds) == ("numerics", "", ("nan",))
+    assert (report.verdict, report.origin.place.module, report.origin.elements.kinds) == ("numerics", "", ("nan",))
     assert "math.nan" in line(report)
 
 
@@ -98,5 +98,5 @@ def test_what_cannot_be_watched_is_said(examine):
             return self.inner(rows * 30).values()
 
     report = examine(Between(Jagged()), {"x": 10 * normal(5, 8)})
-    assert report.first_nonfinite.module == "middle.inner"
+    assert report.first_nonfinite.place.module == "middle.inner"
     assert any("could not be watched one by one" in note for note in report.notes)

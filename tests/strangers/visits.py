@@ -36,7 +36,7 @@ def blamed(report):
     """Verdict, module, op and cause, the four things that must be right."""
     if report.origin is None:
         return (report.verdict,)
-    return report.verdict, report.origin.module, report.origin.op, report.cause and report.cause.code
+    return report.verdict, report.origin.place.module, report.origin.op, report.cause and report.cause.code
 
 
 def line(report):

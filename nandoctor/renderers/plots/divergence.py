@@ -46,11 +46,12 @@ def _write_finding(report: Report) -> str:
     low = report.runs.autocast.dtype if report.runs else ""
     maker = next((row for row in rows if _makes_error(row)), None)
     bad = next((row for row in rows if not row.finite), None)
-    ending = f" {bad.label} is the first to be non-finite." if bad else ""
+    ending = f" {bad.place.label} is the first to be non-finite." if bad else ""
     if maker is not None:
         inherited = f" of inputs within {_percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
-        return f"{maker.label} makes an error of {_percent(maker.rel_err)}{inherited} under {low} autocast.{ending}"
-    errors = {row.label: row.rel_err for row in rows if row.rel_err is not None}
+        made = f"{maker.place.label} makes an error of {_percent(maker.rel_err)}"
+        return f"{made}{inherited} under {low} autocast.{ending}"
+    errors = {row.place.label: row.rel_err for row in rows if row.rel_err is not None}
     if not errors:
         return f"No layer can be compared with fp32.{ending}"
     worst = max(errors, key=errors.__getitem__)

@@ -168,10 +168,10 @@ def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> Non
 
 
 def _describe_first(first: FirstNonfinite) -> str:
-    kinds = kinds_text(first.kinds)
+    kinds = kinds_text(first.elements.kinds)
     if first.where == "batch":
         return f"{kinds} in the saved batch"
-    name = shorten(printable(first.label), _FIRST_NAME_WIDTH)
+    name = shorten(printable(first.place.label), _FIRST_NAME_WIDTH)
     return f"{kinds} in the {'output' if first.where == 'output' else 'forward'} of {name}"
 
 

@@ -116,8 +116,9 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
 def _share_of_samples(origin: Origin, grid: Grid) -> float:
     """The share of the samples that are bad at all; 1 where that is not known, or the map shows the samples itself."""
     shape = origin.output.shape if origin.output is not None else ()
-    told = 0 < len(origin.samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
-    return len(origin.samples) / shape[0] if told else 1.0
+    samples = origin.elements.samples or ()
+    told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
+    return len(samples) / shape[0] if told else 1.0
 
 
 def _shares(grid: Grid, share_of_samples: float) -> NDArray[np.float64]:
@@ -141,15 +142,16 @@ def _pixels(picture: Picture) -> NDArray[np.uint8]:
 def _draw_samples(axes: Axes, origin: Origin) -> None:
     """A column of the samples, the bad ones filled; nothing where dimension 0 tells no samples."""
     shape = origin.output.shape if origin.output is not None else ()
-    if not origin.samples or len(shape) < 2:
+    samples = origin.elements.samples
+    if not samples or len(shape) < 2:
         axes.set_axis_off()
         return
     shown = min(shape[0], _NUM_SAMPLES)
-    bad = np.isin(np.arange(shown), origin.samples).astype(float)[:, None]
+    bad = np.isin(np.arange(shown), samples).astype(float)[:, None]
     axes.imshow(np.ma.masked_equal(bad, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     axes.set_ylim(shown - 0.5, -0.5)
     axes.set_xticks([])
-    axes.set_yticks(_ticks(origin.samples, shown))
+    axes.set_yticks(_ticks(samples, shown))
     axes.set_title("bad samples", size=9)
 
 

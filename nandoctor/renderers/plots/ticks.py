@@ -41,7 +41,7 @@ def _choose(layers: Layers) -> list[tuple[int, str]]:
 
 def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
     """Where each block begins, and its path: the coarsest split of the model that gives a fair number of blocks."""
-    modules = [pair.either.module.split(".") for pair in pairs]
+    modules = [pair.place.module.split(".") for pair in pairs]
     starts: list[tuple[int, str]] = []
     for depth in range(1, _MAX_DEPTH + 1):
         blocks = [".".join(steps[:depth]) for steps in modules]
