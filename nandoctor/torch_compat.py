@@ -317,26 +317,13 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest magnitude of each tensor, in a few launches for all of them where torch has `_foreach_norm`."""
-    if hasattr(torch, "_foreach_norm"):
-        return list(torch._foreach_norm(list(tensors), float("inf")))
-    return [tensor.abs().amax() for tensor in tensors]
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in one dimension: torch's own loop, a third of the time of one in Python with small tensors."""
-    flattened = getattr(torch._C._nn, "flatten_dense_tensors", None)
-    joined: Tensor = flattened(tensors) if flattened else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return joined
+    """The largest magnitude of each tensor, in a few launches for all of them."""
+    return list(torch._foreach_norm(list(tensors), float("inf")))
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, in one launch where torch has `_foreach_copy_`."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    """Copy each source into its target, in one launch."""
+    torch._foreach_copy_(targets, sources)
 
 
 # torch.func

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
-from nandoctor.torch_compat import copy_tensors, flatten, infinity_norms, sparse_values
+from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 
 UNDO_NBYTES = 1 << 30
 _UNDO_SHARE = 0.02
@@ -111,7 +111,7 @@ def _bounds(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return infinity_norms(tensors)
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
-    large += [flatten(small)] if small else []
+    large += [torch.cat([*map(torch.ravel, small)])] if small else []
     return [bound for tensor in large for bound in torch.aminmax(tensor)]
 
 

@@ -95,8 +95,11 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
-    if isinstance(saved.get("optimizer"), Mapping):
-        _take_optimizer(contents, "optimizer", saved["optimizer"])
+    optimizer = saved.get("optimizer")
+    if isinstance(optimizer, Mapping):
+        contents.optimizer_eps = read_eps(optimizer)
+        if optimizer.get("state"):
+            _take_optimizer(contents, "optimizer", optimizer)
     return contents, recorded
 
 
