@@ -177,6 +177,14 @@ PRODUCTS: Mapping[str, Product] = {
 }
 """Matrix products, convolutions, attention and recurrent layers."""
 
+_ADDED_TO = _names("addmm _addmm_activation addmv addr baddbmm addbmm")
+
+
+def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
+    """The inputs that the op does not read with these arguments: with `beta` 0, what the product is added to."""
+    return ("self",) if name in _ADDED_TO and arguments.get("beta", 1) == 0 else ()
+
+
 FACTORABLE = _names("matmul mm bmm mv dot einsum tensordot inner outer")
 """Products that are linear in their first tensor, with nothing added to them."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nandoctor.ops import unread_inputs
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_map
 
 if TYPE_CHECKING:
@@ -41,10 +42,12 @@ class Invocation:
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the op takes; those of a list are numbered, and what it only writes to is left out."""
-        written = {argument.name for argument in schema_of(self.op).arguments if argument.is_out}
-        for name, value in self.arguments():
-            if name in written:
+        """The tensors that the op reads; those of a list are numbered, and what it only writes to is left out."""
+        arguments = dict(self.arguments())
+        skipped = {argument.name for argument in schema_of(self.op).arguments if argument.is_out}
+        skipped.update(unread_inputs(self.name, arguments))
+        for name, value in arguments.items():
+            if name in skipped:
                 continue
             if isinstance(value, torch.Tensor):
                 yield name, value
