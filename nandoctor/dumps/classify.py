@@ -16,9 +16,9 @@ from torch import nn
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
-from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
+from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
 from nandoctor.dumps.text import listing, printable
-from nandoctor.dumps.trees import name_tensors
+from nandoctor.dumps.trees import MAX_NAME, name_tensors
 from nandoctor.errors import DumpError
 
 # What DataParallel and torch.compile put before every name.
@@ -36,11 +36,19 @@ _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_DEPTH = 16
 _MAX_VALUES = 100_000
-_MAX_NAME = 512
 # An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
 _MAX_CLAIM_PER_BYTE = 16
-_CLAIM_FLOOR = 1 << 30
+_CLAIM_FLOOR = 1 << 28
 
+_DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    }
+)
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -90,7 +98,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
     name_tensors(saved.get("output"), "output", shelf.take)
     for name, state in get(saved, "rng", dict, {}).items():
         if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
-            contents.rng_states[name] = state
+            contents.rng_states[str(name)] = check_state(state)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
@@ -183,7 +191,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
         # By subscription: a pickle may give an OrderedDict an attribute called "items".
         _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
     elif is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
-        contents.rng_states[name] = value
+        contents.rng_states[name] = check_state(value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):
@@ -208,10 +216,11 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     """Whether this maps parameter names to tensors: by its own name, else by the names in it."""
-    others = [key for key, item in mapping.items() if not is_array(item) and not str(key).endswith(_EXTRA_STATE)]
+    others = [key for key, item in mapping.items() if not is_array(item) and not _is_extra_state(key)]
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
+        texts = [key if isinstance(key, str) else _describe(key) for key in others]
         raise DumpError(
-            f"{name!r} holds values that are no tensors: {listing(map(str, others))}.",
+            f"{name!r} holds values that are no tensors: {listing(texts)}.",
             remedy="Save what model.state_dict() returns, and other values beside it.",
         )
     if others:
@@ -220,6 +229,10 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
         return True
     parameters = [key for key in mapping if isinstance(key, str) and ("." in key or key in _PARAMETER_NAMES)]
     return 2 * len(parameters) > len(mapping)
+
+
+def _is_extra_state(key: object) -> bool:
+    return isinstance(key, str) and key.endswith(_EXTRA_STATE)
 
 
 def _take_state(contents: Contents, name: str, mapping: Mapping[object, object]) -> dict[str, torch.Tensor]:
@@ -240,7 +253,9 @@ def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, ob
         _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
         contents.moments.append(moment)
     contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
-    if not moments and (optimizer.get("state") or not read_eps(optimizer)):
+    state = optimizer.get("state")
+    never_stepped = state is None or (isinstance(state, Mapping) and not state)
+    if not moments and not (never_stepped and read_eps(optimizer)):
         contents.left_out.append(name)
 
 
@@ -270,6 +285,11 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
             f"{name!r} is on the meta device: it has a shape and no values.",
             remedy="Save the model after its weights were loaded.",
         )
+    if tensor.dtype not in _DTYPES and not tensor.is_quantized:
+        raise DumpError(
+            f"{name!r} is of {tensor.dtype}, which torch stores and does not compute with.",
+            remedy="Save it in the format that the model computes in.",
+        )
     contents.claimed_nbytes += stored_values(tensor).numel() * tensor.element_size()
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
@@ -287,7 +307,7 @@ def _join(name: str, part: str) -> str:
 def _check_name(name: object) -> str:
     if not isinstance(name, str):
         raise DumpError(f"a name in it is {_describe(name)}, not a text.", remedy="Save dicts whose keys are strings.")
-    if len(name) > _MAX_NAME or not name.isprintable():
+    if len(name) > MAX_NAME or not name.isprintable():
         raise DumpError(
             f"a name in it is too long or holds control characters: '{printable(name)}'.",
             remedy="Do not open the file if you do not know who wrote it.",

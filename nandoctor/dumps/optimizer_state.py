@@ -5,6 +5,7 @@ In: the state dict of an optimizer, as a file holds it. Out: `SecondMoment`s; no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 
 # What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
 # there is the one under the root.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -55,10 +57,11 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
     eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
     if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused"):
         return
-    for position, index in enumerate(indices):
+    known = {index: position for position, index in reversed([*enumerate(indices)]) if isinstance(index, int)}
+    for index, position in sorted(known.items(), key=lambda item: item[1]):
         slots = state.get(index)
         values = _second_moment(slots)
-        if isinstance(index, int) and isinstance(slots, Mapping) and values is not None:
+        if isinstance(slots, Mapping) and values is not None:
             name = names[position] if isinstance(names, list) and position < len(names) else ""
             yield SecondMoment(
                 index=index,
@@ -73,24 +76,31 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
 
 def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
     first = slots.get("exp_avg")
-    return first if isinstance(first, torch.Tensor) and first.shape == like.shape else None
+    is_like = isinstance(first, torch.Tensor) and (first.shape, first.layout) == (like.shape, like.layout)
+    return first if is_like and isinstance(first, torch.Tensor) and first.dtype in _DTYPES else None
 
 
 def _step(slots: Mapping[str, object]) -> int:
     step = slots.get("step")
-    return max(int(step), 1) if isinstance(step, (int, float, torch.Tensor)) else 1
+    if isinstance(step, torch.Tensor):
+        step = step.item() if step.numel() == 1 and not step.is_complex() and step.layout is torch.strided else 1
+    return max(int(step), 1) if isinstance(step, (int, float)) and math.isfinite(step) else 1
 
 
 def _decays(group: Mapping[object, object]) -> tuple[float, float]:
     """Adam's betas, or RMSprop's alpha; Adagrad adds up and forgets nothing."""
     betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
-    if isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, float) for beta in betas):
+    if isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_decay(beta) for beta in betas):
         return betas[0], betas[1]
     return 0.0, 0.0
+
+
+def _is_decay(beta: object) -> bool:
+    return isinstance(beta, float) and 0 <= beta < 1
 
 
 def _second_moment(slots: object) -> torch.Tensor | None:
     if not isinstance(slots, Mapping):
         return None
     found = [slots[name] for name in _NAMES if isinstance(slots.get(name), torch.Tensor)]
-    return found[-1] if found and found[-1].is_floating_point() else None
+    return found[-1] if found and found[-1].dtype in _DTYPES and found[-1].layout is torch.strided else None

@@ -64,7 +64,7 @@ _MAX_INSTRUCTIONS = 2_000_000
 # time quadratic in their number. Integers of 63 bits and floats have too few twins for that.
 _MAX_ODD_KEYS = 2_000
 _PLAIN_KEY_BITS = 63
-_MAX_INTEGER_BITS = 1024  # a double's range; a state of numpy's generators has 128 bits
+_MAX_INTEGER_BITS = 1023  # what a double can hold; a state of numpy's generators has 128 bits
 _HASHING = frozenset({"builtins.set", "collections.Counter", "collections.OrderedDict"})
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
 _REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"

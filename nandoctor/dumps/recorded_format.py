@@ -5,10 +5,12 @@ In: the mapping that such a file holds. Out: `Recorded`; nothing in it is import
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from nandoctor.dumps.text import printable
@@ -16,6 +18,7 @@ from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
 
 FORMAT = "nandoctor.dump/1"
+_MAX_CALLS = 1000
 T = TypeVar("T")
 
 Take = Callable[[str, Any], str]
@@ -126,12 +129,18 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
         DumpError: a part of it is not what the format says.
     """
     rng = get(saved, "rng", dict, {})
+    calls = get(saved, "calls", list, [])
+    if len(calls) > _MAX_CALLS:
+        raise DumpError(
+            f"it holds {len(calls):,} calls of the model, of which every run would make each.",
+            remedy=f"Record steps of at most {_MAX_CALLS:,} calls.",
+        )
     return Recorded(
-        calls=tuple(_read_call(call, index, take) for index, call in enumerate(get(saved, "calls", list, []))),
+        calls=tuple(_read_call(call, index, take) for index, call in enumerate(calls)),
         method=_read_method(saved),
         watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
         batch=name_tensors(saved.get("batch"), "batch", take),
-        training={name: _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
+        training={str(name): _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
         autocast=_read_autocast(get(saved, "autocast", dict, {})),
         numpy_state=_read_numpy(get(rng, "numpy", dict, {})),
         python_state=_read_python(get(rng, "python", dict, {})),
@@ -184,7 +193,7 @@ def _read_random(fields: Mapping[str, Any]) -> RandomStates | None:
         return None
     found = (get(fields, name, torch.Tensor, None) for name in ("torch", "cuda"))
     return RandomStates(
-        torch_states=tuple(state for state in found if state is not None and state.dtype == torch.uint8),
+        torch_states=tuple(check_state(state) for state in found if state is not None and state.dtype == torch.uint8),
         numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
         python_state=_read_python(get(fields, "python", dict, {})),
     )
@@ -214,19 +223,51 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
 _REFERENCE_TEXTS = ("module", "name", "file", "sha256", "config", "attention", "structure")
 
 
+def check_state(state: torch.Tensor) -> torch.Tensor:
+    """The state of a torch generator.
+
+    Raises:
+        DumpError: it has the size of a CPU generator's state, and is none.
+    """
+    try:
+        plain = torch.Tensor.contiguous(state.detach())
+        if plain.numel() == torch.Generator().get_state().numel():
+            torch.Generator().set_state(plain)
+    except (RuntimeError, TypeError) as error:
+        raise _no_state("torch") from error
+    return plain
+
+
 def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not fields:
         return None
     keys = _words(fields, "keys", 624).to(torch.int64).numpy().astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
-    return ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
+    state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
+    try:
+        np.random.RandomState().set_state(state)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _no_state("numpy") from error
+    return state
 
 
 def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not fields:
         return None
     words = _words(fields, "words", 625).tolist()
-    return get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
+    state = get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
+    try:
+        random.Random().setstate(state)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _no_state("Python") from error
+    return state
+
+
+def _no_state(whose: str) -> DumpError:
+    return DumpError(
+        f"what it holds as the state of {whose}'s random generator is none.",
+        remedy="Take the file as the recorder wrote it.",
+    )
 
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:

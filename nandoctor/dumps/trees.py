@@ -17,6 +17,7 @@ from nandoctor.errors import DumpError
 from nandoctor.torch_compat import version_of
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+MAX_NAME = 512
 _MAX_DEPTH = 16
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
 
@@ -116,12 +117,23 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
     if depth > _MAX_DEPTH:
         raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, dict):
-        return {key: name_tensors(item, f"{name}.{key}", take, depth + 1) for key, item in tree.items()}
+        keys = [_check_key(key, name) for key in tree]
+        return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}
     if type(tree) in (list, tuple):
         return type(tree)(name_tensors(item, f"{name}.{i}", take, depth + 1) for i, item in enumerate(tree))
     if isinstance(tree, PLAIN):
         return tree
     return Slot(name=take(name, tree))
+
+
+def _check_key(key: Any, name: str) -> Any:
+    """A name is put together of all keys above a tensor, so that none may be longer than a name."""
+    if isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME):
+        return key
+    raise DumpError(
+        f"{name!r} holds a key that is neither a short text nor a number.",
+        remedy="Take the file as the recorder wrote it.",
+    )
 
 
 def check_depth(tree: Any, name: str, depth: int = 0) -> None:

@@ -55,6 +55,8 @@ def find_members(file: IO[bytes], nbytes: int) -> dict[str, Member]:
         raise _cut_short() from error
     for entry in entries:
         _check_entry(entry)
+    if entries and min(entry.header_offset for entry in entries) != 0:
+        raise damaged("something stands before its first part")
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")
     members = {entry.filename: _locate(file, entry, nbytes) for entry in entries}

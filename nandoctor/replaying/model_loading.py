@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.errors import ModelError
+from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.script_import import importing, stopped
 
 _CUT_SHORT = (
@@ -119,7 +120,13 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
             else "This is another model's state dict: check --model.",
         )
     fitting = {name: state[name] for name in own if name in state and name not in reshaped}
-    model.load_state_dict(fitting, strict=False)
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except RuntimeError as error:
+        raise ModelError(
+            f"The dump's weights cannot be copied into {type(model).__name__}: {str(error).strip().splitlines()[-1]}",
+            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
+        ) from error
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -137,7 +144,14 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
     try:
         with torch.random.fork_rng(devices=[]):
             model = factory(**arguments)
+    except ModelError:
+        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"There is not enough memory to build {name}.",
+                remedy="Check the arguments that it is built with, or run where there is more memory.",
+            ) from error
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{place_of(error)}: {error}",
             remedy="Give the arguments it needs with --model-arg K=V, once for each.",

@@ -6,6 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`; below here nobody read
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -24,6 +25,7 @@ from nandoctor.replaying.approval import check_method, require_approval, state_t
 from nandoctor.replaying.code_references import build_configured, describe_change, find_loss, find_model
 from nandoctor.replaying.grading import recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
+from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.recorded_step import bind_calls, make_batch, own_loss
@@ -117,7 +119,8 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     """The model that the user named, else the one that the dump does."""
     if source is not None:
         if settings.config is not None:
-            source = build_configured(source, settings.config, dump.recorded, settings.directory)
+            configured = build_configured(source, settings.config, dump.recorded, settings.directory)
+            return build_within(lambda: build_model(configured, {}), dump.state), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if dump.recorded is None:
         raise ModelError(
@@ -126,7 +129,8 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
             "[tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model
-    net = build_model(find_model(reference, dump.path, dump.provenance), settings.model_args)
+    make = find_model(reference, dump.path, dump.provenance)
+    net = build_within(lambda: build_model(make, settings.model_args), dump.state)
     return net, describe_change(reference, net)
 
 
@@ -304,4 +308,5 @@ def find_loss_scale(dump: Dump, settings: Settings) -> float:
     if settings.loss_scale is not None:
         return settings.loss_scale
     saved = [value for name, value in dump.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
-    return float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
+    scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
+    return scale if math.isfinite(scale) and scale > 0 else 1.0

@@ -1,0 +1,45 @@
+"""A model is built within the bytes of its weights, and the end of memory is told as that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.errors import ModelError
+from nandoctor.replaying.memory import build_within, is_out_of_memory
+from nandoctor.replaying.model_loading import build_model
+
+WEIGHTS = {"weight": torch.zeros(1000)}
+HUGE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(1 << 20, 1 << 20),
+        lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(1000))),
+        lambda: torch.zeros(HUGE),
+        lambda: torch.randn(HUGE),
+        lambda: torch.arange(HUGE),
+        lambda: torch.eye(1 << 20),
+        lambda: torch.randint(0, 5, (HUGE,)),
+        lambda: nn.Embedding(HUGE, 1),
+    ],
+)
+def test_what_the_weights_do_not_justify_is_refused(make):
+    with pytest.raises(ModelError, match=r"takes more than 537 MB, and the weights in the file have 4 kB"):
+        build_within(make, WEIGHTS)
+
+
+def test_a_model_of_its_weights_is_built():
+    net = build_within(lambda: nn.Transformer(64, 4, 1, 1), nn.Transformer(64, 4, 1, 1).state_dict())
+    assert net(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64)).shape == (1, 1, 64)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_the_end_of_memory_does_not_blame_the_model():
+    with pytest.raises(ModelError, match="There is not enough memory to build"):
+        build_model(lambda: nn.Linear(HUGE, 1 << 20), {})
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes"))

@@ -1,0 +1,236 @@
+"""Dumps that try to reach code by every field of both formats: no canary, whatever else they do."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import zipfile
+
+import pytest
+import torch
+from forgery import CODE, canaries, contents, hash_of, make_project
+
+from nandoctor.case import list_eps, replay, repro
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.summary import summarize
+from nandoctor.dumps.writer import write_dump
+from nandoctor.errors import DumpError, NanDoctorError
+
+TOOLS = ".venv/lib/python3/site-packages/tools.py"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with the stranger's files: a script, a package, a virtual environment, a compiled module."""
+    folder = make_project(tmp_path / "project")
+    make_project(folder / "package")
+    (folder / "package" / "__init__.py").write_text(CODE)
+    (folder / TOOLS).parent.mkdir(parents=True)
+    (folder / TOOLS).write_text(CODE)
+    (folder / ".venv" / "pyvenv.cfg").touch()
+    (folder / "sitecustomize.py").write_text(CODE)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # as `python -m nandoctor` has it
+    yield folder
+    for name in ("train", "package", "package.train", "tools", "sitecustomize_"):
+        sys.modules.pop(name, None)
+
+
+def named(folder, part, **fields):
+    """The contents with some fields of the model or the loss replaced."""
+    step = contents(folder)
+    return {**step, part: {**step[part], **fields}}
+
+
+FIELDS = {
+    # Where the model is said to be
+    "model": contents,
+    "model of a module": lambda f: named(f, "model", module="train", file=""),
+    "model of a package": lambda f: named(f, "model", module="package.train", file="package/train.py"),
+    "model by a path": lambda f: named(f, "model", file=str(f / "train.py")),
+    "model by a way around": lambda f: named(f, "model", file="package/../train.py"),
+    "model of a virtual environment": lambda f: named(f, "model", file=TOOLS, sha256=hash_of(f / TOOLS)),
+    "model that is a function": lambda f: named(f, "model", name="execute"),
+    "model of an attribute": lambda f: named(f, "model", name="Net.save_pretrained"),
+    "model that is installed": lambda f: named(f, "model", module="torch.hub", name="load", file=""),
+    "model of the command line": lambda f: named(f, "model", module="nandoctor.cli", name="main", file=""),
+    "model in a dotted module": lambda f: named(f, "model", module="os.path;train", file=""),
+    "model without a hash": lambda f: named(f, "model", sha256=""),
+    "model with a config": lambda f: named(f, "model", config="train:Net", arguments={"config": {"width": 3}}),
+    "model with an attention": lambda f: named(f, "model", attention="evil/kernel", config="train:Net"),
+    "arguments that are code": lambda f: named(f, "model", arguments={"width": "__import__('train')"}),
+    "structure that is code": lambda f: named(f, "model", structure="{train.execute()}"),
+    # The loss
+    "loss": lambda f: named(f, "loss_function", name="execute"),
+    "loss of a virtual environment": lambda f: named(f, "loss_function", file=TOOLS, sha256=hash_of(f / TOOLS)),
+    "loss of a module": lambda f: named(f, "loss_function", module="train", file=""),
+    "loss that is installed": lambda f: named(f, "loss_function", module="os", name="system", file=""),
+    "loss of an attribute": lambda f: named(f, "loss_function", name="loss_of.__globals__"),
+    "loss by a path": lambda f: named(f, "loss_function", file=str(f / "train.py")),
+    "loss in the output": lambda f: {**contents(f), "loss_function": None, "loss_field": "train.execute"},
+    # The call
+    "method": lambda f: {**contents(f), "method": "save_pretrained"},
+    "method of Module": lambda f: {**contents(f), "method": "register_forward_hook"},
+    "method that is private": lambda f: {**contents(f), "method": "__init__"},
+    "method of the state": lambda f: {**contents(f), "method": "set_extra_state"},
+    "watched": lambda f: {**contents(f), "watched": ["linear", "train.execute", "__class__"]},
+    "arguments by name": lambda f: {
+        **contents(f),
+        "calls": [{"names": [], "args": (), "kwargs": {"x": torch.ones(4, 3), "trust_remote_code": True}}],
+    },
+    "names of arguments": lambda f: {
+        **contents(f),
+        "calls": [{"names": ["train.execute"], "args": (torch.ones(4, 3),), "kwargs": {}}],
+    },
+    # The rest
+    "backends": lambda f: {**contents(f), "backends": {"os.system": "touch canary", "hub._load_local": 1}},
+    "training": lambda f: {**contents(f), "training": {"": True, "train.execute": True, "__class__": False}},
+    "autocast": lambda f: {
+        **contents(f),
+        "autocast": {"enabled": True, "device": "train", "dtype": "__import__('train')", "emulated": True},
+    },
+    "random states": lambda f: {**contents(f), "rng": {"torch": torch.get_rng_state(), "train": torch.zeros(3)}},
+    "extra state": lambda f: {
+        **contents(f),
+        "state_dict": {**contents(f)["state_dict"], "_extra_state": torch.ones(1)},
+    },
+    "event": lambda f: {**contents(f), "event": {"step": "train.execute()", "reason": "{train}", "epoch": 0}},
+    "scaler": lambda f: {**contents(f), "scaler": {"scale": "train.execute()"}},
+    "optimizer": lambda f: {
+        **contents(f),
+        "optimizer": {"state": {0: {"train": 1}}, "param_groups": [{"params": [0]}]},
+    },
+    "versions": lambda f: {**contents(f), "versions": {"train": "train.execute"}, "history": {"train": [1]}},
+    "left out": lambda f: {**contents(f), "left_out": ["train.py:execute"], "buffers": ["train.execute"]},
+    # A plain dict
+    "plain": lambda f: {"state_dict": contents(f)["state_dict"], "x": torch.ones(4, 3), "model": "train.py:Net"},
+    "plain with settings": lambda f: {
+        "state_dict": contents(f)["state_dict"],
+        "x": torch.ones(4, 3),
+        "loss": "train.py:execute",
+        "call": "train.py:execute",
+        "hyper_parameters": {"cls": "train.Net", "_target_": "train.execute"},
+    },
+    "plain with names": lambda f: {"state_dict": {"linear.weight": torch.ones(3, 3)}, "train.execute": torch.ones(3)},
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_no_field_reaches_code(project, kind):
+    torch.save(FIELDS[kind](project), project / "dump.pth")
+    summarize(read_dump(project / "dump.pth"))
+    for use in (replay, repro, list_eps):
+        with pytest.raises(NanDoctorError):
+            use(project / "dump.pth")
+    assert canaries(project) == ""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FIELDS if kind.startswith(("loss of", "loss that", "method"))])
+def test_even_the_own_recorder_reaches_no_further(project, kind):
+    path = write_dump(FIELDS[kind](project), project, "own", max_nbytes=1 << 30)
+    assert read_dump(path).provenance.own
+    try:
+        replay(path, fixes=False)
+    except NanDoctorError:
+        assert kind.startswith("method")
+    told = canaries(project)
+    assert not any(word in told for word in ("called", "executed", "tools", "loss", "extra"))
+
+
+def pickle_of(*parts):
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def calling(module, name, text="touch canary"):
+    return f"c{module}\n{name}\n".encode() + b"(X" + len(text).to_bytes(4, "little") + text.encode() + b"tR"
+
+
+def archive(pickle, **others):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("archive/data.pkl", pickle)
+        file.writestr("archive/byteorder", "little")
+        for name, data in others.items():
+            file.writestr(name, data)
+    return buffer.getvalue()
+
+
+def legacy(pickle):
+    buffer = io.BytesIO()
+    torch.save({}, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue().replace(pickle_of(b"}q\x00"), pickle)
+
+
+def sound():
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.zeros(2)}, buffer)
+    return zipfile.ZipFile(buffer).read("archive/data.pkl")
+
+
+EVIL = pickle_of(calling("posix", "system"))
+CALLS = {
+    "os.system": ("posix", "system"),
+    "nt.system": ("nt", "system"),
+    "a file of the folder": ("train", "execute"),
+    "a package of the folder": ("package", "execute"),
+    "eval": ("builtins", "eval"),
+    "eval by Python 2's name": ("__builtin__", "eval"),
+    "exec of numpy's tests": ("numpy.testing._private.utils", "runstring"),
+    "getattr": ("builtins", "getattr"),
+    "import": ("builtins", "__import__"),
+    "pickle": ("pickle", "loads"),
+    "torch.load": ("torch", "load"),
+    "torch.hub": ("torch.hub", "load"),
+    "torch.ops": ("torch.ops", "load_library"),
+    "a dotted name": ("torch", "_utils.os.system"),
+    "nandoctor itself": ("nandoctor.replaying.model_loading", "find_attribute"),
+    "the command line": ("nandoctor.cli", "main"),
+    "a name with an escape": ("posix\\x2e", "system"),
+}
+
+
+@pytest.mark.parametrize("wrap", [archive, legacy], ids=["zip", "legacy"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_no_pickle_reaches_code(project, kind, wrap):
+    text = "train.execute()" if "eval" in kind else "touch canary"
+    (project / "dump.pth").write_bytes(wrap(pickle_of(calling(*CALLS[kind], text))))
+    with pytest.raises(DumpError, match="would run code"):
+        read_dump(project / "dump.pth")
+    assert canaries(project) == ""
+
+
+ARCHIVES = {
+    "another case, later": lambda: archive(sound(), **{"archive/DATA.PKL": EVIL, "archive/data/0": bytes(8)}),
+    "another case, first": lambda: archive(EVIL, **{"archive/Data.pkl": sound(), "archive/data/0": bytes(8)}),
+    "another folder": lambda: archive(sound(), **{"Archive/data.pkl": EVIL, "archive/data/0": bytes(8)}),
+    "two files in one": lambda: archive(EVIL) + archive(sound(), **{"archive/data/0": bytes(8)}),
+    "a plain pickle": lambda: EVIL,
+    "a script": lambda: b"import os; os.system('touch canary')",
+    "a TorchScript": lambda: archive(EVIL, **{"archive/constants.pkl": EVIL, "archive/code/__torch__.py": "x"}),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_no_container_shows_one_pickle_and_loads_another(project, kind):
+    (project / "dump.pth").write_bytes(ARCHIVES[kind]())
+    with pytest.raises(DumpError):
+        read_dump(project / "dump.pth")
+    assert canaries(project) == ""
+
+
+def test_the_bytes_that_were_scanned_are_loaded(project, monkeypatch):
+    """The file is replaced between the scan and the load."""
+    from nandoctor.dumps import reader
+
+    torch.save({"state_dict": {"a.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "dump.pth")
+    torch.save({"state_dict": {"b.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "other.pth")
+    scan = reader.unknown_globals
+
+    def scan_and_swap(container):
+        found = scan(container)
+        shutil.copy(project / "other.pth", project / "dump.pth")
+        return found
+
+    monkeypatch.setattr(reader, "unknown_globals", scan_and_swap)
+    assert list(read_dump(project / "dump.pth").state) == ["a.weight"]
