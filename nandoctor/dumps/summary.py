@@ -86,7 +86,7 @@ def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """The stored numbers in a dtype that torch can compare."""
-    values = stored_values(tensor)
+    values = stored_values(tensor).detach()
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
     return values.float() if str(values.dtype).startswith("torch.float8") else values

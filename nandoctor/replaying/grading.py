@@ -68,7 +68,7 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     """
     if saved is None:
         return Reproduction(grade="no-reference")
-    name, reference = saved
+    name, reference = saved[0], saved[1].detach()
     leaves = {path: leaf.detach() for path, leaf in walk_tensors(output) if not leaf.is_nested}
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:

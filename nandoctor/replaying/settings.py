@@ -6,7 +6,7 @@ In: a dump's path and a folder. Out: `Settings`.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -15,11 +15,6 @@ from types import NoneType
 from typing import Any, Literal
 
 from nandoctor.errors import NanDoctorError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
