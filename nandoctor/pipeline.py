@@ -39,6 +39,7 @@ from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, choose_policy, prepare
 from nandoctor.replaying.thumbnail import take_picture
+from nandoctor.text import join_first, part_of
 from nandoctor.tracing.tensor_stats import collect, measure
 
 
@@ -257,10 +258,10 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
         for group in (summary.bad_weights, summary.bad_buffers)
     )
     first, *others = diagnose_state(weights, buffers) or (None,)
-    names = ", ".join(array.name for array in bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    names = join_first([array.name for array in bad], 3)
     return Report(
         verdict="state",
-        headline=f"{len(bad)} of {summary.num_weights} saved tensors are non-finite: {names}.",
+        headline=f"{part_of(len(bad), summary.num_weights)} saved tensors are non-finite: {names}.",
         reproduction=Reproduction(grade="no-reference"),
         first_nonfinite=None,
         origin=first.origin if first else None,

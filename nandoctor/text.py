@@ -1,13 +1,151 @@
-"""Numbers and names as people read them.
+"""Numbers, counts, places and names as people read them.
 
 In: values of a report, and strings that come from a dump or a model and cannot be trusted. Out: short printable text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 _KINDS = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
+_BRIEF_WIDTH = 120
+_MAX_LISTED = 12
+_MAX_SAMPLES = 3
+
+
+def number(value: float | None, *, unlike: float | None = None) -> str:
+    """A measured value: whole from 1,000 on (65,504), else three significant digits (0.0312, 6.3e7, 5.96e-8).
+
+    Where the value must be told from another one, `unlike`, it gets as many more digits as that takes: 1.0001.
+    """
+    if value is None:
+        return "?"
+    for digits in range(3, 18):  # 17 significant digits tell any two float64 apart
+        text = _to_digits(value, digits)
+        if unlike is None or text != _to_digits(unlike, digits):
+            return text
+    return _to_digits(value, 3)
+
+
+def _to_digits(value: float, digits: int) -> str:
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else str(value)
+    magnitude = abs(value)
+    if 999.5 <= magnitude < 999_999.5 or (magnitude < 1e7 and magnitude >= 1000 and value == round(value)):
+        return f"{value:,.{max(digits - len(f'{magnitude:.0f}'), 0)}f}"
+    return _plain_exponent(f"{value or 0.0:.{digits}g}")  # no sign for a zero
+
+
+def _plain_exponent(text: str) -> str:
+    """1e-8 for Python's 1e-08, 6.3e7 for 6.3e+07."""
+    mantissa, has_exponent, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
+
+
+def constant(value: float) -> str:
+    """A number as it stands in code, to six digits and without separators: 1e-8, 1e-4, 0.01, -65504, 1e9."""
+    text = _plain_exponent(f"{value:.6g}")
+    if not 1e-3 <= abs(value) < 1e5 and math.isfinite(value) and value:
+        digits, _, exponent = f"{value:.5e}".partition("e")
+        text = f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return text
+
+
+def percent(share: float | None) -> str:
+    """A share or a relative error with two significant digits, and 100 % only if it is all: 0.44 %, 18 %, 99.9 %."""
+    if share is None:
+        return "?"
+    value = 100 * share
+    if 99.5 <= value < 100:
+        return "99.9 %"
+    if 10 <= value < 99.5:
+        return f"{value:.0f} %"
+    return f"{number(round(value)) if 100 <= value < 1e7 else _plain_exponent(f'{value:.2g}')} %"
+
+
+def excess(value: float, limit: float) -> str:
+    """How far a magnitude passes a limit, before "what fp16 can hold": "0.4 % above", "3.2x"."""
+    ratio = abs(value) / limit
+    if ratio <= 1:
+        return f"{percent(ratio)} of"
+    return f"{percent(ratio - 1)} above" if ratio < 2 else f"{number(float(f'{ratio:.2g}'))}x"
+
+
+def bits_text(headroom: float | None) -> str:
+    """Headroom in bits: "12.5"; "Inf" for a layer that is zero throughout, "-" where it is not known."""
+    if headroom is None:
+        return "-"
+    return "Inf" if headroom == math.inf else f"{headroom:.1f}"
+
+
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """A count with its noun: "1 row", "8,192 elements", "2 batches"."""
+    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
+
+
+def part_of(part: int, whole: int) -> str:
+    """How many of how many: "8,192 of 32,768"."""
+    return f"{part:,} of {whole:,}"
+
+
+def ordinal(place: int) -> str:
+    """A place counted from 1: 1st, 2nd, 3rd, 11th."""
+    ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return f"{place}{ending}"
+
+
+def call_label(name: str, call: int, type_name: str = "") -> str:
+    """A module call as people read it, `call` counted from 0: "norm (2nd call)", "norm (LayerNorm, 2nd call)"."""
+    notes = [*([type_name] if type_name else []), *([f"{ordinal(call + 1)} call"] if call else [])]
+    return f"{name} ({', '.join(notes)})" if notes else name
+
+
+def file_line(file: str, line: int) -> str:
+    """A line of code by the file's own name: "net.py:45"; the path may be of another operating system."""
+    return printable(f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line}")
+
+
+def samples_text(samples: Sequence[int], batch_size: int) -> str:
+    """Indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample"."""
+    if len(samples) == batch_size:
+        return "every sample"
+    return f"sample{'s' * (len(samples) != 1)} {join_first([str(sample) for sample in samples], _MAX_SAMPLES)}"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape as torch prints it: [4, 16, 32, 32]."""
+    return f"[{', '.join(str(size) for size in shape)}]"
+
+
+def kinds_text(kinds: Iterable[str]) -> str:
+    """Which non-finite values: "NaN and +Inf"."""
+    return join_words([_KINDS.get(kind, printable(kind)) for kind in kinds]) or "non-finite values"
+
+
+def byte_size(nbytes: int) -> str:
+    """A file's size in decimal units: 812 bytes, 1.25 MB."""
+    if nbytes < 1000:
+        return plural(nbytes, "byte")
+    size, unit = nbytes / 1000, "kB"
+    for larger in ("MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{number(size)} {unit}"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """A list as prose: "a", "a and b", "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def join_first(words: Sequence[str], limit: int = _MAX_LISTED) -> str:
+    """As `join_words`, with the words past `limit` only counted: "a, b and 9 more"."""
+    left = len(words) - limit
+    return join_words([*words[:limit], f"{left:,} more"] if left > 0 else words)
 
 
 def printable(text: str) -> str:
@@ -32,66 +170,11 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: kept - tail]}…{text[len(text) - tail :]}"
 
 
-def number(value: float) -> str:
-    """Whole up to six digits (65504), three significant digits for the rest (0.0312, 8.12e+06, 5.96e-08)."""
-    if 1000 <= abs(value) < 999_999.5:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+def brief(text: str, width: int = _BRIEF_WIDTH) -> str:
+    """Text that nobody vouches for, printable and at most `width` characters long."""
+    return shorten(printable(shorten(text, width)), width)  # cut first: a file may hold a name of many megabytes
 
 
-def written(value: float) -> str:
-    """A constant as it stands in code: 1e-8, 0.01, with no zeros in front of the exponent."""
-    mantissa, has_exponent, exponent = f"{value:.6g}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
-
-
-def times(ratio: float) -> str:
-    """A ratio above one with as many digits as keep it above one: 1.24, 1.0002, 8.1e+05."""
-    return f"{ratio:.4f}" if ratio < 1.005 else f"{ratio:.3g}"
-
-
-def shape_text(shape: Iterable[int]) -> str:
-    """A shape as torch prints it: [4, 16, 32, 32]."""
-    return f"[{', '.join(str(size) for size in shape)}]"
-
-
-def kinds_text(kinds: Iterable[str]) -> str:
-    """Which non-finite values: "NaN and +Inf"."""
-    return join_words([_KINDS.get(kind, printable(kind)) for kind in kinds]) or "non-finite values"
-
-
-def join_words(words: Sequence[str]) -> str:
-    """A list as prose: "a", "a and b", "a, b and c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def join_first(words: Sequence[str], limit: int) -> str:
-    """As `join_words`, with the words past `limit` only counted: "a, b and 9 more"."""
-    left = len(words) - limit
-    return join_words([*words[:limit], f"{left} more"] if left > 0 else words)
-
-
-def ordinal(place: int) -> str:
-    """A place counted from 1: 1st, 2nd, 3rd, 11th, 22nd."""
-    ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
-    return f"{place}{ending}"
-
-
-def call_label(name: str, call: int, type_name: str = "") -> str:
-    """A module call as people read it, `call` counted from 0: "norm (2nd call)", "norm (LayerNorm, 2nd call)"."""
-    notes = [*([type_name] if type_name else []), *([f"{ordinal(call + 1)} call"] if call else [])]
-    return f"{name} ({', '.join(notes)})" if notes else name
-
-
-def byte_size(nbytes: int) -> str:
-    """A file's size in decimal units: 812 bytes, 1.25 MB."""
-    if nbytes < 1000:
-        return f"{nbytes} bytes"
-    size, unit = nbytes / 1000, "kB"
-    for larger in ("MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.3g} {unit}"
+def brief_list(names: Iterable[str]) -> str:
+    """Names that nobody vouches for: the first dozen, and how many more there are."""
+    return join_first([brief(name) for name in names])

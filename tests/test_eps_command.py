@@ -76,8 +76,8 @@ def test_a_model_alone_is_told_what_half_and_mixed_precision_do(tmp_path):
     rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:4]
     assert [" ".join(row.split()) for row in rows] == [
         "0.eps LayerNorm 1e-12 fine: fp32 fine: fp32",
-        "1.eps CosineSimilarity 1e-08 zero fine: fp32",
-        "2.variance_epsilon Norm 1e-08 zero see --dump",
+        "1.eps CosineSimilarity 1e-8 zero fine: fp32",
+        "2.variance_epsilon Norm 1e-8 zero see --dump",
     ]
 
 
@@ -90,7 +90,7 @@ def test_layers_alike_are_one_row_of_the_eps_table(tmp_path):
     )
     rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:3]
     assert [" ".join(row.split()) for row in rows] == [
-        "0.eps x2 GroupNorm 1e-05 fine: fp32 fine: fp32",
+        "0.eps x2 GroupNorm 1e-5 fine: fp32 fine: fp32",
         "2.eps GroupNorm 1e-12 1/root overflows fine: fp32",
     ]
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,27 +43,116 @@ def test_shortening_leaves_what_fits():
     assert words.shorten("encoder.layers.10.attention", 16) == "encod….attention"
 
 
+@given(st.text(alphabet=st.characters(), min_size=30), st.integers(1, 30))
+def test_brief_text_is_printable_and_fits(text, width):
+    assert words.brief(text, width).isprintable()
+    assert len(words.brief(text, width)) <= width
+
+
+def test_brief_lists_name_a_dozen():
+    assert words.brief_list(["a\x1b", "b"]) == r"a\x1b and b"
+    assert words.brief_list(map(str, range(2000))).endswith("10, 11 and 1,988 more")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (65504.0, "65504"),
-        (81234.0, "81234"),
+        (65504.0, "65,504"),
+        (81234.4, "81,234"),
+        (999.7, "1,000"),
         (0.031234, "0.0312"),
-        (8_123_456.0, "8.12e+06"),
-        (5.96e-8, "5.96e-08"),
-        (-70000.0, "-70000"),
-        (999_999.7, "1e+06"),
+        (8_123_456.0, "8,123,456"),
+        (8_123_456.5, "8.12e6"),
+        (6.3e7, "6.3e7"),
+        (5.96e-8, "5.96e-8"),
+        (-70000.0, "-70,000"),
+        (999_999.7, "1e6"),
         (0.0, "0"),
         (float("inf"), "inf"),
+        (float("nan"), "NaN"),
+        (None, "?"),
     ],
 )
 def test_numbers(value, text):
     assert words.number(value) == text
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(81234 / 65504, "1.24"), (65520 / 65504, "1.0002"), (8.1e5, "8.1e+05")])
-def test_ratios_above_one_stay_above_one(ratio, text):
-    assert words.times(ratio) == text
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False))
+def test_a_number_is_told_from_the_one_beside_it(value, other):
+    assert value == other or words.number(value, unlike=other) != words.number(other)
+
+
+def test_a_number_gets_the_digits_that_it_takes():
+    assert words.number(1.0001, unlike=1.0) == "1.0001"
+    assert words.number(65504.25, unlike=65504.0) == "65,504.2"
+    assert words.number(65756.0, unlike=65504.0) == "65,756"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1e-8, "1e-8"), (1e-4, "1e-4"), (0.01, "0.01"), (-65504.0, "-65504"), (-1e9, "-1e9"), (1.5, "1.5"), (0.0, "0")],
+)
+def test_constants_are_spelled_as_in_code(value, text):
+    assert words.constant(value) == text
+    assert float(text) == value
+
+
+@given(st.floats())
+def test_no_number_has_a_padded_exponent(value):
+    for text in (words.number(value), words.constant(value)):
+        assert not re.search(r"e(\+|-?0)", text)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.004, "0.4 %"), (0.0439e-1, "0.44 %"), (0.18, "18 %"), (0.9999, "99.9 %"), (1.0, "100 %"), (25.0, "2,500 %")],
+)
+def test_shares_in_per_cent(share, text):
+    assert words.percent(share) == text
+
+
+def test_a_share_that_is_not_known():
+    assert words.percent(None) == "?"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(65756, "0.38 % above"), (81234, "24 % above"), (-210_400, "3.2x"), (6.3e7, "960x"), (65504, "100 % of")],
+)
+def test_how_far_above_a_limit(value, text):
+    assert words.excess(value, 65504) == text
+
+
+def test_counts_with_their_nouns():
+    assert words.plural(1, "row") == "1 row"
+    assert words.plural(8192, "element") == "8,192 elements"
+    assert words.plural(0, "infinity", "infinities") == "0 infinities"
+    assert words.part_of(8192, 32768) == "8,192 of 32,768"
+
+
+def test_calls_are_counted_from_one():
+    assert [words.ordinal(place) for place in (1, 2, 3, 4, 11, 12, 13, 21, 102)] == [
+        *("1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd")
+    ]
+    assert (words.call_label("norm", 0), words.call_label("norm", 1)) == ("norm", "norm (2nd call)")
+    assert words.call_label("norm", 0, "Norm") == "norm (Norm)"
+    assert words.call_label("norm", 1, "Norm") == "norm (Norm, 2nd call)"
+
+
+def test_samples_of_a_batch():
+    assert words.samples_text((2,), 4) == "sample 2"
+    assert words.samples_text((0, 2), 4) == "samples 0 and 2"
+    assert words.samples_text((0, 1), 2) == "every sample"
+    assert words.samples_text(range(5), 8) == "samples 0, 1, 2 and 2 more"
+
+
+def test_a_line_of_code_by_its_file():
+    assert words.file_line("/home/me/net.py", 45) == "net.py:45"
+    assert words.file_line(r"C:\runs\net.py", 45) == "net.py:45"
+
+
+def test_bits_of_headroom():
+    assert [words.bits_text(bits) for bits in (None, float("inf"), -0.44, 12.25)] == ["-", "Inf", "-0.4", "12.2"]
 
 
 def test_lists_as_prose():
@@ -79,7 +170,7 @@ def test_kinds():
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (187_000, "187 kB"), (1_250_000, "1.25 MB"), (10**16, "1e+04 TB")],
+    [(0, "0 bytes"), (999, "999 bytes"), (187_000, "187 kB"), (1_250_000, "1.25 MB"), (10**16, "10,000 TB")],
 )
 def test_sizes(nbytes, text):
     assert words.byte_size(nbytes) == text

@@ -18,6 +18,7 @@ from nandoctor.capture.source_info import write_command
 from nandoctor.capture.step import RecordedStep
 from nandoctor.dumps.writer import fit_into, write_dump
 from nandoctor.errors import NonFiniteTrainingError
+from nandoctor.text import number
 
 LOG = logging.getLogger("nandoctor")
 
@@ -299,6 +300,5 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         optimizer = type(step.spoiled.trained.optimizer).__name__
         return f"loss and gradients are finite, and the update by {optimizer} left non-finite weights"
     known = "" if result.skip_counts else ", where steps have passed before"
-    return (
-        f"the gradients are non-finite at a loss scale of {result.loss_scale:g}{known}, and the scaler skipped the step"
-    )
+    scale = number(result.loss_scale)
+    return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"

@@ -16,6 +16,7 @@ from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import CASTS, DOMAINS, MOVES, PRODUCTS, SINGULAR_INPUTS
+from nandoctor.text import excess, number, part_of
 
 Phase = Literal["forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer"]
 """What is shown to a cause: an op of the forward pass or the loss, of the backward pass, or one whose infinity a later
@@ -195,7 +196,7 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
         Evidence(
             name="num_bad",
             value=analysis.num_bad,
-            text=f"{analysis.num_bad} of {analysis.numel} outgoing elements are {' or '.join(analysis.kinds)}",
+            text=f"{part_of(analysis.num_bad, analysis.numel)} outgoing elements are {' or '.join(analysis.kinds)}",
         ),
     )
 
@@ -205,11 +206,9 @@ def format_of(operand: Operand) -> FloatFormat:
     return FORMATS[operand.dtype]
 
 
-def number(value: float | None) -> str:
-    """A value as people read it: 65504, 1.48e+05, 1e-08."""
-    if value is None:
-        return "?"
-    return f"{value:.0f}" if 1 <= abs(value) < 1e5 and value == round(value) else f"{value:.4g}"
+def past_limit(value: float | None, low: FloatFormat) -> str:
+    """A value that its format cannot hold, beside what it can: "65,571; fp16 holds at most 65,504"."""
+    return f"{number(value, unlike=low.max)}; {low} holds at most {number(low.max)}"
 
 
 def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
@@ -220,13 +219,13 @@ def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
         Evidence(
             name="would_be",
             value=exact,
-            text=f"the largest would be {number(exact)}, {exact / limit:.3g} times what {finding.format} can hold "
-            f"({number(limit)})",
+            text=f"the largest exact value is {number(exact, unlike=limit)}, {excess(exact, limit)} what "
+            f"{finding.format} can hold ({number(limit)})",
         ),
         Evidence(
             name="num_bad",
             value=analysis.num_bad,
-            text=f"{analysis.num_bad} of {analysis.numel} elements are non-finite",
+            text=f"{part_of(analysis.num_bad, analysis.numel)} elements are non-finite",
         ),
     )
 

@@ -22,6 +22,7 @@ from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_d
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
 from nandoctor.ops import DIVISIONS, NORMALISATIONS
+from nandoctor.text import plural
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
@@ -46,8 +47,8 @@ def _explain(finding: Finding, name: str, zeros: int) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} divides by exact zeros: {zeros} of them in its {name}.",
-        evidence=(Evidence(name="num_zero", value=zeros, text=f"{zeros} elements of {name} are exactly zero"),),
+        explanation=f"{finding.op.op} divides by exact zeros: {zeros:,} of them in its {name}.",
+        evidence=(Evidence(name="num_zero", value=zeros, text=f"{plural(zeros, 'element')} of {name} equal to zero"),),
     )
 
 
@@ -60,7 +61,9 @@ def _explain_norm(finding: Finding) -> Cause | None:
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
-        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{num_bad} elements have no finite value"),),
+        evidence=(
+            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'element')} without a finite value"),
+        ),
     )
 
 

@@ -18,9 +18,10 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, number, overflow_evidence
+from nandoctor.causes.base import Finding, overflow_evidence, past_limit
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS
+from nandoctor.text import constant, number
 
 CODE = "elementwise-overflow"
 TITLE = "An element-by-element operation is too large for its format"
@@ -39,12 +40,11 @@ def diagnose(finding: Finding) -> Cause | None:
         if operand.at_worst is not None
     )
     made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
-    constants = ", ".join(f"{name} {number(value)}" for name, value in finding.op.scalars)
+    constants = ", ".join(f"{name} {constant(value)}" for name, value in finding.op.scalars)
     return Cause(
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
-        f"{number(finding.analysis.exact_at_worst)} at the worst element; {finding.format} holds at most "
-        f"{number(finding.format.max)}.",
+        f"{past_limit(finding.analysis.exact_at_worst, finding.format)}.",
         evidence=(*overflow_evidence(finding), *operands),
     )

@@ -23,6 +23,7 @@ from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import is_average
+from nandoctor.text import plural
 
 CODE = "empty-reduction"
 TITLE = "A reduction over no elements"
@@ -40,7 +41,9 @@ def diagnose(finding: Finding) -> Cause | None:
         explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
         evidence=(
             Evidence(
-                name="num_bad", value=finding.analysis.num_bad, text=f"{finding.analysis.num_bad} averages are 0/0"
+                name="num_bad",
+                value=finding.analysis.num_bad,
+                text=f"{plural(finding.analysis.num_bad, 'average')} of 0/0",
             ),
         ),
     )

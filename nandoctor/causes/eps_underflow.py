@@ -31,7 +31,6 @@ from nandoctor.causes.base import (
     ancestors,
     constant_argument,
     gradient_evidence,
-    number,
     singular_inputs,
     site_of,
 )
@@ -52,6 +51,7 @@ from nandoctor.ops import (
     SUMS,
     Domain,
 )
+from nandoctor.text import constant, number, plural
 
 CODE = "eps-underflow"
 TITLE = "A small constant is lost in the lower precision"
@@ -87,9 +87,9 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{number(eps)} {how} in {dtype}, so {what} meets an exact zero; in fp32 it does not.",
+        explanation=f"{constant(eps)} {how} in {dtype}, so {what} meets an exact zero; in fp32 it does not.",
         evidence=(
-            Evidence(name="eps", value=eps, text=f"the constant is {number(eps)}, used by {place.op} in {dtype}"),
+            Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
             Evidence(name="eps_rounded", value=rounded, text=f"{dtype} makes {number(rounded)} of it"),
             *evidence,
         ),
@@ -157,7 +157,7 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
         Evidence(
             name=f"zeros_{operand.name}",
             value=operand.counts.num_zero,
-            text=f"{operand.counts.num_zero} elements of {operand.name} are exactly zero",
+            text=f"{plural(operand.counts.num_zero, 'element')} of {operand.name} equal to zero",
         )
         for operand in finding.analysis.operands
         if operand.counts.num_zero

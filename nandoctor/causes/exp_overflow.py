@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, number, overflow_evidence
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 from nandoctor.ops import EXPONENTIALS, PRODUCTS
+from nandoctor.text import number
 
 CODE = "exp-overflow"
 TITLE = "An exponential is too large for its format"
@@ -71,7 +72,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
         code=CODE,
         title=TITLE,
         explanation=f"{exponential.op} of values up to {number(largest)} makes {finding.op.op} reach "
-        f"{number(finding.analysis.exact_absmax)}, and {finding.format} holds at most {number(finding.format.max)}.",
+        f"{past_limit(finding.analysis.exact_absmax, finding.format)}.",
         evidence=(
             *overflow_evidence(finding),
             Evidence(

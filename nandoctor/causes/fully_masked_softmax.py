@@ -23,6 +23,7 @@ from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import SOFTMAXES
+from nandoctor.text import plural
 
 CODE = "fully-masked-softmax"
 TITLE = "Every position of a softmax is masked"
@@ -34,11 +35,13 @@ def diagnose(finding: Finding) -> Cause | None:
     rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
+    masked = plural(rows, "row")
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{rows} rows of the scores are -inf throughout, so {finding.op.op} has nothing to choose from.",
-        evidence=(Evidence(name="num_full_rows", value=rows, text=f"{rows} rows are masked throughout"),),
+        explanation=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -inf (every position masked), so "
+        f"{finding.op.op} is 0/0.",
+        evidence=(Evidence(name="num_full_rows", value=rows, text=f"{masked} with every position masked"),),
     )
 
 

@@ -17,8 +17,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import GradientFinding, gradient_evidence, number
+from nandoctor.causes.base import GradientFinding, gradient_evidence
 from nandoctor.evidence.report import Cause
+from nandoctor.text import number
 
 CODE = "gradient-overflow"
 TITLE = "A gradient is too large for its format"

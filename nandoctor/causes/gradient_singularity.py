@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, number
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
+from nandoctor.text import number
 
 CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"

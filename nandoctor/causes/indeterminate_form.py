@@ -33,6 +33,7 @@ from nandoctor.causes.base import (
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import FILLS
+from nandoctor.text import plural
 
 CODE = "indeterminate-form"
 TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
@@ -54,8 +55,15 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} makes NaN of infinities: {finding.analysis.num_bad} elements have no value.",
-        evidence=(Evidence(name="num_infinite", value=infinite + len(written), text=f"{infinite} infinities went in"),),
+        explanation=f"{finding.op.op} makes NaN of infinities: "
+        f"{plural(finding.analysis.num_bad, 'element')} without a value.",
+        evidence=(
+            Evidence(
+                name="num_infinite",
+                value=infinite + len(written),
+                text=f"{plural(infinite, 'infinity', 'infinities')} among the inputs",
+            ),
+        ),
     )
 
 
@@ -65,7 +73,9 @@ def _explain_written(finding: Finding, what: str) -> Cause:
         code=CODE,
         title=TITLE,
         explanation=f"The {' or '.join(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
-        evidence=(Evidence(name="num_infinite", value=num_bad, text=f"{num_bad} non-finite values were written"),),
+        evidence=(
+            Evidence(name="num_infinite", value=num_bad, text=f"it writes {plural(num_bad, 'non-finite value')}"),
+        ),
     )
 
 

@@ -18,9 +18,10 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, format_of, number
+from nandoctor.causes.base import Finding, format_of
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import CASTS, PRODUCTS
+from nandoctor.text import excess, number
 
 CODE = "input-cast-overflow"
 TITLE = "The input is too large for the cast to the lower precision"
@@ -43,13 +44,13 @@ def diagnose(finding: Finding) -> Cause | None:
                 code=CODE,
                 title=TITLE,
                 explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {number(target.max)}; the "
-                f"value {number(operand.absmax)} becomes Inf before anything is computed.",
+                f"value {number(operand.absmax, unlike=target.max)} becomes Inf before anything is computed.",
                 evidence=(
                     Evidence(
                         name="input_absmax",
                         value=operand.absmax,
-                        text=f"{operand.name} reaches {number(operand.absmax)} in {format_of(operand)}, "
-                        f"{operand.absmax / target.max:.3g} times what {target} can hold",
+                        text=f"{operand.name} reaches {number(operand.absmax, unlike=target.max)} in "
+                        f"{format_of(operand)}, {excess(operand.absmax, target.max)} what {target} can hold",
                     ),
                 ),
             )

@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, number, outside_domain
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, PRODUCTS, REDUCTIONS
+from nandoctor.text import number, plural
 
 CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
@@ -46,14 +47,15 @@ def diagnose(finding: Finding) -> Cause | None:
 def _explain_domain(finding: Finding, outside: float) -> Cause:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
+    reached = number(outside, unlike=domain.low if outside < domain.low else domain.high)
     return Cause(
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
-        f"{argument} reaches {number(outside)}.",
+        f"{argument} reaches {reached}.",
         evidence=(
-            Evidence(name="argument", value=outside, text=f"the argument reaches {number(outside)}"),
-            Evidence(name="num_bad", value=num_bad, text=f"{num_bad} elements are NaN"),
+            Evidence(name="argument", value=outside, text=f"the argument reaches {reached}"),
+            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'NaN')} in the result"),
         ),
     )
 

@@ -37,6 +37,7 @@ from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, HAS_STABLE_LOGARITHM, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
+from nandoctor.text import part_of, plural
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
@@ -59,7 +60,7 @@ def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
 
 
 def _explain(num_infinite: int, explanation: str) -> Cause:
-    num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{num_infinite} values are infinite")
+    num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{plural(num_infinite, 'infinite value')}")
     return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=(num_bad,))
 
 
@@ -78,13 +79,13 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{op} meets its singular point in {finding.analysis.num_bad} of "
-        f"{finding.analysis.numel} elements{where}.",
+        explanation=f"{op} meets its singular point in "
+        f"{part_of(finding.analysis.num_bad, finding.analysis.numel)} elements{where}.",
         evidence=(
             Evidence(
                 name="num_zero",
                 value=argument.counts.num_zero,
-                text=f"{argument.counts.num_zero} of the argument's elements are exactly zero",
+                text=f"{argument.counts.num_zero:,} of the argument's elements are exactly zero",
             ),
         ),
     )

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, number
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.text import number
 
 CODE = "loss-scale-overflow"
 TITLE = "The loss scale was too large"

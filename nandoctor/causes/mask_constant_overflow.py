@@ -22,11 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, number, site_of
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, site_of
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, FILLS, MINIMA, SCALINGS, SUMS
+from nandoctor.text import constant, number, plural
 
 CODE = "mask-constant-overflow"
 TITLE = "The constant of a mask is too large for its format"
@@ -40,18 +41,20 @@ def diagnose(finding: Finding) -> Cause | None:
     """A fill or an addition that turns a large negative constant into -inf."""
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
         return None
-    constant = min(_constants(finding), default=None)
-    if constant is None or (finding.format.holds(constant) and not finding.overflowed):
+    masking = min(_constants(finding), default=None)
+    if masking is None or (finding.format.holds(masking) and not finding.overflowed):
         return None
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The mask's constant {number(constant)} makes -inf in {finding.format}, whose limit is "
+        explanation=f"The mask's constant {constant(masking)} makes -inf in {finding.format}, whose limit is "
         f"{number(-finding.format.max)}; a row that is masked throughout has nothing finite left.",
         evidence=(
-            Evidence(name="constant", value=constant, text=f"the mask's constant is {number(constant)}"),
+            Evidence(name="constant", value=masking, text=f"the mask's constant is {constant(masking)}"),
             Evidence(
-                name="num_bad", value=finding.analysis.num_bad, text=f"{finding.analysis.num_bad} elements became -inf"
+                name="num_bad",
+                value=finding.analysis.num_bad,
+                text=f"{plural(finding.analysis.num_bad, 'element')} became -inf",
             ),
         ),
     )

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, factors, number, overflow_evidence, site_of
+from nandoctor.causes.base import Candidate, Finding, factors, overflow_evidence, past_limit, site_of
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
+from nandoctor.text import number
 
 CODE = "matmul-overflow"
 TITLE = "A matrix product is too large for its format"
@@ -46,9 +47,8 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The {finding.op.op} gives {number(finding.analysis.exact_absmax)}; {finding.format} "
-        f"holds at most "
-        f"{number(finding.format.max)}, so the result is rounded to Inf.",
+        explanation=f"The {finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}, so the "
+        "result is rounded to Inf.",
         evidence=(*overflow_evidence(finding), *terms, *sizes),
     )
 

@@ -19,9 +19,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import number
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.text import constant, number, part_of
 
 CODE = "optimizer-eps-underflow"
 TITLE = "The optimizer's eps rounds to zero"
@@ -36,14 +36,15 @@ def diagnose(slot: OptimizerSlot) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The optimizer's eps of {number(slot.eps)} is zero in {dtype}, and so are {counts.num_zero} of "
-        f"the {slot.moment.numel} second moments of {slot.parameter or 'a parameter'}: its step divides by zero there.",
+        explanation=f"The optimizer's eps of {constant(slot.eps)} is zero in {dtype}, and so are "
+        f"{part_of(counts.num_zero, slot.moment.numel)} second moments of {slot.parameter or 'a parameter'}: "
+        "its step divides by zero there.",
         evidence=(
-            Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {number(slot.eps)}"),
+            Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {constant(slot.eps)}"),
             Evidence(
                 name="num_zero",
                 value=counts.num_zero,
-                text=f"{counts.num_zero} of {slot.moment.numel} second moments are exactly zero",
+                text=f"{part_of(counts.num_zero, slot.moment.numel)} second moments are exactly zero",
             ),
             Evidence(
                 name="smallest",

@@ -18,8 +18,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import OutsideTensor, number
+from nandoctor.causes.base import OutsideTensor
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.text import number
 
 CODE = "poisoned-weights"
 TITLE = "The weights already hold NaN, Inf or absurd values"

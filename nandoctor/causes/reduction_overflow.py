@@ -18,9 +18,10 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, factors, number, overflow_evidence
+from nandoctor.causes.base import Finding, factors, overflow_evidence, past_limit
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SERIAL_PRODUCTS
+from nandoctor.text import plural
 
 CODE = "reduction-overflow"
 TITLE = "A sum over many elements is too large for its format"
@@ -33,13 +34,14 @@ def diagnose(finding: Finding) -> Cause | None:
     if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
         return None
     length = finding.analysis.length
-    terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
-    over = f" over {length} elements" if length else ""
+    terms: tuple[Evidence, ...] = ()
+    if length is not None:
+        terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
+    over = f" over {plural(length, 'element')}" if length else ""
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The {finding.op.op}{over} gives {_result(finding)}; {finding.format} holds at most "
-        f"{number(finding.format.max)}.",
+        explanation=f"The {finding.op.op}{over} gives {_result(finding)}.",
         evidence=(*overflow_evidence(finding), *terms),
     )
 
@@ -50,7 +52,9 @@ def _is_beyond_float64(finding: Finding) -> bool:
 
 
 def _result(finding: Finding) -> str:
-    return number(finding.analysis.exact_absmax) if finding.overflowed else "more than even float64 holds"
+    if not finding.overflowed:
+        return "more than even float64 holds"
+    return past_limit(finding.analysis.exact_absmax, finding.format)
 
 
 def _sums_with_ones(finding: Finding) -> bool:

@@ -18,7 +18,7 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, number, overflow_evidence
+from nandoctor.causes.base import Finding, overflow_evidence, past_limit
 from nandoctor.evidence.report import Cause
 
 CODE = "silent-overflow"
@@ -33,8 +33,7 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} would be {number(finding.analysis.exact_absmax)} and became Inf in "
-        f"{finding.format}; "
-        "a later op swallowed it, so the output is finite and far from fp32's.",
+        explanation=f"{finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}. A later op "
+        "hides the Inf, so the output is finite and far from fp32's.",
         evidence=overflow_evidence(finding),
     )

@@ -11,6 +11,7 @@ from pathlib import PurePath
 
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.report_diff import Change, Comparison, LayerChange, Outcome
+from nandoctor.text import bits_text
 
 LARGE_CHANGE_BITS = 0.5
 
@@ -77,7 +78,7 @@ def _write_headline(outcome: Outcome, before: Report, after: Report) -> str:
     then, now = (_tightest(report) for report in (before, after))
     room = ""
     if then is not None and now is not None and abs(now - then) >= LARGE_CHANGE_BITS:
-        room = f"; the tightest layer has {now:.1f} bits of room, and had {then:.1f}"
+        room = f"; the tightest layer has {bits_text(now)} bits of room, and had {bits_text(then)}"
     cause = _cause(after) if outcome in ("broken", "moved", "same-failure") else _cause(before)
     about = f": {cause}" if cause else ""
     return f"{_HEADLINES[outcome]}{about}{room}."

@@ -16,7 +16,6 @@ from nandoctor.causes.base import (
     OutsideTensor,
     Phase,
     is_constant,
-    number,
     site_of,
 )
 from nandoctor.causes.registry import find_cause, suggest_changes
@@ -28,6 +27,7 @@ from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Place, TensorStats, Trace
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
+from nandoctor.text import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ In: an `EpsUse` that no replay has seen. Out: a few words for each; they are dif
 
 from __future__ import annotations
 
-from nandoctor.causes.base import number
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant, round_constant
 from nandoctor.ops import EPS_IN_FP32, EPS_IN_INPUT, ROOT_IN_INPUT, RUN_IN_FP32
+from nandoctor.text import percent
 
 OUTLOOK = (
     "Half precision (model.half()) computes in fp16 throughout: a constant is what fp16 makes of it, but in torch's "
@@ -38,5 +38,5 @@ def describe_rounding(rounded: RoundedConstant) -> str:
         return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
     if rounded.rel_err == 0:
         return "exact" if rounded.effect == "normal" else "subnormal, exact"
-    off = f"{number(float(f'{100 * rounded.rel_err:.2g}'))} % off"
+    off = f"{percent(rounded.rel_err)} off"
     return f"{'rounded' if rounded.effect == 'normal' else 'subnormal'}, {off}"

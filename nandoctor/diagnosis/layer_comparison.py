@@ -13,6 +13,7 @@ import numpy as np
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, NearMiss
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+from nandoctor.text import percent
 
 WRONG = 0.1
 """Values this far from fp32's (norm of the difference over norm) count as wrong.
@@ -67,8 +68,8 @@ def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
             continue
         if row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE:
             return (
-                f"{row.place.with_type} is finite and {100 * row.rel_err:.3g} % away from fp32, its inputs "
-                f"{100 * row.inherited_err:.2g} %: the error is made there.",
+                f"{row.place.with_type} is finite and {percent(row.rel_err)} away from fp32, its inputs "
+                f"{percent(row.inherited_err)}: the error is made there.",
             )
     return ()
 

@@ -11,6 +11,7 @@ from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
 from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.text import part_of, samples_text
 
 _KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 
@@ -88,10 +89,9 @@ def describe_bad(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = count_nonfinite(stats, trace)
     kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
-    text = f"{kinds} in {found.num_bad} of {found.numel} elements"
+    text = f"{kinds} in {part_of(found.num_bad, found.numel)} elements"
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
-        listed = ", ".join(map(str, found.samples))
-        text += f" (sample{'s' if len(found.samples) > 1 else ''} {listed})"
+        text += f" ({samples_text(found.samples, stats.shape[0])})"
     return text
 
 

@@ -17,9 +17,9 @@ from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
-from nandoctor.dumps.text import listing, printable
 from nandoctor.dumps.trees import MAX_NAME, name_tensors
 from nandoctor.errors import DumpError
+from nandoctor.text import brief, brief_list, byte_size
 
 # What DataParallel and torch.compile put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -91,7 +91,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
         DumpError: a part of it is not what the format says, or the weights were left out.
     """
     contents = Contents(nbytes=nbytes)
-    contents.left_out += [printable(str(text), limit=200) for text in get(saved, "left_out", list, [])]
+    contents.left_out += [brief(str(text), 200) for text in get(saved, "left_out", list, [])]
     contents.states["state_dict"] = _take_recorded_state(contents, saved)
     shelf = _Shelf(contents)
     recorded = read_recorded(saved, shelf.take)
@@ -135,7 +135,7 @@ class _Shelf:
         """Keep the array, and tell the name that it goes by."""
         if not is_array(value):
             raise DumpError(
-                f"{printable(name)!r} is {_describe(value)}, where tensors and plain data belong.",
+                f"{brief(name)!r} is {_describe(value)}, where tensors and plain data belong.",
                 remedy="Take the file as the recorder wrote it.",
             )
         tensor = _take_tensor(self._contents, _check_name(name), value)
@@ -220,7 +220,7 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
         texts = [key if isinstance(key, str) else _describe(key) for key in others]
         raise DumpError(
-            f"{name!r} holds values that are no tensors: {listing(texts)}.",
+            f"{name!r} holds values that are no tensors: {brief_list(texts)}.",
             remedy="Save what model.state_dict() returns, and other values beside it.",
         )
     if others:
@@ -293,8 +293,8 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
     contents.claimed_nbytes += stored_values(tensor).numel() * tensor.element_size()
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
-            f"its tensors claim {contents.claimed_nbytes:.2g} bytes, up to {name!r}, where the file has "
-            f"{contents.nbytes}.",
+            f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, where the file has "
+            f"{byte_size(contents.nbytes)}.",
             remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
         )
     return tensor
@@ -309,7 +309,7 @@ def _check_name(name: object) -> str:
         raise DumpError(f"a name in it is {_describe(name)}, not a text.", remedy="Save dicts whose keys are strings.")
     if len(name) > MAX_NAME or not name.isprintable():
         raise DumpError(
-            f"a name in it is too long or holds control characters: '{printable(name)}'.",
+            f"a name in it is too long or holds control characters: '{brief(name)}'.",
             remedy="Do not open the file if you do not know who wrote it.",
         )
     return name
@@ -317,10 +317,10 @@ def _check_name(name: object) -> str:
 
 def _describe(value: object) -> str:
     if isinstance(value, PickledArray):
-        return f"an array of {printable(str(value.code))}"
+        return f"an array of {brief(str(value.code))}"
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype}"
     if isinstance(value, torch.Tensor):
         return "one tensor"
-    kind = printable(type(value).__name__)
+    kind = brief(type(value).__name__)
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

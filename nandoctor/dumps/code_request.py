@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.text import printable
+from nandoctor.text import brief
 
 _MAX_SOURCE_NBYTES = 16 << 20
 _MAX_SHOWN = 20
@@ -29,19 +29,19 @@ def code_rows(recorded: Recorded) -> tuple[tuple[str, str], ...]:
 def _rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     model, loss = recorded.model, recorded.loss_function
     if model is not None and model.name:
-        yield "model", f"{printable(spec_of(model))} ({_whereabouts(model)})"
+        yield "model", f"{brief(spec_of(model))} ({_whereabouts(model)})"
         if model.arguments and not model.config:
             yield "arguments", _shown_arguments(model.arguments)
         if model.config:
-            yield "config", f"{printable(model.config)}, filled with the values in the file"
+            yield "config", f"{brief(model.config)}, filled with the values in the file"
         if model.attention:
-            yield "attention", printable(model.attention)
+            yield "attention", brief(model.attention)
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
-    yield "method", f"{printable(recorded.method or 'forward')}{times}"
+    yield "method", f"{brief(recorded.method or 'forward')}{times}"
     if loss is not None:
-        yield "loss", f"{printable(spec_of(loss))} ({_whereabouts(loss)})"
+        yield "loss", f"{brief(spec_of(loss))} ({_whereabouts(loss)})"
     elif recorded.loss_field:
-        yield "loss", f"{printable(recorded.loss_field)} of what the model returns"
+        yield "loss", f"{brief(recorded.loss_field)} of what the model returns"
 
 
 def approving_command(dump: Path, recorded: Recorded) -> str:
@@ -116,7 +116,7 @@ def _can_be_named(reference: Reference) -> bool:
 
 
 def _shown_arguments(arguments: Mapping[str, Any]) -> str:
-    shown = [printable(f"{name}={_shown(value)}") for name, value in list(arguments.items())[:_MAX_SHOWN]]
+    shown = [brief(f"{name}={_shown(value)}") for name, value in list(arguments.items())[:_MAX_SHOWN]]
     more = f" and {len(arguments) - _MAX_SHOWN} more" if len(arguments) > _MAX_SHOWN else ""
     return ", ".join(shown) + more
 

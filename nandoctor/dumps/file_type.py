@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nandoctor.dumps.text import printable
 from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, find_members, read_member
 from nandoctor.errors import DumpError
+from nandoctor.text import brief
 
 # torch.save before 1.6, or with _use_new_zipfile_serialization=False, begins with this number pickled by protocol 2.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
@@ -80,7 +80,7 @@ def open_container(path: Path) -> Container:
     except PermissionError as error:
         raise DumpError("this user may not read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise DumpError(f"it cannot be opened ({printable(str(error))}).", remedy="Check the path.") from error
+        raise DumpError(f"it cannot be opened ({brief(str(error))}).", remedy="Check the path.") from error
     raise _describe_stranger(head)
 
 
@@ -149,7 +149,7 @@ def _check_byte_order(file: IO[bytes], member: Member | None) -> None:
     order = "little" if member is None else read_member(file, member)[:20].decode("latin1")
     if order != sys.byteorder:
         raise DumpError(
-            f"its tensors are in the byte order {printable(order)!r}, and this machine's is {sys.byteorder!r}.",
+            f"its tensors are in the byte order {brief(order)!r}, and this machine's is {sys.byteorder!r}.",
             remedy="Load it with torch.load and save it again.",
         )
 

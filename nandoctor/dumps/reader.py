@@ -22,9 +22,9 @@ from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.pickle_scan import unknown_globals
 from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.signature import Provenance
-from nandoctor.dumps.text import listing, printable
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
+from nandoctor.text import brief, brief_list
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
 
@@ -46,7 +46,7 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     try:
         return _read(location, trust=trust)
     except DumpError as error:
-        raise DumpError(f"{printable(str(location))}: {error.message}", remedy=error.remedy) from error
+        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
 
 
 def _read(path: Path, *, trust: bool) -> Dump:
@@ -60,7 +60,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
     if not contents.states:
         names = [*contents.arrays, *contents.scalars, *contents.left_out]
         raise DumpError(
-            f"it holds no state dict, only: {listing(names) or 'nothing'}.",
+            f"it holds no state dict, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
         )
     state_name = choose_state(contents.states)
@@ -124,11 +124,11 @@ def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:
 def _first_line(error: Exception) -> str:
     # torch wraps every UnpicklingError in advice to switch its safeguards off.
     message = "" if isinstance(error, pickle.UnpicklingError) else str(error)
-    return printable(": ".join([type(error).__name__, *message.splitlines()[:1]]))
+    return brief(": ".join([type(error).__name__, *message.splitlines()[:1]]))
 
 
 def _refuse(unknown: list[str]) -> DumpError:
-    listed = listing(unknown)
+    listed = brief_list(unknown)
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
         return DumpError(
             f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {listed}.",

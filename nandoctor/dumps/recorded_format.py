@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from nandoctor.dumps.text import printable
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
+from nandoctor.text import brief
 
 FORMAT = "nandoctor.dump/1"
 _MAX_CALLS = 1000
@@ -116,7 +116,7 @@ def is_recorded(saved: object) -> bool:
         return False
     if written != FORMAT:
         raise DumpError(
-            f"it is written in {printable(written)}, which this version does not know.",
+            f"it is written in {brief(written)}, which this version does not know.",
             remedy="Install a newer nandoctor: pip install --upgrade nandoctor.",
         )
     return True

@@ -17,8 +17,8 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import stored_values
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
-from nandoctor.dumps.text import listing, printable
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
+from nandoctor.text import brief, brief_list
 
 _BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
@@ -30,14 +30,14 @@ def summarize(dump: Dump) -> DumpSummary:
     bad = [entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad]
     bad_buffers = tuple(entry for entry in bad if is_buffer(entry.name))
     return DumpSummary(
-        path=printable(str(dump.path), limit=1000),
+        path=brief(str(dump.path), 1000),
         nbytes=dump.nbytes,
         layout=dump.layout,
         num_weights=len(dump.state),
         num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
         prefix=dump.prefix,
         arrays=arrays,
-        scalars=tuple((name, printable(str(value))) for name, value in dump.scalars.items()),
+        scalars=tuple((name, brief(str(value))) for name, value in dump.scalars.items()),
         bad_weights=tuple(entry for entry in bad if not is_buffer(entry.name)),
         bad_buffers=bad_buffers,
         missing=tuple(_missing(dump, arrays, bad_buffers)),
@@ -126,7 +126,7 @@ def _notes(dump: Dump) -> Iterator[str]:
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     if dump.left_out:
-        yield f"Not read: {listing(dump.left_out)}."
+        yield f"Not read: {brief_list(dump.left_out)}."
 
 
 def _notes_of_recorder(recorded: Recorded, provenance: Provenance) -> Iterator[str]:
@@ -140,4 +140,4 @@ def _notes_of_recorder(recorded: Recorded, provenance: Provenance) -> Iterator[s
     if autocast is not None:
         lists = ", with CUDA's op lists" if autocast.emulated else ""
         state = f"in {autocast.dtype} on {autocast.device}{lists}" if autocast.enabled else f"off, on {autocast.device}"
-        yield f"Autocast was {printable(state)}."
+        yield f"Autocast was {brief(state)}."

@@ -11,6 +11,7 @@ from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual
 from nandoctor.fixes.verify import Trials
+from nandoctor.text import number, samples_text
 
 NUM_SEEDS = 3
 
@@ -36,7 +37,7 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
             yield Counterfactual(group="samples", setting=name, outcome=outcome)
     for scale in _scales(step.loss_scale) if step.loss is not None else ():
         if (outcome := trials.look(SetLossScale(value=scale))) is not None:
-            yield Counterfactual(group="loss-scale", setting=f"{scale:g}", outcome=outcome)
+            yield Counterfactual(group="loss-scale", setting=number(scale), outcome=outcome)
     first = (step.seed or 0) + 1
     for seed in range(first, first + NUM_SEEDS) if random else ():
         if (outcome := trials.varied(training=step.training, seed=seed).look()) is not None:
@@ -46,10 +47,9 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
 def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
     if not guilty or num_samples is None or len(guilty) >= num_samples:
         return
-    named = ", ".join(map(str, guilty[:4])) + (" ..." if len(guilty) > 4 else "")
-    plural = "s" if len(guilty) > 1 else ""
-    yield f"sample{plural} {named} alone", guilty
-    yield f"without sample{plural} {named}", tuple(i for i in range(num_samples) if i not in guilty)
+    named = samples_text(guilty, num_samples)
+    yield f"{named} alone", guilty
+    yield f"without {named}", tuple(i for i in range(num_samples) if i not in guilty)
 
 
 def _scales(loss_scale: float) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from nandoctor.evidence.report_diff import Comparison, LayerChange
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
-from nandoctor.text import join_first, number, printable, shorten
+from nandoctor.text import bits_text, brief, join_first, number
 
 _MAX_LAYERS = 12
 _MAX_NAMED = 3
@@ -54,7 +54,7 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
         yield _table(comparison.layers[:_MAX_LAYERS], width)
     else:
         yield literal(
-            f"None of the {comparison.num_shared} calls that both made changed by a factor of 1.4 or more.", "dim"
+            f"None of the {comparison.num_shared:,} calls that both made changed by a factor of 1.4 or more.", "dim"
         )
     if others := list(_others(comparison)):
         yield labelled(others)
@@ -63,13 +63,13 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
 def _describe_layers(comparison: Comparison) -> str:
     count, shown = len(comparison.layers), min(len(comparison.layers), _MAX_LAYERS)
     first = f", the first {shown}" if shown < count else ""
-    return f"{count} of {comparison.num_shared} calls changed (absmax under autocast, headroom in bits){first}"
+    return f"{count:,} of {comparison.num_shared:,} calls changed (absmax under autocast, headroom in bits){first}"
 
 
 def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for label, places in (("only before", comparison.only_before), ("only after", comparison.only_after)):
         if places:
-            listed = join_first([shorten(printable(place.label), _NUMBERS_WIDTH) for place in places], _MAX_NAMED)
+            listed = join_first([brief(place.label, _NUMBERS_WIDTH) for place in places], _MAX_NAMED)
             yield label, listed
 
 
@@ -80,7 +80,7 @@ def _table(changes: Sequence[LayerChange], width: int) -> Table:
         table.add_column(heading, no_wrap=True, justify="right")
     name_width = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
     for change in changes:
-        cells = (shorten(printable(change.place.label), name_width), *_values(change))
+        cells = (brief(change.place.label, name_width), *_values(change))
         table.add_row(*map(literal, cells), style=_style(change))
     return table
 
@@ -90,7 +90,7 @@ def _values(change: LayerChange) -> tuple[str, ...]:
         _size(change.absmax_before, finite=change.finite_before),
         _size(change.absmax_after, finite=change.finite_after),
         "-" if change.growth is None else number(change.growth),
-        "-" if change.headroom_after is None else f"{change.headroom_after:.1f}",
+        bits_text(change.headroom_after),
     )
 
 

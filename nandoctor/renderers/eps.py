@@ -18,7 +18,7 @@ from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, literal
-from nandoctor.text import number, printable, shorten
+from nandoctor.text import brief, constant, file_line, number, percent, printable, shorten
 
 SCHEMA = "nandoctor.eps/1"
 _PLACE_WIDTH, _TYPE_WIDTH, _LINE_WIDTH = 19, 16, 24
@@ -36,9 +36,14 @@ def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUs
 def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:
     """Print one block for each number, one line for each format."""
     for place, value in enumerate(dict.fromkeys(rounded.value for rounded in rounded_constants)):
-        table = _table(_exact(value), "becomes", "which is", "x + eps == x from |x| =")
+        table = _table(constant(value), "becomes", "which is", "x + eps == x from |x| =")
         for rounded in (rounded for rounded in rounded_constants if rounded.value == value):
-            cells = (rounded.format.label, _exact(rounded.rounded), describe_rounding(rounded), _absorbed_from(rounded))
+            cells = (
+                rounded.format.label,
+                constant(rounded.rounded),
+                describe_rounding(rounded),
+                _absorbed_from(rounded),
+            )
             table.add_row(*map(literal, cells), style=_WARNING.get(rounded.effect, ""))
         _print([*([Text()] if place else []), table], console)
 
@@ -50,7 +55,7 @@ def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
         return
     table = _table("where", "line", "eps", "used by", "in", "and was")
     for use in uses:
-        cells = (_place(use), _line(use), _exact(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
+        cells = (_place(use), _line(use), constant(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
         table.add_row(*map(literal, cells), style=_WARNING.get(use.effect or "", ""))
     _print([table], console)
 
@@ -66,7 +71,7 @@ def print_outlook(uses: Sequence[EpsUse], console: Console) -> None:
         return
     table = _table("module", "type", "eps", ".half()", "autocast")
     for use in uses:
-        cells = (_place(use), shorten(printable(use.type), _TYPE_WIDTH), _exact(use.value))
+        cells = (_place(use), brief(use.type, _TYPE_WIDTH), constant(use.value))
         table.add_row(*map(literal, (*cells, in_half_precision(use), in_mixed_precision(use))))
     _print([table, Text(), literal(OUTLOOK)], console)
 
@@ -81,11 +86,6 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
-
-
-def _exact(value: float) -> str:
-    """Enough digits to tell 1e-08 from what a format makes of it."""
-    return f"{value:.6g}"
 
 
 def _absorbed_from(rounded: RoundedConstant) -> str:
@@ -105,10 +105,7 @@ def _place(use: EpsUse) -> str:
 def _line(use: EpsUse) -> str:
     if use.source is None:
         return ""
-    return (
-        shorten(printable(use.source.file.replace("\\", "/").rpartition("/")[2]), _LINE_WIDTH - 5)
-        + f":{use.source.line}"
-    )
+    return shorten(file_line(use.source.file, use.source.line), _LINE_WIDTH)
 
 
 def _outcome(use: EpsUse) -> str:
@@ -117,7 +114,7 @@ def _outcome(use: EpsUse) -> str:
         return "not seen in use"
     if use.effect == "zero" or use.rel_err is None:
         return "zero"
-    held = "held" if use.effect == "normal" else f"subnormal, {100 * use.rel_err:.2g} % off"
+    held = "held" if use.effect == "normal" else f"subnormal, {percent(use.rel_err)} off"
     if use.absorbed_share:
-        return f"{held}; absorbed by {100 * use.absorbed_share:.2g} %"
-    return held if use.bound_share is None else f"{held}; bound {100 * use.bound_share:.2g} %"
+        return f"{held}; absorbed by {percent(use.absorbed_share)}"
+    return held if use.bound_share is None else f"{held}; bound {percent(use.bound_share)}"

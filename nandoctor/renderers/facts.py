@@ -8,13 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
 from nandoctor.evidence.trace import TensorStats
-from nandoctor.text import join_first, kinds_text, number, printable, shape_text, shorten, times
+from nandoctor.text import (
+    brief,
+    excess,
+    file_line,
+    join_first,
+    kinds_text,
+    number,
+    part_of,
+    percent,
+    printable,
+    samples_text,
+    shape_text,
+)
 
 MEANINGS = {
     "precision": "non-finite under autocast only, fp32 stays finite",
@@ -73,7 +84,7 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 
 def _count(count: int | None) -> str:
-    return "?" if count is None else str(count or "none")
+    return "?" if count is None else f"{count:,}" if count else "none"
 
 
 def _closeness(reproduction: Reproduction) -> str:
@@ -81,7 +92,7 @@ def _closeness(reproduction: Reproduction) -> str:
         return "exact"
     if reproduction.max_rel_err is None:
         return "no finite ones to compare"
-    return f"the finite ones within {number(100 * reproduction.max_rel_err)} % of the largest"
+    return f"the finite ones within {percent(reproduction.max_rel_err)} of the largest"
 
 
 def _tell_first(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
@@ -100,8 +111,7 @@ def _tell_cause(report: Report) -> Iterator[Fact]:
     yield Fact(label="origin", text=describe_origin(report.origin))
     if report.origin.source is not None:
         source = report.origin.source
-        place = f"{PurePath(source.file).name}:{source.line}"
-        yield Fact(label="line", text=f"{printable(place)}: {shorten(printable(source.text), _MESSAGE_WIDTH)}")
+        yield Fact(label="line", text=f"{file_line(source.file, source.line)}: {brief(source.text, _MESSAGE_WIDTH)}")
     if report.cause is not None:
         yield Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}")
     if len(report.chain) > 1:
@@ -119,7 +129,7 @@ def describe_origin(origin: Origin) -> str:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
     backward = "the backward of " if origin.phase == "backward" else ""
     found = origin.elements
-    damage = f"{kinds_text(found.kinds)} in {found.num_bad} of {found.numel}"
+    damage = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
     return f"{backward}{origin.op} in {_name(origin.place.in_words)}: {damage}"
 
 
@@ -157,19 +167,12 @@ def _describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
     tensor = f"{first.value.dtype} {shape_text(first.value.shape)}"
     found = first.elements
-    parts = [f"{kinds_text(found.kinds)} in {found.num_bad} of {found.numel} elements ({tensor})"]
+    parts = [f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)} elements ({tensor})"]
     if found.samples and len(first.value.shape) > 1:
-        parts.append(_describe_samples(found.samples, first.value.shape[0]))
+        parts.append(samples_text(found.samples, first.value.shape[0]))
     if found.first_index:
         parts.append(f"first at {shape_text(found.first_index)}")
     return ", ".join(parts)
-
-
-def _describe_samples(samples: Sequence[int], num_samples: int) -> str:
-    if len(samples) == num_samples:
-        return "every sample"
-    listed = join_first([str(sample) for sample in samples], _MAX_LISTED)
-    return f"sample{'s' if len(samples) > 1 else ''} {listed}"
 
 
 def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
@@ -195,8 +198,8 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
         return f"finite, absmax {number(first.would_be)}"
     if low.holds(first.would_be):
         return f"finite, absmax {number(first.would_be)}, which {low} can hold (up to {number(low.max)})"
-    excess = times(abs(first.would_be) / low.max)
-    return f"{low} can hold {number(low.max)}; fp32 gives {number(first.would_be)} here, {excess} times too much"
+    value = number(first.would_be, unlike=low.max)
+    return f"{value}: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
 
 
 def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
@@ -221,7 +224,7 @@ def _tell_state(report: Report) -> Iterator[Fact]:
 
 
 def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
-    texts = [f"{_name(array.name)} ({array.num_bad} of {math.prod(array.shape)})" for array in arrays]
+    texts = [f"{_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
     return join_first(texts, _MAX_LISTED)
 
 
@@ -234,9 +237,9 @@ def _tell_runs(report: Report) -> Iterator[Fact]:
         yield Fact(label="too large", text=text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised:
-            message = shorten(printable(run.raised), _MESSAGE_WIDTH)
+            message = brief(run.raised, _MESSAGE_WIDTH)
             yield Fact(label="raised", text=f"the {run.dtype} run stopped early: {message}")
 
 
 def _name(name: str) -> str:
-    return shorten(printable(name), _NAME_WIDTH)
+    return brief(name, _NAME_WIDTH)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 from nandoctor.evidence.report import Counterfactual, EpsUse, Fix, Fp32SetSearch, Report, TrialOutcome
 from nandoctor.renderers.facts import Fact
-from nandoctor.text import join_first, number, printable, shorten, written
+from nandoctor.text import brief, constant, file_line, join_first, percent, plural, printable
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
@@ -54,7 +53,7 @@ def describe_outcome(outcome: TrialOutcome) -> str:
         return "finite, nothing to compare with fp32"
     if outcome.max_rel_err == 0:
         return "finite, equal to fp32"
-    return f"finite, within {number(100 * outcome.max_rel_err)} % of fp32"
+    return f"finite, within {percent(outcome.max_rel_err)} of fp32"
 
 
 def tell_cures(report: Report) -> list[Fact]:
@@ -109,7 +108,7 @@ def describe_fp32_sets(search: Fp32SetSearch) -> str:
     proved = "none can be left out" if all(fp32_set.minimal for fp32_set in search.sets) else "perhaps not the smallest"
     parts = [
         *([] if alone and proved.startswith("none") else [proved]),
-        f"found in {search.num_probes} run{'s' if search.num_probes != 1 else ''}",
+        f"found in {plural(search.num_probes, 'run')}",
     ]
     if not search.complete:
         parts.append("search cut short")
@@ -143,7 +142,7 @@ def _describe_group(trials: Sequence[Counterfactual]) -> str:
 
 def _distance(outcome: TrialOutcome) -> str:
     error = outcome.max_rel_err or 0.0
-    return f" ({number(100 * error)} % off fp32)" if error > _VISIBLE_ERROR else ""
+    return f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
 
 
 def list_trials(report: Report) -> list[tuple[str, str, str]]:
@@ -157,7 +156,7 @@ def list_trials(report: Report) -> list[tuple[str, str, str]]:
 def list_constants(report: Report) -> list[tuple[str, str, str, str, str]]:
     """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
     return [
-        (written(use.value), _describe_owner(use), _describe_line(use), printable(use.op or ""), describe_effect(use))
+        (constant(use.value), _describe_owner(use), _describe_line(use), printable(use.op or ""), describe_effect(use))
         for use in report.eps_audit
     ]
 
@@ -171,14 +170,14 @@ def _describe_owner(use: EpsUse) -> str:
 
 
 def _describe_line(use: EpsUse) -> str:
-    return f"{_name(PurePath(use.source.file).name)}:{use.source.line}" if use.source else ""
+    return file_line(use.source.file, use.source.line) if use.source else ""
 
 
 def describe_eps(use: EpsUse) -> str:
     """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
     line = f" ({_describe_line(use)})" if use.source else ""
     place = f"{printable(use.op)} of {_name(use.module or 'the model')}" if use.place == "op" and use.op else None
-    return f"{written(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
+    return f"{constant(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
 
 
 def describe_effect(use: EpsUse) -> str:
@@ -187,14 +186,14 @@ def describe_effect(use: EpsUse) -> str:
         return "was not seen in use"
     absorbed = ""
     if use.absorbed_share:
-        absorbed = f", and lost in {number(100 * use.absorbed_share)} % of what it is added to"
+        absorbed = f", and lost in {percent(use.absorbed_share)} of what it is added to"
     if use.effect == "zero":
         return f"is zero in {use.dtype}{absorbed}"
     if use.effect == "subnormal":
-        wrong = f" and {number(100 * use.rel_err)} % off" if use.rel_err is not None else ""
+        wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
         return f"is subnormal in {use.dtype}{wrong}{absorbed}"
     return f"is kept in {use.dtype}{absorbed}"
 
 
 def _name(name: str) -> str:
-    return shorten(printable(name), _NAME_WIDTH)
+    return brief(name, _NAME_WIDTH)

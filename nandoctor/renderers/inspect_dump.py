@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.renderers.console import Encodable, labelled, literal
-from nandoctor.text import byte_size, printable, shape_text, shorten
+from nandoctor.text import brief, byte_size, plural, shape_text, shorten
 
 _LAYOUTS = {"plain": "a plain dict of arrays", "weights-only": "weights alone", "nandoctor.dump/1": "nandoctor.dump/1"}
 _MAX_ROWS = 20
@@ -46,11 +46,11 @@ def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
 
 def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
     yield "file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}"
-    yield "weights", f"{summary.num_weights} tensors, {summary.num_parameters:,} values"
+    yield "weights", f"{plural(summary.num_weights, 'tensor')}, {plural(summary.num_parameters, 'value')}"
     if summary.prefix:
         yield "prefix", f"{summary.prefix} (taken off every name)"
     for name, value in summary.scalars:
-        yield shorten(printable(name), _NAME_WIDTH), value
+        yield brief(name, _NAME_WIDTH), value
 
 
 def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
@@ -58,7 +58,7 @@ def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
     for heading in (title, "shape", "dtype", "role", "non-finite"):
         table.add_column(heading, no_wrap=True)
     for array in arrays[:_MAX_ROWS]:
-        name, dtype = shorten(printable(array.name), _NAME_WIDTH), shorten(array.dtype, _DTYPE_WIDTH)
+        name, dtype = brief(array.name, _NAME_WIDTH), shorten(array.dtype, _DTYPE_WIDTH)
         cells = (name, shape_text(array.shape), dtype, array.role or "", _describe_bad(array))
         table.add_row(*map(literal, cells), style="red" if array.num_bad else "")
     if len(arrays) > _MAX_ROWS:
@@ -68,4 +68,4 @@ def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
 
 def _describe_bad(array: ArraySummary) -> str:
     counts = ((array.num_nan, "NaN"), (array.num_posinf, "+Inf"), (array.num_neginf, "-Inf"))
-    return ", ".join(f"{count} {kind}" for count, kind in counts if count) or "none"
+    return ", ".join(f"{count:,} {kind}" for count, kind in counts if count) or "none"

@@ -14,7 +14,7 @@ from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.facts import MEANINGS, Fact, tell
 from nandoctor.renderers.fix_facts import Cure, describe_fp32_sets, list_constants, list_cures, list_trials
 from nandoctor.renderers.table import LayerTable, make_table
-from nandoctor.text import printable
+from nandoctor.text import bits_text, printable
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
@@ -104,8 +104,7 @@ def _layers(table: LayerTable) -> Iterator[str]:
     yield f"| | {' | '.join(table.headings)} |"
     yield f"|---|{'---|' * len(table.headings)}"
     for row in table.rows:
-        bits = "-" if row.headroom_bits is None else f"{row.headroom_bits:.1f}"
-        cells = (row.mark, row.layer, row.type, row.autocast, row.fp32, row.rel_err, bits)
+        cells = (row.mark, row.layer, row.type, row.autocast, row.fp32, row.rel_err, bits_text(row.headroom_bits))
         yield f"| {' | '.join(map(escape, cells))} |"
     if table.legend:
         yield from ("", escape(table.legend))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import PurePath
 from typing import Any
 
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin
@@ -19,7 +18,7 @@ from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.fix_facts import describe_outcome
 from nandoctor.renderers.notebook_card import rows_html
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.text import kinds_text, number, printable
+from nandoctor.text import file_line, kinds_text, number, printable
 
 _LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
 _MAX_ITEMS = 8
@@ -76,7 +75,7 @@ def _describe(name: str, value: Any) -> str:
     if isinstance(value, Place):
         return value.with_type
     if isinstance(value, SourceLine):
-        return f"{PurePath(value.file).name}:{value.line}: {value.text}"
+        return f"{file_line(value.file, value.line)}: {value.text}"
     if isinstance(value, tuple):
         items = [_describe(name, item) for item in value[:_MAX_ITEMS]]
         separator = "; " if dataclasses.is_dataclass(value[0]) else ", "

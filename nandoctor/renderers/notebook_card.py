@@ -13,7 +13,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.facts import MEANINGS, tell
 from nandoctor.renderers.fix_facts import list_cures, tell_cures
 from nandoctor.renderers.table import make_table
-from nandoctor.text import printable
+from nandoctor.text import bits_text, printable
 
 # Every colour is inherited, translucent, or text on its own ground, so that light and dark notebooks both read well.
 _GOOD, _UNCLEAR, _BAD = "#00735a", "#8a6500", "#b04a00"
@@ -52,5 +52,5 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["printable"] = printable
+    environment.filters |= {"printable": printable, "bits_text": bits_text}
     return environment

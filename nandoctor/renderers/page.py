@@ -5,7 +5,6 @@ In: a `Report`. Out: the text of the page, with styles, scripts and plots inside
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from nandoctor.renderers.plots.kinds import draw
 from nandoctor.renderers.plots.svg import figure_svg
 from nandoctor.renderers.tensors import describe_tensor
 from nandoctor.renderers.tree import make_tree
-from nandoctor.text import byte_size, number, printable, shape_text
+from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text
 
 TONES = {"healthy": "good", "not-reproduced": "unclear", "loss-scale": "unclear"}
 _PLOTS = {
@@ -83,20 +82,15 @@ def make_environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, byte_size, shape_text, describe_fp32_sets, describe_tensor
+        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
-    environment.filters |= {"bits": _bits, "share": _share}
+    environment.filters |= {"share": _share}
     return environment
 
 
 def _finalize(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _bits(headroom: float | None) -> str:
-    """Infinite for a layer that is zero throughout, spelled so that the page sorts it as a number."""
-    return "-" if headroom is None else "Inf" if headroom == math.inf else f"{headroom:.1f}"
 
 
 def _share(headroom: float, low: FloatFormat) -> int:

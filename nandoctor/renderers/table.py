@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
-from nandoctor.text import number, printable
+from nandoctor.text import number, part_of, printable
 
 LAYERS_BEFORE = 5
 LAYERS_AFTER = 2
@@ -66,8 +66,9 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
     rows = tuple(make_row(report.runs, layers.pairs[index], first_bad=index == layers.first_bad) for index in shown)
     low = report.runs.autocast.dtype
     what = "the one with the least headroom" if layers.first_bad is None else "the first non-finite one"
+    part = part_of(shown.stop, len(layers.pairs))
     return LayerTable(
-        title=f"absmax around {what}: {shown.start + 1} to {shown.stop} of {len(layers.pairs)}, in order of return",
+        title=f"absmax around {what}: {shown.start + 1:,} to {part}, in order of return",
         common=_common_path(layers, shown),
         headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
         rows=rows,

@@ -6,9 +6,7 @@ In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 
 from __future__ import annotations
 
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.text import join_first, kinds_text, number, printable, shape_text
-
-_MAX_LISTED = 3
+from nandoctor.text import join_first, kinds_text, number, part_of, percent, printable, shape_text
 
 
 def describe_tensor(stats: TensorStats) -> str:
@@ -20,7 +18,7 @@ def describe_tensor(stats: TensorStats) -> str:
     elif not stats.finite:
         parts.append("not all finite")
     if stats.counts is not None and stats.counts.num_zero:
-        parts.append(f"{number(100 * stats.counts.num_zero / stats.numel)} % zeros")
+        parts.append(f"{percent(stats.counts.num_zero / stats.numel)} zeros")
     return ", ".join(parts)
 
 
@@ -34,8 +32,8 @@ def _describe_range(stats: TensorStats) -> list[str]:
 
 
 def _describe_bad(counts: NonfiniteCounts, stats: TensorStats) -> str:
-    text = f"{kinds_text(counts.kinds)} in {counts.num_bad} of {stats.numel}"
+    text = f"{kinds_text(counts.kinds)} in {part_of(counts.num_bad, stats.numel)}"
     if not counts.samples or len(stats.shape) < 2 or len(counts.samples) == stats.shape[0]:
         return text
     noun = "indexes" if len(counts.samples) > 1 else "index"
-    return f"{text} ({noun} {join_first([str(index) for index in counts.samples], _MAX_LISTED)} of dimension 0)"
+    return f"{text} ({noun} {join_first([str(index) for index in counts.samples], 3)} of dimension 0)"

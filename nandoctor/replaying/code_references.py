@@ -24,9 +24,9 @@ from torch import nn
 from nandoctor.dumps.code_request import approving_command, hash_of, own_source, spec_of
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
-from nandoctor.dumps.text import printable
 from nandoctor.errors import ModelError
 from nandoctor.replaying.model_loading import build_model, find_attribute
+from nandoctor.text import brief
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 # transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
@@ -57,7 +57,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             return _build_from_config(found, kind, reference)
         return found(**{**reference.arguments, **more})
 
-    build.__qualname__ = printable(reference.spec)
+    build.__qualname__ = brief(reference.spec)
     return build
 
 
@@ -89,7 +89,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     """
     if reference is None:
         return None, []
-    command = f"to replay the backward pass, add --loss {shlex.quote(printable(spec_of(reference)))}"
+    command = f"to replay the backward pass, add --loss {shlex.quote(brief(spec_of(reference)))}"
     path, problem = _loss_source(reference, provenance)
     if path is None:
         return None, [f"{problem}; {command}."]
@@ -97,12 +97,10 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     found = find_attribute(spec, directory=directory)
     if isinstance(found, type):
         if not issubclass(found, nn.Module):
-            return None, [f"{printable(spec_of(reference))} is no function; {command}."]
+            return None, [f"{brief(spec_of(reference))} is no function; {command}."]
         found = build_model(found, {})
     changed = hash_of(path) != reference.sha256
-    return found, [
-        f"{printable(reference.file)} has changed since the training, and holds the loss."
-    ] if changed else []
+    return found, [f"{brief(reference.file)} has changed since the training, and holds the loss."] if changed else []
 
 
 def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | None, str]:
@@ -113,9 +111,9 @@ def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | N
     if path is None or not reference.name.isidentifier():
         return None, "The loss function is not in the working directory"
     if not _defines(path, reference.name, (ast.FunctionDef, ast.ClassDef)):
-        return None, f"{printable(reference.file)} defines no function {printable(reference.name)}"
+        return None, f"{brief(reference.file)} defines no function {brief(reference.name)}"
     if not provenance.here and hash_of(path) != reference.sha256:
-        return None, f"{printable(reference.file)} has changed since the training, and holds the loss"
+        return None, f"{brief(reference.file)} has changed since the training, and holds the loss"
     return path, ""
 
 
@@ -126,11 +124,11 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     notes = []
     path = own_source(reference) if reference.file else _installed_source(reference.module)
     if reference.sha256 and path is not None and path.is_file() and hash_of(path) != reference.sha256:
-        notes.append(f"{printable(reference.file or reference.module)} has changed since the training, by its sha256.")
+        notes.append(f"{brief(reference.file or reference.module)} has changed since the training, by its sha256.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
     if reference.structure and lines:
-        notes.append(f"The model is not built as it was in the training: {printable(lines[0])} is now {lines[1]}.")
+        notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
     return notes
 
 
@@ -139,11 +137,11 @@ def _import_class(reference: Reference, dump: Path, provenance: Provenance) -> A
         return _import_installed(reference, reference.spec, dump)
     path = own_source(reference)
     if path is None:
-        raise _undecided(reference, dump, f"{printable(reference.file)} is not in the working directory")
+        raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
     if not _defines(path, reference.name, (ast.ClassDef,)):
         raise _undecided(reference, dump, f"{path.name} defines no class of that name")
     if not provenance.here and hash_of(path) != reference.sha256:
-        why = f"{printable(reference.file)} has changed since, and this is not the folder that it was recorded in"
+        why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
         raise _undecided(reference, dump, why)
     directory, spec = _from_file(reference, path)
     return find_attribute(spec, directory=directory)
@@ -235,7 +233,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
-    spec = printable(reference.spec)
+    spec = brief(reference.spec)
     command = approving_command(dump, Recorded(calls=(), model=reference))
     return ModelError(
         f"The dump names {spec} as its model, and nandoctor does not import that by itself: {why}.",

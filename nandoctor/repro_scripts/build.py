@@ -24,6 +24,7 @@ from nandoctor.repro_scripts.nearest_passing import mend
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
 from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
+from nandoctor.text import file_line
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
 _OUTSIDE = ("weight", "buffer", "batch")
@@ -164,7 +165,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if origin is not None:
         yield "from", _describe(origin)
         if origin.source is not None:
-            yield "line", f"{PurePath(origin.source.file).name}:{origin.source.line}: {origin.source.text}"
+            yield "line", f"{file_line(origin.source.file, origin.source.line)}: {origin.source.text}"
     if report.cause is not None:
         yield "cause", f"{report.cause.code}: {report.cause.explanation}"
     if report.origin is None:

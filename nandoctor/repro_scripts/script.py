@@ -17,6 +17,7 @@ from nandoctor.repro_scripts.literals import write_tensor, write_value
 from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
 from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
+from nandoctor.text import number
 from nandoctor.torch_compat import tree_leaves
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
@@ -185,8 +186,9 @@ def _expectation(program: Program, failure: Failure) -> str:
     wanted = max(float(values.abs().max()) for values in bad if len(values))
     limit = torch.finfo(got[0].dtype).max
     if wanted > limit:
-        return f"Expected: finite, up to {wanted:.6g}, as in fp32; the largest {_label(got[0].dtype)} is {limit:.6g}."
-    return f"Expected: finite, up to {wanted:.4g}, as in fp32."
+        largest = f"the largest {_label(got[0].dtype)} is {number(limit)}"
+        return f"Expected: finite, up to {number(wanted, unlike=limit)}, as in fp32; {largest}."
+    return f"Expected: finite, up to {number(wanted)}, as in fp32."
 
 
 def _label(dtype: torch.dtype) -> str:

@@ -86,7 +86,7 @@ class TestMaskConstantOverflow:
     def test_minus_one_billion_in_fp16(self):
         cause = mask_constant_overflow.diagnose(self.filled(-1e9).finding(exact=1e9))
         assert cause.code == "mask-constant-overflow"
-        assert "-1000000000" in cause.explanation or "-1e+09" in cause.explanation
+        assert "-1e9" in cause.explanation
 
     def test_not_for_an_infinity_that_was_written(self):
         assert mask_constant_overflow.diagnose(self.filled(-INF).finding()) is None

@@ -131,7 +131,7 @@ def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected)
     [
         (stats(NAN, INF, -INF, 1.0), "NaN and +Inf and -Inf in 3 of 4 elements"),
         (stats(NAN, 1.0, 1.0, shape=(3, 1)), "NaN in 1 of 3 elements (sample 0)"),
-        (stats(1.0, NAN, INF, shape=(3, 1)), "NaN and +Inf in 2 of 3 elements (samples 1, 2)"),
+        (stats(1.0, NAN, INF, shape=(3, 1)), "NaN and +Inf in 2 of 3 elements (samples 1 and 2)"),
         (stats(NAN, NAN, shape=(2, 1)), "NaN in 2 of 2 elements"),
         (stats(NAN, 1.0, shape=(2,)), "NaN in 1 of 2 elements"),
     ],

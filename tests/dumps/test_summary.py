@@ -132,7 +132,7 @@ def test_an_output_alone_lacks_the_input_first(summary_of):
 def test_notes_say_which_weights_and_what_was_left_out(summary_of):
     assert summary_of().notes == ()
     summary = summary_of(state_dict=None, model=WEIGHTS, ema=WEIGHTS, optimizer={"state": {}, "param_groups": []})
-    assert summary.notes == ("The weights are those under 'model'.", "Not read: ema, optimizer.")
+    assert summary.notes == ("The weights are those under 'model'.", "Not read: ema and optimizer.")
 
 
 def test_many_things_left_out_are_counted(summary_of):
@@ -145,4 +145,4 @@ def test_text_of_the_file_is_fit_for_a_terminal(summary_of):
     note, widths = (value for _, value in summary.scalars)
     assert note.startswith("\\x1b[31mred\\nxxx")
     assert max(len(note), len(widths)) < 200
-    assert " ... " in widths
+    assert "…" in widths

@@ -324,8 +324,8 @@ def cured():
         cause=Cause(
             code="eps-underflow",
             title="A small constant is lost in the lower precision",
-            explanation="1e-08 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
-            evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-08, used by add in fp16"),),
+            explanation="1e-8 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
+            evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-8, used by add in fp16"),),
         ),
         chain=tuple(
             Link(

@@ -19,11 +19,11 @@ def with_first(**changes):
 
 def test_the_first_bad_layer_in_full():
     assert facts(factory.precision()) == {
-        "replay": "agrees with the saved logit: the same 1024 of 4096 elements are non-finite, exact",
+        "replay": "agrees with the saved logit: the same 1,024 of 4,096 elements are non-finite, exact",
         "first bad": "encoder.blocks.2.attention (MultiheadAttention), in its output",
-        "extent": "NaN in 8192 of 65536 elements (fp16 [4, 16, 32, 32]), sample 2, first at [2, 0, 0, 0]",
+        "extent": "NaN in 8,192 of 65,536 elements (fp16 [4, 16, 32, 32]), sample 2, first at [2, 0, 0, 0]",
         "went in": "finite fp16, absmax 0.31",
-        "in fp32": "fp16 can hold 65504; fp32 gives 81234 here, 1.24 times too much",
+        "in fp32": "81,234: 24 % above what fp16 can hold (65,504)",
     }
 
 
@@ -33,20 +33,20 @@ def test_the_first_bad_layer_in_full():
         ({"grade": "exact", "num_bad_saved": 0}, "agrees with the saved logit: finite in both, exact"),
         (
             {"grade": "same-mask", "max_rel_err": 0.0123},
-            "agrees with the saved logit: the same 512 of 4096 elements are non-finite, "
-            "the finite ones within 1.23 % of the largest",
+            "agrees with the saved logit: the same 512 of 4,096 elements are non-finite, "
+            "the finite ones within 1.2 % of the largest",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
-            "agrees with the saved logit: the same 4096 of 4096 elements are non-finite, no finite ones to compare",
+            "agrees with the saved logit: the same 4,096 of 4,096 elements are non-finite, no finite ones to compare",
         ),
         (
             {"grade": "elsewhere", "num_bad_replayed": 300},
-            "disagrees with the saved logit: 512 of 4096 elements are non-finite there, 300 in the replay",
+            "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, 300 in the replay",
         ),
         (
             {"grade": "finite", "num_bad_replayed": 0, "attempts": ("train mode, seed 0: finite", "eval: finite")},
-            "disagrees with the saved logit: 512 of 4096 elements are non-finite there, none in the replay "
+            "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, none in the replay "
             "(tried train mode, seed 0: finite; eval: finite)",
         ),
         (
@@ -109,11 +109,11 @@ def test_many_samples_are_counted():
 @pytest.mark.parametrize(
     ("would_be", "dtype", "text"),
     [
-        (65519.0, FP16, "finite, absmax 65519, which fp16 can hold (up to 65504)"),
-        (65520.0, FP16, "fp16 can hold 65504; fp32 gives 65520 here, 1.0002 times too much"),
-        (1e3, BF16, "finite, absmax 1000, which bf16 can hold (up to 3.39e+38)"),
+        (65519.0, FP16, "finite, absmax 65,519, which fp16 can hold (up to 65,504)"),
+        (65520.0, FP16, "65,520: 0.024 % above what fp16 can hold (65,504)"),
+        (1e3, BF16, "finite, absmax 1,000, which bf16 can hold (up to 3.39e38)"),
         (12.5, FP32, "finite, absmax 12.5"),
-        (0.0, FP16, "finite, absmax 0, which fp16 can hold (up to 65504)"),
+        (0.0, FP16, "finite, absmax 0, which fp16 can hold (up to 65,504)"),
     ],
 )
 def test_what_fp32_gives(would_be, dtype, text):
@@ -141,7 +141,7 @@ def test_bad_buffers_are_listed():
 def test_weights_alone():
     assert facts(factory.weights_only()) == {
         "replay": "no saved output to compare with, so the replay stands unchecked",
-        "bad weights": "head.weight (3 of 4096)",
+        "bad weights": "head.weight (3 of 4,096)",
     }
 
 

@@ -107,7 +107,7 @@ def test_a_patch_cannot_move_the_cursor():
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
-        (TrialOutcome(finite=True, max_rel_err=0.0125), "finite, within 1.25 % of fp32"),
+        (TrialOutcome(finite=True, max_rel_err=0.0125), "finite, within 1.2 % of fp32"),
         (TrialOutcome(finite=True, max_rel_err=0.0), "finite, equal to fp32"),
         (TrialOutcome(finite=True, max_rel_err=None), "finite, nothing to compare with fp32"),
         (TrialOutcome(finite=False, max_rel_err=None), "still non-finite"),

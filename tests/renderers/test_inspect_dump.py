@@ -25,7 +25,7 @@ def test_the_file_its_weights_and_its_arrays():
     assert any(line.split() == ["step", "49"] for line in text.splitlines())
     rows = [line.split() for line in text.splitlines()]
     assert ["image", "[4,", "3,", "32,", "32]", "float32", "input", "none"] in rows
-    assert ["logit", "[4,", "1,", "32,", "32]", "float32", "output", "1024", "NaN"] in rows
+    assert ["logit", "[4,", "1,", "32,", "32]", "float32", "output", "1,024", "NaN"] in rows
 
 
 def test_every_kind_of_bad_value_is_counted():

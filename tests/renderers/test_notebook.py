@@ -32,7 +32,7 @@ def test_records_are_tables_and_tensors_lines(shell):
 
 def test_a_record_says_what_it_has():
     text = Balanced(record_html(CURED.origin)).text
-    assert "div in encoder.blocks.2.attention: NaN in 288 of 65536" in text
+    assert "div in encoder.blocks.2.attention: NaN in 288 of 65,536" in text
     assert "net.py:45: return x / torch.sqrt(variance + 1e-8)" in text
     assert "would be" not in text
     assert "grid" not in text
@@ -50,8 +50,8 @@ def test_every_record_is_well_formed(record):
 def test_records_have_a_line_where_there_is_no_html(shell):
     records = (CURED.origin, CURED.cause, CURED.first_nonfinite, CURED.fixes[0])
     lines = [shell.display_formatter.format(record)[0]["text/plain"] for record in records]
-    assert lines[0] == "div in encoder.blocks.2.attention: NaN in 288 of 65536"
-    assert lines[1].startswith("eps-underflow: 1e-08 rounds to zero")
+    assert lines[0] == "div in encoder.blocks.2.attention: NaN in 288 of 65,536"
+    assert lines[1].startswith("eps-underflow: 1e-8 rounds to zero")
     assert lines[2].startswith("encoder.blocks.2.attention (MultiheadAttention): fp16 [4, 16, 32, 32]")
     assert lines[3] == "An eps that fp16 holds at net.py:45"
 

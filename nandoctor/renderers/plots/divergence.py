@@ -19,7 +19,7 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import BAD_COLOR, BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_edges, fill_bars
-from nandoctor.text import number
+from nandoctor.text import percent
 
 _FLOOR, _CEILING = 1e-8, 10.0
 _MARKS_AT = 0.97
@@ -48,25 +48,21 @@ def _write_finding(report: Report) -> str:
     bad = next((row for row in rows if not row.finite), None)
     ending = f" {bad.place.label} is the first to be non-finite." if bad else ""
     if maker is not None:
-        inherited = f" of inputs within {_percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
-        made = f"{maker.place.label} makes an error of {_percent(maker.rel_err)}"
+        inherited = f" of inputs within {percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
+        made = f"{maker.place.label} makes an error of {percent(maker.rel_err)}"
         return f"{made}{inherited} under {low} autocast.{ending}"
     errors = {row.place.label: row.rel_err for row in rows if row.rel_err is not None}
     if not errors:
         return f"No layer can be compared with fp32.{ending}"
     worst = max(errors, key=errors.__getitem__)
     carried = "carried on, not made, by" if errors[worst] > LARGE_ERROR else "in"
-    return f"No layer makes a large error: the largest is {_percent(errors[worst])}, {carried} {worst}.{ending}"
+    return f"No layer makes a large error: the largest is {percent(errors[worst])}, {carried} {worst}.{ending}"
 
 
 def _makes_error(row: LayerRow) -> bool:
     if row.rel_err is None or row.rel_err <= LARGE_ERROR:
         return False
     return row.inherited_err is not None and row.inherited_err < row.rel_err / MADE_HERE
-
-
-def _percent(error: float | None) -> str:
-    return "?" if error is None else f"{number(100 * error)} %"
 
 
 def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:

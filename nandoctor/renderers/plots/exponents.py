@@ -21,7 +21,7 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE
-from nandoctor.text import number
+from nandoctor.text import percent, plural
 
 _COLORS = "cividis"
 _MARGIN = 2
@@ -93,25 +93,19 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
     lost = max(range(len(small)), key=small.__getitem__)
     ending = "none is subnormal or zero there"
     if small[lost]:
-        ending = (
-            f"at most {_percent(small[lost])} of a layer's are subnormal or zero there ({layers.pairs[lost].label})"
-        )
+        ending = f"at most {percent(small[lost])} of a layer's are subnormal or zero there ({layers.pairs[lost].label})"
     if any(beyond):
         worst = max(range(len(beyond)), key=beyond.__getitem__)
-        return f"{layers.pairs[worst].label} has {_percent(beyond[worst])} of its values past {low}; {ending}."
+        return f"{layers.pairs[worst].label} has {percent(beyond[worst])} of its values past {low}; {ending}."
     highest = max(range(len(histograms)), key=lambda index: max(histograms[index], default=-math.inf))
     room = low.max_exponent - max(histograms[highest])
-    near = "in its last power of two" if room == 0 else f"{room} power{'s' * (room != 1)} of two below its limit"
+    near = "in its last power of two" if room == 0 else f"{plural(room, 'power')} of two below its limit"
     return f"Every value fits {low}: the largest is {near}, in {layers.pairs[highest].label}; {ending}."
 
 
 def _share(counts: Histogram, wanted: object) -> float:
     assert callable(wanted)
     return sum(count for exponent, count in counts.items() if wanted(exponent)) / max(sum(counts.values()), 1)
-
-
-def _percent(share: float) -> str:
-    return f"{number(100 * share)} %"
 
 
 def _draw_panel(

@@ -23,7 +23,7 @@ from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS, draw_panel
 from nandoctor.renderers.plots.ticks import name_layers
-from nandoctor.text import kinds_text, printable, shorten
+from nandoctor.text import brief, kinds_text, plural, printable
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -126,10 +126,8 @@ def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: s
         panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
     figure.set_size_inches(_find_size(panels, num_layers))
     write_finding(figure, finding)
-    source = shorten(printable(Path(report.dump.path).name), _FIRST_NAME_WIDTH)
-    _write_legend(
-        figure, legends[0], f"{source}: {num_layers} layer{'s' * (num_layers != 1)} in order of execution, {what}"
-    )
+    source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
+    _write_legend(figure, legends[0], f"{source}: {plural(num_layers, 'layer')} in order of execution, {what}")
     return figure
 
 
@@ -171,7 +169,7 @@ def _describe_first(first: FirstNonfinite) -> str:
     kinds = kinds_text(first.elements.kinds)
     if first.where == "batch":
         return f"{kinds} in the saved batch"
-    name = shorten(printable(first.place.label), _FIRST_NAME_WIDTH)
+    name = brief(first.place.label, _FIRST_NAME_WIDTH)
     return f"{kinds} in the {'output' if first.where == 'output' else 'forward'} of {name}"
 
 

@@ -24,7 +24,7 @@ from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.plots.figures import new_figure, write_finding
 from nandoctor.renderers.plots.ranges import BAD_COLOR
-from nandoctor.text import printable, shape_text, shorten
+from nandoctor.text import brief, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", BAD_COLOR, "#7A3300"])
 _SIZE_IN = (8.0, 4.6)
@@ -161,7 +161,7 @@ def _ticks(samples: Sequence[int], shown: int) -> list[int]:
 
 
 def _describe_source(report: Report, origin: Origin, picture: Picture | None) -> str:
-    source = shorten(printable(Path(report.dump.path).name), _NAME_WIDTH)
+    source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
-    under = f", over {shorten(printable(picture.name), _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
+    under = f", over {brief(picture.name, _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
     return f"{source}: share of non-finite elements in {tensor}, bad samples alone, other dimensions summed up{under}"

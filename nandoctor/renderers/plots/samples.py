@@ -23,7 +23,7 @@ from nandoctor.evidence.trace import SampleStats
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE, SKY
-from nandoctor.text import join_first
+from nandoctor.text import samples_text
 
 MAX_SAMPLES = 64
 NEAR_BITS = 1.0
@@ -116,10 +116,7 @@ def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[n
 
 
 def _list(samples: Sequence[int], num_samples: int) -> str:
-    if len(samples) == num_samples:
-        return "every sample is"
-    listed = join_first([str(sample) for sample in samples], 4)
-    return f"sample {listed} is" if len(samples) == 1 else f"samples {listed} are"
+    return f"{samples_text(samples, num_samples)} {'is' if len(samples) in (1, num_samples) else 'are'}"
 
 
 def _draw_panel(

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from nandoctor.renderers.layers import LayerPair, Layers
 from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS
-from nandoctor.text import printable, shorten
+from nandoctor.text import brief
 
 _NAME_WIDTH = 44
 _MAX_NAMES = 70
@@ -52,7 +52,7 @@ def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
 
 
 def _write(axes: Axes, named: list[tuple[int, str]], first_bad: int | None) -> None:
-    names = [shorten(printable(name), _NAME_WIDTH) for _, name in named]
+    names = [brief(name, _NAME_WIDTH) for _, name in named]
     # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
     axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
     axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)

@@ -52,7 +52,7 @@
 
   const value = text => {
     if (/NaN|Inf/.test(text)) return Infinity;
-    const number = parseFloat(text);
+    const number = parseFloat(text.replaceAll(",", ""));
     return Number.isNaN(number) ? text.toLowerCase() : number;
   };
 
