@@ -14,11 +14,14 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.diagnosis.diagnosis import Conclusion, conclude, conclude_backward, diagnose_optimizer, diagnose_state
+from nandoctor.diagnosis.backward import conclude_backward
+from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
+from nandoctor.diagnosis.forward import conclude
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
+from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
 from nandoctor.diagnosis.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
 from nandoctor.dumps.dump import Dump

@@ -47,7 +47,7 @@ def diagnose(finding: Finding) -> Cause | None:
 
 
 def _is_beyond_float64(finding: Finding) -> bool:
-    """Whether finite terms make an infinity even in float64, as only long products do."""
+    """Tell whether finite terms make an infinity even in float64, as only long products do."""
     return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
 
 
@@ -58,7 +58,7 @@ def _result(finding: Finding) -> str:
 
 
 def _sums_with_ones(finding: Finding) -> bool:
-    """Whether one factor of several terms is the same number everywhere, which makes the product a sum.
+    """Tell whether one factor of several terms is the same number everywhere, which makes the product a sum.
 
     Where a weight takes part, the other factor can be constant by chance: a blank image.
     """

@@ -73,7 +73,7 @@ def _eps_in(op: OpCall, name: str, value: float) -> float | None:
 
 
 def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
-    """Whether the number was written down, and not computed: a 0-dim tensor can be either."""
+    """Tell whether the number was written down, and not computed: a 0-dim tensor can be either."""
     tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
     while tensor is not None and tensor.producer is not None:
         maker = ops[tensor.producer]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Verdict
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace

@@ -1,6 +1,6 @@
 """Where a non-finite value first came to light.
 
-In: a trace, and the fp32 trace to tell a meant infinity from a disease. Out: a `NonfinitePlace`, or None.
+In: a trace, and the fp32 trace to tell a meant infinity from an unwanted one. Out: a `NonfinitePlace`, or None.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace
 
 
 def _is_meant(value: TensorStats, other: TensorStats | None) -> bool:
-    """Whether the reference has the same kinds of value here; before exact counts any non-finite value counts."""
+    """Tell whether the reference has the same kinds of value here; before exact counts any non-finite value counts."""
     if other is None or value.counts is None or other.counts is None:
         return other is not None
     return set(value.counts.kinds) <= set(other.counts.kinds)
@@ -104,6 +104,6 @@ def count_nonfinite(stats: TensorStats, trace: Trace | None) -> NonfiniteElement
 
 
 def needs_counts(trace: Trace, low: FloatFormat) -> bool:
-    """Whether anything in the trace asks for exact counts and has none."""
+    """Tell whether anything in the trace asks for exact counts and has none."""
     tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
     return any(stats.counts is None and stats.asks_for_counts(low) for stats in tensors)

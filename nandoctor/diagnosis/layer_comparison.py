@@ -96,7 +96,7 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
 
 
 def differs(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
-    """Whether finite values are too far from fp32's for honest rounding."""
+    """Tell whether finite values are too far from fp32's for honest rounding."""
     error = relative_error(tensors, references)
     return error is not None and error > WRONG
 

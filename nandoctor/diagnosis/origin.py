@@ -1,4 +1,4 @@
-"""Where the damage was born: from the first non-finite tensor back along the flow of data.
+"""The ops that made the non-finite values: back from the first of them along the flow of data.
 
 In: the traced operations of both runs. Out: a `NonfiniteTrace`: the sources, and the chain to the symptom.
 """
@@ -31,14 +31,13 @@ class NonfiniteSource:
 class NonfiniteTrace:
     """Everything non-finite that leads to one symptom.
 
-    `nonfinite_sources` stand in the order of execution; `written` are those that are meant, masks and so on.
-    `outside` are the
+    `sources` stand in the order of execution; `written` are those that are meant, masks and so on. `outside` are the
     non-finite tensors that came from outside the traced ops (weights, buffers, the batch), each with the op that took
     it. `ops` are all that handed non-finite values on, the last of them to the `symptom`. `complete` is False where a
     non-finite tensor came from before the traced span.
     """
 
-    nonfinite_sources: tuple[NonfiniteSource, ...]
+    sources: tuple[NonfiniteSource, ...]
     written: tuple[NonfiniteSource, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
     ops: tuple[OpCall, ...]
@@ -51,7 +50,7 @@ class NonfiniteTrace:
         return frozenset(op.order for op in self.ops)
 
     def way_from(self, start: int) -> tuple[OpCall, ...]:
-        """One way along which the damage went from the op `start` to the symptom, the shortest."""
+        """The shortest way of non-finite values from the op `start` to the symptom."""
         ops = {op.order: op for op in self.ops}
         ways: dict[int, tuple[int, ...]] = {start: (start,)}
         for op in self.ops:
@@ -62,7 +61,7 @@ class NonfiniteTrace:
 
 
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> NonfiniteTrace:
-    """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were born."""
+    """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were made."""
     references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in _bad_inputs(op) if tensor.producer is None]
@@ -70,26 +69,12 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=bool(_bad_inputs(op)))
         for op in sliced
     ]
-    nonfinite_sources = _without_followers(
-        [nonfinite_source for nonfinite_source in candidates if _is_created(nonfinite_source, ops, reference)], sliced
-    )
-    had_inf_input = [
-        nonfinite_source
-        for nonfinite_source in candidates
-        if nonfinite_source.had_inf_input and _turns_to_nan(nonfinite_source.op)
-    ]
-    written = [
-        nonfinite_source
-        for nonfinite_source in candidates
-        if not nonfinite_source.had_inf_input and nonfinite_source not in nonfinite_sources
-    ]
-    misused = [
-        nonfinite_source
-        for nonfinite_source in written
-        if writes_infinity(nonfinite_source.op) and feeds_product(nonfinite_source.op, sliced)
-    ]
+    sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
+    had_inf_input = [source for source in candidates if source.had_inf_input and _turns_to_nan(source.op)]
+    written = [source for source in candidates if not source.had_inf_input and source not in sources]
+    misused = [source for source in written if writes_infinity(source.op) and feeds_product(source.op, sliced)]
     return NonfiniteTrace(
-        nonfinite_sources=tuple(nonfinite_sources or had_inf_input or misused),
+        sources=tuple(sources or had_inf_input or misused),
         written=tuple(written),
         outside=tuple(outside),
         ops=tuple(sliced),
@@ -104,22 +89,21 @@ def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...
     What a clamp or a saturating function was there to cut comes out the same in both, and is left in peace.
     """
     references = {op.key: op for op in reference.ops}
-    nonfinite_sources = (
+    sources = (
         NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=False)
         for op in trace.ops
         if op.analysis and not _bad_inputs(op)
     )
     return tuple(
-        nonfinite_source
-        for nonfinite_source in nonfinite_sources
-        if not _is_meant(nonfinite_source, trace.ops, reference)
-        and _is_missed(nonfinite_source.op, trace.ops, references)
+        source
+        for source in sources
+        if not _is_meant(source, trace.ops, reference) and _is_missed(source.op, trace.ops, references)
     )
 
 
-def _is_missed(born: OpCall, ops: tuple[OpCall, ...], references: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
-    """Whether an op downstream of `born` made finite values of its infinities that fp32 does not have there."""
-    carriers = {born.order}
+def _is_missed(source: OpCall, ops: tuple[OpCall, ...], references: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
+    """Tell whether an op downstream of `source` made finite values of its infinities that fp32 does not have there."""
+    carriers = {source.order}
     for op in ops:
         taken = [tensor.stats for tensor in _bad_inputs(op) if tensor.producer in carriers]
         if not all(stats.finite for stats in op.outputs):
@@ -160,44 +144,40 @@ def _bad_inputs(op: OpCall) -> list[OpTensor]:
 
 
 def _turns_to_nan(op: OpCall) -> bool:
-    """Whether infinities went in and NaN came out; only such ops are examined among those with bad inputs."""
+    """Tell whether infinities went in and NaN came out; only such ops are examined among those with bad inputs."""
     return op.analysis is not None and "nan" in op.analysis.kinds
 
 
-def _is_created(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
-    """Whether the op made values that are not meant: of finite ones, or by overflowing beside infinities."""
-    if not nonfinite_source.had_inf_input:
-        return not _is_meant(nonfinite_source, ops, reference)
-    return _overflows(nonfinite_source.op) and not (
-        reference.finite and nonfinite_source.reference_op is not None and _overflows(nonfinite_source.reference_op)
+def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
+    """Tell whether the op made values that are not meant: of finite ones, or by overflowing beside infinities."""
+    if not source.had_inf_input:
+        return not _is_meant(source, ops, reference)
+    return _overflows(source.op) and not (
+        reference.finite and source.reference_op is not None and _overflows(source.reference_op)
     )
 
 
-def _without_followers(nonfinite_sources: list[NonfiniteSource], sliced: Sequence[OpCall]) -> list[NonfiniteSource]:
-    """The nonfinite_sources without those that overflowed beside infinities which another of them had made."""
-    spoilt = {nonfinite_source.op.order for nonfinite_source in nonfinite_sources if not nonfinite_source.had_inf_input}
+def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall]) -> list[NonfiniteSource]:
+    """The sources without those that overflowed beside infinities which another of them had made."""
+    spoilt = {source.op.order for source in sources if not source.had_inf_input}
     follows = set()
     for op in sliced:
         if any(tensor.producer in spoilt for tensor in _bad_inputs(op)):
             follows.add(op.order)
             spoilt.add(op.order)
-    return [
-        nonfinite_source
-        for nonfinite_source in nonfinite_sources
-        if not nonfinite_source.had_inf_input or nonfinite_source.op.order not in follows
-    ]
+    return [source for source in sources if not source.had_inf_input or source.op.order not in follows]
 
 
 def _overflows(op: OpCall) -> bool:
     return op.analysis is not None and op.analysis.num_exact_finite > 0
 
 
-def _is_meant(nonfinite_source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
     """An infinity that the code wrote down itself, or that a healthy fp32 run has at the same place."""
-    kinds = nonfinite_source.op.analysis.kinds if nonfinite_source.op.analysis else ()
+    kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:
         return False
-    if writes_infinity(nonfinite_source.op) or is_log_of_mask(nonfinite_source.op, ops):
+    if writes_infinity(source.op) or is_log_of_mask(source.op, ops):
         return True
-    reference_op = nonfinite_source.reference_op
+    reference_op = source.reference_op
     return reference.finite and reference_op is not None and not all(stats.finite for stats in reference_op.outputs)

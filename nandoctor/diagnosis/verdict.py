@@ -5,7 +5,7 @@ In: both traces, the first nonfinite_place and the replay's grade. Out: a `Verdi
 
 from __future__ import annotations
 
-from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
@@ -40,7 +40,7 @@ def judge_backward(trace: Trace, reference: Trace, *, fixed_by_scale: bool) -> V
 
 
 def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
-    """Whether a finite output is too far from fp32's for honest rounding."""
+    """Tell whether a finite output is too far from fp32's for honest rounding."""
     return differs(trace.output, reference.output)
 
 

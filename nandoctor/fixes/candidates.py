@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate
-from nandoctor.diagnosis.diagnosis import Lead
+from nandoctor.diagnosis.conclusion import Suspect
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
@@ -59,16 +59,16 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield (UseFormat(format=BF16),)
 
 
-def _distinct_leads(findings: Findings, model: nn.Module) -> list[Lead]:
+def _distinct_leads(findings: Findings, model: nn.Module) -> list[Suspect]:
     """One lead for each place in the code."""
 
     def place(site: OpSite) -> object:
         return site if _is_library(site, model) else (site.type, site.op, site.source)
 
-    return list({place(lead.site): lead for lead in reversed(findings.conclusion.leads)}.values())[::-1]
+    return list({place(lead.site): lead for lead in reversed(findings.conclusion.suspects)}.values())[::-1]
 
 
-def _specific(lead: Lead, model: nn.Module) -> list[Candidate]:
+def _specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
     """The changes of the operation itself; a constant that is an attribute of the module is changed there."""
     return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
 
@@ -84,7 +84,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
     return edit
 
 
-def _in_fp32(lead: Lead, findings: Findings, trials: Trials) -> Iterator[Candidate]:
+def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """The op's line in fp32; where that is no cure the block's own ops, or the block."""
     site = lead.site
     if site.module == LOSS:
@@ -137,7 +137,7 @@ def join(edits: Sequence[Edit]) -> Edit:
     return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
 
 
-def _combined(leads: Sequence[Lead], findings: Findings, trials: Trials) -> Iterator[Candidate]:
+def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """For each origin its first change that cures while the others' blocks are in fp32; then all of these at once."""
     strong = [
         KeepModule(module=lead.site.module, children=not _has_children(lead.site.module, findings.trace))

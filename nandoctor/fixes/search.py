@@ -159,7 +159,7 @@ def _distinct(tried: Iterable[Fix]) -> list[Fix]:
 def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
     """The smallest sets of modules in fp32; a budget may end the search early."""
     members = _find_members(findings, has_loss=trials.step.loss is not None)
-    blamed = {lead.site.module for lead in findings.conclusion.leads}
+    blamed = {lead.site.module for lead in findings.conclusion.suspects}
     guess = [member for member in members if member.module in blamed]
     before, found, complete = trials.num_judged, [], True
 
@@ -210,7 +210,7 @@ def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) ->
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=replace(site_of(op), op="", nth=0)) for op in ops))
-    blamed = [replace(lead.site, op="", nth=0) for lead in findings.conclusion.leads]
+    blamed = [replace(lead.site, op="", nth=0) for lead in findings.conclusion.suspects]
     guess = [line for line in lines if line.site in blamed]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.diagnosis import Conclusion
+from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
 from nandoctor.diagnosis.verdict import advise, describe_bad, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary

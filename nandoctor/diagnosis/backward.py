@@ -1,0 +1,47 @@
+"""From non-finite gradients to the backward ops that made them of finite ones.
+
+In: the traces of both runs with their backward passes. Out: a `Conclusion`.
+"""
+
+from __future__ import annotations
+
+from nandoctor.causes.base import GradientFinding
+from nandoctor.causes.registry import find_cause
+from nandoctor.diagnosis.conclusion import Conclusion, origin_at, origin_taken, suspect
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import Diagnosis
+from nandoctor.evidence.trace import Trace
+
+
+def conclude_backward(
+    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
+) -> Conclusion:
+    """Find where gradients stop being finite, in the order of the backward pass."""
+    ops = {op.order: op for op in trace.ops}
+    healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
+    sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
+    diagnoses, suspects = [], []
+    for op in trace.backward:
+        if op.analysis is None:
+            continue
+        finding = GradientFinding(
+            op=op,
+            forward=None if op.forward is None else ops[op.forward],
+            # A cast to fp32 has no backward in a run that is fp32 throughout.
+            reference_is_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
+            fixed_by_scale=fixed_by_scale,
+            loss_scale=loss_scale,
+            ops=ops,
+            low=low,
+        )
+        cause = find_cause("backward", finding)
+        diagnoses.append(Diagnosis(origin=origin_at(op, op.analysis, trace), cause=cause))
+        if finding.forward is not None:
+            suspects.append(suspect(finding.forward, finding, cause))
+    return Conclusion(diagnoses=tuple(diagnoses) or _first_taker(trace), suspects=tuple(suspects))
+
+
+def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:
+    """The op that meets a bad gradient first, where no op makes it, as when a hook of the user's does."""
+    hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
+    return tuple(Diagnosis(origin=origin_taken(op, tensor), cause=None) for op, tensor in hits)[:1]

@@ -1,0 +1,181 @@
+"""From a non-finite output or loss to diagnoses: what made it, the cause that explains it, the chain between them.
+
+In: the traces of both runs. Out: a `Conclusion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from nandoctor.causes.base import Finding, OutsideTensor, is_constant
+from nandoctor.causes.registry import find_cause
+from nandoctor.diagnosis.conclusion import Conclusion, Suspect, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
+from nandoctor.diagnosis.origin import NonfiniteSource, NonfiniteTrace, find_swallowed, trace_back
+from nandoctor.diagnosis.outside import Kind, diagnose_outside
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import Diagnosis, Link
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
+from nandoctor.text import number
+
+_MASK = "mask-constant-overflow"
+
+_Found = tuple[int, Diagnosis, Suspect | None]
+"""The order of the op that made or took the value, and what is said of it."""
+
+
+def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+    """Find what a non-finite output or loss comes from; where both are finite, what was swallowed on the way."""
+    places = find_nonfinite_places(trace, reference)
+    if trace.finite:
+        return _conclude_swallowed(trace, reference, places, low)
+    symptoms = _symptoms(trace, places)
+    if not symptoms:
+        return _conclude_untraced(trace, places)
+    return _conclude_traced(trace_back(trace.ops, reference, symptoms), trace, places, low)
+
+
+def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
+    """The ops that made the non-finite output or loss; where the forward raised, what came to light or ran last."""
+    ends = [*trace.output, *([trace.loss] if trace.loss else [])]
+    if trace.raised is not None:
+        ends = [place.value for place in places[-1:]]
+    if trace.raised is not None and not ends:
+        return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
+    return [stats.producer for stats in ends if not stats.finite and stats.producer is not None]
+
+
+def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
+    """What module calls alone can tell: an array of the batch or the state of the first module to show it is bad."""
+    if not places:
+        return Conclusion(complete=False)
+    first = places[0]
+    diagnoses: list[Diagnosis] = []
+    if first.where == "batch":
+        diagnoses += diagnose_outside("input", first.value.path, first.value, trace)
+    for stats in first.owner.state if first.owner else ():
+        assert first.owner is not None
+        name = ".".join(filter(None, (first.owner.module, stats.path)))
+        diagnoses += diagnose_outside("buffer" if name in trace.buffers else "weight", name, stats, trace)
+    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first, complete=bool(diagnoses))
+
+
+def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
+    findings = [_finding(source, trace, low) for source in find_swallowed(trace, reference)]
+    causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
+    return Conclusion(
+        diagnoses=tuple(
+            Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause) for finding, cause in causes
+        ),
+        # The changes are those of the overflow itself, as if it had come to light.
+        suspects=tuple(suspect(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
+        first_nonfinite=places[0] if places else None,
+    )
+
+
+def _conclude_traced(
+    found_trace: NonfiniteTrace, trace: Trace, places: list[NonfinitePlace], low: FloatFormat
+) -> Conclusion:
+    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, low)]
+    # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
+    # is to blame before it.
+    found.sort(key=lambda item: (_code(item[1]) == _MASK, item[0]))
+    start = found[0][0] if found else 0
+    producers = {order for order in found_trace.members if order >= start}
+    involved = (place for place in places if place.value.producer in producers)
+    return Conclusion(
+        diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
+        suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
+        chain=_chain(found_trace.way_from(start)) if found else (),
+        first_nonfinite=next(involved, places[0] if places else None),
+        complete=found_trace.complete and (bool(found) or not found_trace.sources),
+    )
+
+
+def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
+    """What was bad before it met the traced ops, with the order of the op that took it first."""
+    outside = {tensor.path: (op, tensor) for op, tensor in reversed(found_trace.outside) if tensor.origin != "unknown"}
+    for op, tensor in found_trace.outside:
+        if tensor.origin == "unknown" and not is_constant(tensor):
+            yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
+    for op, tensor in outside.values():
+        assert tensor.stats is not None
+        if not _is_stored_mask(tensor.stats):
+            for diagnosis in diagnose_outside(_kind(op, tensor), tensor.path, tensor.stats, trace):
+                yield op.order, diagnosis, None
+
+
+def _kind(op: OpCall, tensor: OpTensor) -> Kind:
+    if tensor.origin == "batch":
+        return "input" if op.phase == "forward" else "target"
+    return "weight" if tensor.origin == "weight" else "buffer"
+
+
+def _is_stored_mask(stats: TensorStats) -> bool:
+    """An additive mask as it is stored: -inf, and zeros."""
+    return stats.counts is not None and stats.counts.kinds == ("-inf",) and not stats.absmax
+
+
+def _from_sources(found_trace: NonfiniteTrace, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
+    """What the traced ops made, with the order of each op."""
+    # An infinity that was written down is meant, until it is what the loss is made of.
+    in_loss = trace.loss is not None and not trace.loss.finite
+    if in_loss and not found_trace.sources and not found_trace.written:
+        yield from _from_constants(found_trace)
+    for source in found_trace.sources or (found_trace.written if in_loss else ()):
+        if source.op.analysis is None:
+            continue
+        finding = _finding(source, trace, low)
+        absurd = _absurd_weights(finding, trace)
+        yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
+        if not absurd:
+            cause = find_cause("forward", finding)
+            diagnosis = Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause)
+            yield source.op.order, diagnosis, suspect(finding.op, finding, cause)
+
+
+def _from_constants(found_trace: NonfiniteTrace) -> Iterator[_Found]:
+    """Tensors that the code made of numbers, where the first op that computes with them takes them."""
+    for op, tensor in found_trace.outside:
+        if is_constant(tensor) and tensor.stats is not None:
+            computing = (later for later in found_trace.way_from(op.order) if later.op not in MOVES | CASTS)
+            taker = next(computing, op)
+            cause = find_cause("constant", OutsideTensor(name="", stats=tensor.stats))
+            yield taker.order, Diagnosis(origin=origin_taken(taker, tensor), cause=cause), None
+
+
+def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
+    """Weights that are finite and so large that no product with them can fit."""
+    found: list[Diagnosis] = []
+    for tensor in finding.op.inputs if finding.op.op in PRODUCTS else ():
+        if tensor.origin == "weight" and tensor.stats is not None:
+            found += diagnose_outside("weight", tensor.path, tensor.stats, trace)
+    return found
+
+
+def _code(diagnosis: Diagnosis) -> str | None:
+    return diagnosis.cause.code if diagnosis.cause else None
+
+
+def _finding(source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Finding:
+    return Finding(
+        op=source.op,
+        reference_op=source.reference_op,
+        had_inf_input=source.had_inf_input,
+        ops={op.order: op for op in trace.ops},
+        low=low,
+    )
+
+
+def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
+    """The ops from the origin to the symptom, without those that only move values."""
+    carriers = tuple(_link(op, "propagated") for op in way[1:] if op.op not in MOVES)
+    return (_link(way[0], "created"), *carriers)
+
+
+def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:
+    went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
+    text = f"of {number(went_in)}" if event == "created" and went_in is not None else ""
+    return Link(place=op.place, op=op.op, event=event, text=text)

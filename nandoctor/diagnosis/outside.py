@@ -1,0 +1,81 @@
+"""Diagnoses of what was non-finite before the step ran: weights, buffers, the batch, the optimizer's state.
+
+In: tensors by name. Out: diagnoses whose origin is no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.registry import find_cause
+from nandoctor.diagnosis.first_nonfinite import count_nonfinite
+from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.report import Diagnosis, NonfiniteElements, Origin
+from nandoctor.evidence.trace import Place, TensorStats, Trace
+
+Kind = Literal["weight", "buffer", "input", "target"]
+"""What a tensor from outside is: state of the model, or an array that the forward or only the loss reads."""
+
+
+def diagnose_outside(kind: Kind, name: str, stats: TensorStats, trace: Trace | None = None) -> tuple[Diagnosis, ...]:
+    """Diagnose a tensor that was bad from the start; nothing where it was not."""
+    cause = find_cause(kind, OutsideTensor(name=name, stats=stats))
+    if cause is None:
+        return ()
+    is_state = kind in ("weight", "buffer")
+    origin = Origin(
+        phase="state" if is_state else "input",
+        place=_place_of(name.rpartition(".")[0] if is_state else "", trace),
+        op=None,
+        source=None,
+        elements=count_nonfinite(stats, None if is_state else trace),
+        would_be=None,
+        inputs=(),
+        output=stats,
+        grid=stats.counts.grid if stats.counts else None,
+    )
+    return (Diagnosis(origin=origin, cause=cause),)
+
+
+def diagnose_state(
+    weights: Sequence[tuple[str, TensorStats]], buffers: Sequence[tuple[str, TensorStats]]
+) -> tuple[Diagnosis, ...]:
+    """Diagnose bad tensors of which nothing but the name is known, as in a file of weights alone."""
+    found = [diagnose_outside("weight", *item) for item in weights]
+    found += [diagnose_outside("buffer", *item) for item in buffers]
+    return tuple(diagnosis for diagnoses in found for diagnosis in diagnoses)
+
+
+def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> tuple[Diagnosis, ...]:
+    """Diagnose what the next step of the optimizer divides by zero; nothing where it does not."""
+    found = ((slot, find_cause("optimizer", slot)) for slot in slots)
+    return tuple(Diagnosis(origin=_origin_in(slot, trace), cause=cause) for slot, cause in found if cause)
+
+
+def _origin_in(slot: OptimizerSlot, trace: Trace) -> Origin:
+    counts = slot.moment.counts
+    assert counts is not None
+    return Origin(
+        phase="optimizer",
+        place=_place_of(slot.parameter.rpartition(".")[0], trace),
+        op="addcdiv",
+        source=None,
+        elements=NonfiniteElements(
+            kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
+            num_bad=counts.num_zero,
+            numel=slot.moment.numel,
+            first_index=None,
+            samples=None,
+        ),
+        would_be=None,
+        inputs=(slot.moment,),
+        output=None,
+    )
+
+
+def _place_of(module: str, trace: Trace | None) -> Place:
+    """A module by its path, as its first call shows it."""
+    calls = trace.calls if trace is not None else ()
+    return Place(module=module, type=next((call.type for call in calls if call.module == module), ""), call=0)
