@@ -1,0 +1,151 @@
+"""Files of a few kilobytes that ask for hours or gigabytes: each is refused soon, and a few are examined as mutants."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import torch
+from forgery import contents, make_project
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import DumpError
+
+MODULUS = (1 << 61) - 1  # what Python's hash of an integer is taken by
+
+
+def text(value):
+    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
+
+
+def integer(value):
+    size = (value.bit_length() + 8) // 8
+    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+
+
+def archive(pickle, members=()):
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("dump/data.pkl", b"\x80\x02" + pickle + b".")
+        for name, data in members:
+            file.writestr(name, data)
+    return buffer.getvalue()
+
+
+def saved(value):
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def recorded(folder, **changes):
+    return saved(contents(folder, **changes))
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def global_name(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+def colliding():
+    return b"".join(integer(number * MODULUS) + b"N" for number in range(1, 20_000))
+
+
+def colliding_tuples():
+    return b"".join(integer(number * MODULUS) + b"\x85N" for number in range(1, 20_000))
+
+
+def big_lists(f):
+    """A list under many names, each of which goes into the names of its items."""
+    return recorded(f, batch={"x" * 100_000: [torch.zeros(1) for _ in range(300)]})
+
+
+CALL = {"names": ["x"], "args": (torch.ones(1, 3),), "kwargs": {}}
+BOMBS = {
+    "keys of one hash": (lambda f: archive(b"}(" + colliding() + b"u"), "thousands of keys"),
+    "tuples of one hash": (lambda f: archive(b"}(" + colliding_tuples() + b"u"), "thousands of keys"),
+    "a set of one hash": (
+        lambda f: archive(global_name("__builtin__", "set") + b"](" + colliding().replace(b"N", b"") + b"e\x85R"),
+        "thousands of keys",
+    ),
+    "a counter by way of torch": (
+        lambda f: archive(
+            global_name("torch._tensor", "_rebuild_from_type_v2")
+            + b"("
+            + global_name("collections", "Counter")
+            + global_name("torch", "Tensor")
+            + b"]\x85}tR"
+        ),
+        "by way of torch",
+    ),
+    "an integer of 10,000 digits": (lambda f: saved({"a": 10**500}), "integer of 1,661 bits"),
+    "a scale of 10**400": (lambda f: recorded(f, scaler={"scale": 10**400}), "integer of 1,329 bits"),
+    "thousands of calls": (lambda f: recorded(f, calls=[CALL] * 5000), "5,000 calls of the model"),
+    "millions of instructions": (lambda f: archive(b"N0" * 1_500_000 + b"N"), "more than 2,000,000 instructions"),
+    "nested lists": (lambda f: recorded(f, batch=nested(500)), "nests without end"),
+    "nested arguments": (
+        lambda f: recorded(f, model={"module": "m", "name": "N", "arguments": {"a": nested(500)}}),
+        "nests without end",
+    ),
+    "long names of many": (big_lists, "neither a short text nor a number"),
+    "a directory of millions": (
+        lambda f: archive(b"}", ())[:-12] + (1 << 31).to_bytes(4, "little") + bytes(8),
+        "zip directory claims 2,147,483,648 bytes",
+    ),
+    "a pickle beside the pickle": (
+        lambda f: archive(b"}", [("dump/DATA.PKL", b"\x80\x02]" + b"(" * 100 + b".")]),
+        "occurs twice",
+    ),
+    "an expanded tensor": (
+        lambda f: recorded(f, batch=torch.zeros(1).expand(1 << 33)),
+        "tensors claim 3.4e\\+10 bytes",
+    ),
+    "a text number of a megabyte": (lambda f: archive(b"L" + b"9" * (1 << 20) + b"L\n"), "pickle protocol 2"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_bomb_is_refused_soon(kind, tmp_path):
+    make, message = BOMBS[kind]
+    project = make_project(tmp_path)
+    (project / "dump.pth").write_bytes(make(project))
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DumpError, match=message) as caught:
+        read_dump(project / "dump.pth")
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
+    assert time.monotonic() - started < 30
+
+
+def test_overlapping_members_are_refused(tmp_path):
+    data = bytearray(saved({"weight": torch.zeros(64), "other": torch.ones(64)}))
+    first, second = (
+        data.index(b"PK\x01\x02", data.index(name, len(data) // 2) - 46) for name in (b"data/0", b"data/1")
+    )
+    data[second + 42 : second + 46] = data[first + 42 : first + 46]
+    (tmp_path / "dump.pth").write_bytes(data)
+    with pytest.raises(DumpError, match="not where its zip directory says|overlap"):
+        read_dump(tmp_path / "dump.pth")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bytes", "structures"])
+def test_a_sample_of_mutants_does_no_harm(kind):
+    """`python tests/security/mutate.py --bytes 10000 --structures 5000` runs them all."""
+    script = Path(__file__).with_name("mutate.py")
+    command = [sys.executable, script, f"--{kind}", "60", "--first", "20000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{kind}: 60 of 60, 0 wrong" in done.stdout
