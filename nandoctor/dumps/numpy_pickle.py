@@ -106,6 +106,14 @@ def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout is torch.strided else tensor.values()
 
 
+def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored numbers in a dtype that torch can compare; a complex number is two."""
+    values = stored_values(tensor)
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    return values.float() if str(values.dtype).startswith("torch.float8") else values
+
+
 def _check_shape(shape: object) -> tuple[int, ...]:
     # 32 dimensions are numpy 1's own limit.
     if isinstance(shape, tuple) and len(shape) <= 32 and all(type(size) is int and size >= 0 for size in shape):

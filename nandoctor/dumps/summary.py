@@ -14,7 +14,7 @@ import torch
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import stored_values
+from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
@@ -75,21 +75,13 @@ def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySumma
 
 def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
     """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
-    values = _values(tensor)
+    values = comparable_values(tensor)
     if not values.is_floating_point() or not values.numel():
         return 0, 0, 0
     # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
     if all(math.isfinite(bound) for bound in torch.aminmax(values)):
         return 0, 0, 0
     return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored numbers in a dtype that torch can compare."""
-    values = stored_values(tensor).detach()
-    if values.is_complex():
-        return torch.view_as_real(values.resolve_conj())
-    return values.float() if str(values.dtype).startswith("torch.float8") else values
 
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
         fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
         fp32_sets=search,
         counterfactuals=tuple(varied),
-        notes=tuple(_notes(findings, ranked, untried)),
+        notes=tuple(_notes(findings, ranked, untried, out_of_memory=budget.out_of_memory)),
     )
 
 
@@ -96,8 +96,10 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
 
 
-def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str]) -> Iterator[str]:
-    if untried:
+def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool) -> Iterator[str]:
+    if untried and out_of_memory:
+        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
+    elif untried:
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision cures this: what was tried changes the operation itself."

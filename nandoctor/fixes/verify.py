@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +20,7 @@ from nandoctor.evidence.edits import Edit, KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.replaying.interventions import flatten
+from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.tracing.module_tracer import walk_tensors
 
@@ -57,12 +57,16 @@ class Judgement:
 
 
 class TrialBudget:
-    """How much may still be tried of one step: at most `max_trials` runs, in at most `time_s` seconds from now on."""
+    """How much may still be tried of one step: at most `max_trials` runs, in at most `time_s` seconds from now on.
+
+    `out_of_memory`: a run did not fit into memory, and none was tried after it.
+    """
 
     def __init__(self, max_trials: int | None = None, time_s: float | None = None) -> None:
         self._max_trials, self._time_s = max_trials, time_s
         self._started = time.monotonic()
         self.num_run = 0
+        self.out_of_memory = False
 
     def spend(self) -> None:
         """Pay for one more run; raise BudgetSpent where that is too much."""
@@ -174,10 +178,13 @@ class Trials:
             return _keep(None)
         has_loss = self.step.loss is not None
         watch = Watch(stage=f"trial {self.num_run}", measures=False, backward=has_loss, keep=has_loss)
-        # A changed model may not run at all, or not fit into memory.
-        with suppress(ModelError, RuntimeError, MemoryError):
+        try:
             return _keep(self.step.run(REFERENCE if precision == "fp32" else None, watch, edits))
-        return _keep(None)
+        except (ModelError, RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):  # says nothing about the change, and the next one would fare no better
+                self._budget.out_of_memory = True
+                raise BudgetSpent from error
+            return _keep(None)  # a changed model may not run at all
 
 
 def _is_too_large(model: nn.Module, edits: tuple[Edit, ...]) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.dumps.text import printable
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.script_import import importing, stopped
@@ -123,8 +124,9 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
     try:
         model.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
+        reason = printable(str(error).strip().splitlines()[-1].strip(), limit=300)
         raise ModelError(
-            f"The dump's weights cannot be copied into {type(model).__name__}: {str(error).strip().splitlines()[-1]}",
+            f"The dump's weights cannot be copied into {type(model).__name__}: {reason}",
             remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
         ) from error
     return notes + [f"--no-strict: {problem}" for problem in problems]

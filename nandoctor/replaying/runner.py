@@ -25,6 +25,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.replaying import interventions
 from nandoctor.replaying.isolation import in_mode, restored, seeded
+from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.recorded_step import recorded_backends
@@ -346,6 +347,11 @@ def _shows_damage(trace: Trace) -> bool:
 
 
 def _explain_forward_error(error: Exception) -> ModelError:
+    if is_out_of_memory(error):
+        return ModelError(
+            f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
+            remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
+        )
     return ModelError(
         f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}",
         remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "

@@ -23,7 +23,7 @@ from nandoctor.errors import LossError, ModelError, NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.code_references import build_configured, describe_change, find_loss, find_model
-from nandoctor.replaying.grading import recorded_outputs, saved_outputs
+from nandoctor.replaying.grading import is_finite, recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
@@ -54,7 +54,7 @@ class Preparation:
     @property
     def saved_bad(self) -> bool:
         """Whether the saved output is non-finite, so that a failure is to be expected."""
-        return self.saved is not None and not bool(torch.isfinite(self.saved[1]).all())
+        return self.saved is not None and not is_finite(self.saved[1])
 
 
 NUM_EXTRA_SEEDS = 3
@@ -187,7 +187,7 @@ def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 def _choose_output(outputs: Sequence[str], dump: Dump) -> str | None:
     """The saved output that the replay is graded by: of a recorded step's the first that is non-finite."""
-    bad = (name for name in outputs if dump.recorded and not bool(torch.isfinite(dump.arrays[name]).all()))
+    bad = (name for name in outputs if dump.recorded and not is_finite(dump.arrays[name]))
     return next(bad, outputs[0] if outputs else None)
 
 

@@ -1,6 +1,7 @@
 """What counts as a cure: finite, and in agreement with fp32. Things that only look like cures do not."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,3 +183,14 @@ def test_numerics_is_judged_against_fp32_with_the_same_change():
     assert not trials.cures(KeepModule(module=""))
     assert not trials.cures(UseFormat(format=BF16))
     assert math.isfinite(blunt.outcome.max_rel_err)
+
+
+def test_the_end_of_memory_is_not_the_changes_fault():
+    def run(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+    budget = TrialBudget(10)
+    step = SimpleNamespace(model=torch.nn.Linear(1, 1), loss=None, loss_scale=1.0, run=run)
+    with pytest.raises(BudgetSpent):
+        Trials(step, budget, numerics=False).judge()
+    assert budget.out_of_memory

@@ -52,19 +52,15 @@ def nested(depth):
     value = []
     for _ in range(depth):
         value = [value]
-    return value
+    return value  # deeper ones torch.save cannot write
 
 
 def global_name(module, name):
     return f"c{module}\n{name}\n".encode()
 
 
-def colliding():
-    return b"".join(integer(number * MODULUS) + b"N" for number in range(1, 20_000))
-
-
-def colliding_tuples():
-    return b"".join(integer(number * MODULUS) + b"\x85N" for number in range(1, 20_000))
+def colliding(after):
+    return b"".join(integer(number * MODULUS) + after for number in range(1, 20_000))
 
 
 def big_lists(f):
@@ -74,10 +70,10 @@ def big_lists(f):
 
 CALL = {"names": ["x"], "args": (torch.ones(1, 3),), "kwargs": {}}
 BOMBS = {
-    "keys of one hash": (lambda f: archive(b"}(" + colliding() + b"u"), "thousands of keys"),
-    "tuples of one hash": (lambda f: archive(b"}(" + colliding_tuples() + b"u"), "thousands of keys"),
+    "keys of one hash": (lambda f: archive(b"}(" + colliding(b"N") + b"u"), "thousands of keys"),
+    "tuples of one hash": (lambda f: archive(b"}(" + colliding(b"\x85N") + b"u"), "thousands of keys"),
     "a set of one hash": (
-        lambda f: archive(global_name("__builtin__", "set") + b"](" + colliding().replace(b"N", b"") + b"e\x85R"),
+        lambda f: archive(global_name("__builtin__", "set") + b"](" + colliding(b"") + b"e\x85R"),
         "thousands of keys",
     ),
     "a counter by way of torch": (
@@ -94,14 +90,14 @@ BOMBS = {
     "a scale of 10**400": (lambda f: recorded(f, scaler={"scale": 10**400}), "integer of 1,329 bits"),
     "thousands of calls": (lambda f: recorded(f, calls=[CALL] * 5000), "5,000 calls of the model"),
     "millions of instructions": (lambda f: archive(b"N0" * 1_500_000 + b"N"), "more than 2,000,000 instructions"),
-    "nested lists": (lambda f: recorded(f, batch=nested(500)), "nests without end"),
+    "nested lists": (lambda f: recorded(f, batch=nested(100)), "nests without end"),
     "nested arguments": (
-        lambda f: recorded(f, model={"module": "m", "name": "N", "arguments": {"a": nested(500)}}),
+        lambda f: recorded(f, model={"module": "m", "name": "N", "arguments": {"a": nested(100)}}),
         "nests without end",
     ),
     "long names of many": (big_lists, "neither a short text nor a number"),
     "a directory of millions": (
-        lambda f: archive(b"}", ())[:-12] + (1 << 31).to_bytes(4, "little") + bytes(8),
+        lambda f: archive(b"}")[:-10] + (1 << 31).to_bytes(4, "little") + bytes(6),
         "zip directory claims 2,147,483,648 bytes",
     ),
     "a pickle beside the pickle": (
@@ -136,7 +132,7 @@ def test_overlapping_members_are_refused(tmp_path):
     )
     data[second + 42 : second + 46] = data[first + 42 : first + 46]
     (tmp_path / "dump.pth").write_bytes(data)
-    with pytest.raises(DumpError, match="not where its zip directory says|overlap"):
+    with pytest.raises(DumpError, match="not where its zip directory says"):
         read_dump(tmp_path / "dump.pth")
 
 
