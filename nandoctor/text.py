@@ -106,7 +106,7 @@ def file_line(file: str, line: int) -> str:
     return printable(f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line}")
 
 
-def samples_text(samples: Sequence[int], batch_size: int) -> str:
+def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:
     """Indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample"."""
     if len(samples) == batch_size:
         return "every sample"

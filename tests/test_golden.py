@@ -65,7 +65,7 @@ def decisions(report):
         "also": [some(other["origin"], "phase module op") for other in data["also"]],
         "chain": [some(link, "event module op") for link in data["chain"]],
         "fixes": [some(fix, "rank title verified") for fix in data["fixes"]],
-        "counterfactuals": [some(one, "group setting") for one in data["counterfactuals"]],
+        "counterfactuals": [setting_of(one) for one in data["counterfactuals"]],
         "bad_weights": [array["name"] for array in data["dump"]["bad_weights"]],
         "bad_buffers": [array["name"] for array in data["dump"]["bad_buffers"]],
         "calls": {run: calls_of(runs[run]) for run in ("autocast", "fp32") if runs},
@@ -76,6 +76,10 @@ def decisions(report):
 
 def some(record, names):
     return record and {name: record[name] for name in names.split()}
+
+
+def setting_of(counterfactual):
+    return {name: value for name, value in counterfactual["setting"].items() if value is not None}
 
 
 def calls_of(run):

@@ -22,13 +22,22 @@ Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayAttempt:
+    """One replay under autocast: its mode, its seed (None: the saved random state), and its grade."""
+
+    training: bool
+    seed: int | None
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
     """How well the replay agrees with the output that the dump saved.
 
     `exact`: equal in every bit (all NaNs count as one). `same-mask`: the same elements are non-finite; `max_rel_err`
     is the largest difference of the finite ones over the largest saved magnitude. `elsewhere`: other elements are.
     `finite`: the saved output is non-finite and the replay is not. `no-reference`: nothing to compare with.
-    `attempts` names the settings tried, in order; the last is the one reported.
+    `attempts` are the replays in order; the last is the one reported.
     """
 
     grade: Grade
@@ -37,7 +46,7 @@ class Reproduction:
     num_bad_replayed: int | None = None
     numel: int | None = None
     max_rel_err: float | None = None
-    attempts: tuple[str, ...] = ()
+    attempts: tuple[ReplayAttempt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,23 +217,45 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSetting:
+    """What one run of the step had in place of its own; None is as the step had it.
+
+    `dtype` is the format of autocast, fp32 and fp64 without autocast; `only` and `without` select samples of the batch.
+    """
+
+    dtype: FloatFormat | None = None
+    training: bool | None = None
+    only: tuple[int, ...] | None = None
+    without: tuple[int, ...] | None = None
+    loss_scale: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """The failing step under other circumstances: `group` is what was varied, `setting` the value that it took."""
+    """The failing step with another setting: `group` is what was varied, `setting` holds the value that it took."""
 
     group: Literal["precision", "mode", "samples", "loss-scale", "seed"]
-    setting: str
+    setting: StepSetting
     outcome: TrialOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp32Module:
+    """A module kept in fp32; with `children` False only the ops of its own forward, its submodules left out."""
+
+    module: str
+    children: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Set:
     """A set of modules that, kept in fp32, cures the step, and of which none can be left out.
 
-    A name that ends in " (own ops)" stands for the ops in that module's own forward, its children left out.
     `minimal` tells that every member was left out once, and the failure came back each time.
     """
 
-    modules: tuple[str, ...]
+    modules: tuple[Fp32Module, ...]
     minimal: bool
 
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
-from nandoctor.evidence.report import Counterfactual
+from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.fixes.verify import Trials
-from nandoctor.text import number, samples_text
 
 NUM_SEEDS = 3
 
@@ -28,28 +27,28 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
     step = trials.step
     for number_format in (FP16, BF16, FP32, FP64):
         if (outcome := trials.look(UseFormat(format=number_format))) is not None:
-            yield Counterfactual(group="precision", setting=number_format.label, outcome=outcome)
+            yield Counterfactual(group="precision", setting=StepSetting(dtype=number_format), outcome=outcome)
     for flag in (True, False):
         if (outcome := trials.varied(training=flag, seed=step.seed).look()) is not None:
-            yield Counterfactual(group="mode", setting="train" if flag else "eval", outcome=outcome)
-    for name, samples in _selections(guilty, step.num_samples):
+            yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
+    for setting, samples in _selections(guilty, step.num_samples):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:
-            yield Counterfactual(group="samples", setting=name, outcome=outcome)
+            yield Counterfactual(group="samples", setting=setting, outcome=outcome)
     for scale in _scales(step.loss_scale) if step.loss is not None else ():
         if (outcome := trials.look(SetLossScale(value=scale))) is not None:
-            yield Counterfactual(group="loss-scale", setting=number(scale), outcome=outcome)
+            yield Counterfactual(group="loss-scale", setting=StepSetting(loss_scale=scale), outcome=outcome)
     first = (step.seed or 0) + 1
     for seed in range(first, first + NUM_SEEDS) if random else ():
         if (outcome := trials.varied(training=step.training, seed=seed).look()) is not None:
-            yield Counterfactual(group="seed", setting=str(seed), outcome=outcome)
+            yield Counterfactual(group="seed", setting=StepSetting(seed=seed), outcome=outcome)
 
 
-def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[StepSetting, tuple[int, ...]]]:
+    """The samples to blame alone, and all others, each as a setting and as the samples that are kept."""
     if not guilty or num_samples is None or len(guilty) >= num_samples:
         return
-    named = samples_text(guilty, num_samples)
-    yield f"{named} alone", guilty
-    yield f"without {named}", tuple(i for i in range(num_samples) if i not in guilty)
+    yield StepSetting(only=guilty), guilty
+    yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
 
 
 def _scales(loss_scale: float) -> tuple[float, ...]:

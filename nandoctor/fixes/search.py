@@ -24,7 +24,7 @@ from nandoctor.evidence.edits import (
     Together,
     UseFormat,
 )
-from nandoctor.evidence.report import Counterfactual, Fix, Fp32Set, Fp32SetSearch, TrialOutcome
+from nandoctor.evidence.report import Counterfactual, Fix, Fp32Module, Fp32Set, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import LOSS, SourceLine, Trace
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
@@ -174,7 +174,7 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
     except BudgetSpent:
         complete = False
     search = Fp32SetSearch(
-        sets=tuple(Fp32Set(modules=tuple(map(_member_name, kept)), minimal=True) for kept in found),
+        sets=tuple(Fp32Set(modules=tuple(map(_to_record, kept)), minimal=True) for kept in found),
         num_modules=len(members),
         num_probes=trials.num_judged - before,
         complete=complete,
@@ -182,8 +182,8 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
     return search, found
 
 
-def _member_name(member: KeepModule) -> str:
-    return member.module if member.children else f"{member.module} (own ops)".lstrip()
+def _to_record(member: KeepModule) -> Fp32Module:
+    return Fp32Module(module=member.module, children=member.children)
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, ReplayAttempt, Report, Reproduction
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import (
     brief,
@@ -79,8 +79,13 @@ def describe_reproduction(reproduction: Reproduction) -> str:
         agrees = "agrees" if reproduction.grade == "exact" or error <= _CLOSE else "agrees in part"
         return f"{agrees} with the saved {output}: {same}, {_closeness(reproduction)}"
     replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
-    tried = f" (tried {'; '.join(map(printable, reproduction.attempts))})" if reproduction.attempts else ""
+    tried = f" (tried {'; '.join(map(_describe_attempt, reproduction.attempts))})" if reproduction.attempts else ""
     return f"disagrees with the saved {output}: {saved} are non-finite there, {replayed}{tried}"
+
+
+def _describe_attempt(attempt: ReplayAttempt) -> str:
+    drawn = "the saved random state" if attempt.seed is None else f"seed {attempt.seed}"
+    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {attempt.grade}"
 
 
 def _count(count: int | None) -> str:

@@ -8,16 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nandoctor.evidence.report import Counterfactual, EpsUse, Fix, Fp32SetSearch, Report, TrialOutcome
+from nandoctor.evidence.report import (
+    Counterfactual,
+    EpsUse,
+    Fix,
+    Fp32Module,
+    Fp32SetSearch,
+    Report,
+    StepSetting,
+    TrialOutcome,
+)
 from nandoctor.renderers.facts import Fact
-from nandoctor.text import brief, constant, file_line, join_first, percent, plural, printable
+from nandoctor.text import brief, constant, file_line, join_first, number, percent, plural, printable, samples_text
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 12
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a cure may be says by how much."""
-_OWN_OPS = "(own ops)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +113,10 @@ def describe_fp32_sets(search: Fp32SetSearch) -> str:
         join_first([_describe_member(module) for module in fp32_set.modules], _MAX_LISTED) for fp32_set in search.sets
     ]
     alone = max(len(fp32_set.modules) for fp32_set in search.sets) == 1
-    proved = "none can be left out" if all(fp32_set.minimal for fp32_set in search.sets) else "perhaps not the smallest"
+    minimal = all(fp32_set.minimal for fp32_set in search.sets)
+    proved = "none can be left out" if minimal else "perhaps not the smallest"
     parts = [
-        *([] if alone and proved.startswith("none") else [proved]),
+        *([] if alone and minimal else [proved]),
         f"found in {plural(search.num_probes, 'run')}",
     ]
     if not search.complete:
@@ -115,10 +124,9 @@ def describe_fp32_sets(search: Fp32SetSearch) -> str:
     return f"{'; or '.join(sets)} ({'; '.join(parts)})"
 
 
-def _describe_member(name: str) -> str:
-    """A module of an fp32_set; of one that ends in "(own ops)" only what its own forward computes."""
-    owner = name.removesuffix(_OWN_OPS).rstrip()
-    return _name(name) if owner == name else f"the own ops of {_name(owner or 'the model')}"
+def _describe_member(member: Fp32Module) -> str:
+    owner = _name(member.module or "the model")
+    return owner if member.children else f"the own ops of {owner}"
 
 
 def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
@@ -133,11 +141,24 @@ def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
 
 
 def _describe_group(trials: Sequence[Counterfactual]) -> str:
-    sound = [f"{_name(trial.setting)}{_distance(trial.outcome)}" for trial in trials if trial.outcome.finite]
-    failing = [_name(trial.setting) for trial in trials if not trial.outcome.finite]
+    sound = [f"{describe_setting(trial.setting)}{_distance(trial.outcome)}" for trial in trials if trial.outcome.finite]
+    failing = [describe_setting(trial.setting) for trial in trials if not trial.outcome.finite]
     parts = [f"finite: {', '.join(sound)}"] if sound else []
     parts += [f"fails: {', '.join(failing)}"] if failing else []
     return "; ".join(parts)
+
+
+def describe_setting(setting: StepSetting) -> str:
+    """What was set: "bf16", "eval", "without sample 2", "1,024", "3"."""
+    if setting.dtype is not None:
+        return setting.dtype.label
+    if setting.training is not None:
+        return "train" if setting.training else "eval"
+    if setting.only is not None:
+        return f"{samples_text(setting.only)} alone"
+    if setting.without is not None:
+        return f"without {samples_text(setting.without)}"
+    return number(setting.loss_scale) if setting.loss_scale is not None else str(setting.seed)
 
 
 def _distance(outcome: TrialOutcome) -> str:
@@ -145,18 +166,38 @@ def _distance(outcome: TrialOutcome) -> str:
     return f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
 
 
-def list_trials(report: Report) -> list[tuple[str, str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLine:
+    """A line of a table: its cells, and whether it tells of a failure."""
+
+    cells: tuple[str, ...]
+    failed: bool
+
+
+def list_trials(report: Report) -> list[TableLine]:
     """A table: what was varied, what it was set to, what came of it."""
     return [
-        (trial.group.replace("-", " "), printable(trial.setting), describe_outcome(trial.outcome))
+        TableLine(
+            cells=(trial.group.replace("-", " "), describe_setting(trial.setting), describe_outcome(trial.outcome)),
+            failed=not trial.outcome.finite,
+        )
         for trial in report.counterfactuals
     ]
 
 
-def list_constants(report: Report) -> list[tuple[str, str, str, str, str]]:
+def list_constants(report: Report) -> list[TableLine]:
     """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
     return [
-        (constant(use.value), _describe_owner(use), _describe_line(use), printable(use.op or ""), describe_effect(use))
+        TableLine(
+            cells=(
+                constant(use.value),
+                _describe_owner(use),
+                _describe_line(use),
+                printable(use.op or ""),
+                describe_effect(use),
+            ),
+            failed=use.effect == "zero",
+        )
         for use in report.eps_audit
     ]
 

@@ -45,7 +45,10 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _fold("the same step under other circumstances", _trials(report))
     if constants := list_constants(report):
         headings = ("constant", "in", "line", "used by", "which")
-        yield from _fold("small constants, in the format that they were used in", _table(headings, constants))
+        yield from _fold(
+            "small constants, in the format that they were used in",
+            _table(headings, [line.cells for line in constants]),
+        )
     table = make_table(report)
     if table is not None:
         yield from _fold(escape(table.title), _layers(table))
@@ -80,7 +83,7 @@ def _trials(report: Report) -> Iterator[str]:
     if report.fp32_sets is not None and report.fp32_sets.sets:
         yield from (f"Enough to be kept in fp32: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
     if report.counterfactuals:
-        yield from _table(("varied", "setting", "outcome"), list_trials(report))
+        yield from _table(("varied", "setting", "outcome"), [line.cells for line in list_trials(report)])
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

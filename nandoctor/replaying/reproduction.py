@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nandoctor.errors import ModelError
-from nandoctor.evidence.report import Reproduction
+from nandoctor.evidence.report import ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.replaying.grading import grade
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep
@@ -73,8 +73,11 @@ def reproduce(preparation: Preparation) -> Replayed:
             break
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]
-    names = tuple(f"{replayed.name}: {replayed.reproduction.grade}" for replayed in (*others, best))
-    return replace(best, reproduction=replace(best.reproduction, attempts=names))
+    attempts = tuple(
+        ReplayAttempt(training=made.step.training, seed=made.step.seed, grade=made.reproduction.grade)
+        for made in (*others, best)
+    )
+    return replace(best, reproduction=replace(best.reproduction, attempts=attempts))
 
 
 def _settings(preparation: Preparation) -> Iterator[tuple[bool, int | None]]:

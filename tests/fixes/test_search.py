@@ -8,6 +8,8 @@ from torch import nn
 
 import nandoctor
 from nandoctor.evidence.edits import KeepModule, Together
+from nandoctor.evidence.formats import FP32, FP64
+from nandoctor.evidence.report import StepSetting
 
 
 def save(path, model, **arrays):
@@ -52,17 +54,18 @@ def test_two_independent_overflows_among_sixty_modules(tmp_path):
     report = nandoctor.replay(path, model=TwoLanes).report
     search = report.fp32_sets
     first = search.sets[0]
-    assert set(first.modules) == {"left.layers.13", "right.layers.22"}
+    names = [member.module for member in first.modules]
+    assert set(names) == {"left.layers.13", "right.layers.22"}
     assert first.minimal
     assert search.num_modules >= 60
     assert search.num_probes <= 4 * len(first.modules) * math.log2(search.num_modules)
     cure = next(item for item in report.fixes if item.verified)
     assert isinstance(cure.edit, Together)
 
-    for left_out in first.modules:  # each member is needed
-        kept = [KeepModule(module=name) for name in first.modules if name != left_out]
+    for left_out in names:  # each member is needed
+        kept = [KeepModule(module=name) for name in names if name != left_out]
         assert not _runs_clean(model, kept)
-    assert _runs_clean(model, [KeepModule(module=name) for name in first.modules])
+    assert _runs_clean(model, [KeepModule(module=name) for name in names])
 
 
 def _runs_clean(model, kept):
@@ -138,8 +141,8 @@ def test_where_fp32_fails_too_precision_is_not_prescribed(tmp_path):
     assert [item.edit.kind for item in report.fixes] == ["clamp"]
     assert report.fp32_sets is None
     assert any("no precision cures this" in note for note in report.notes)
-    settings = {(line.group, line.setting): line.outcome.finite for line in report.counterfactuals}
-    assert settings["precision", "fp64"] is False
+    settings = {line.setting: line.outcome.finite for line in report.counterfactuals}
+    assert settings[StepSetting(dtype=FP64)] is False
 
 
 def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
@@ -158,13 +161,13 @@ def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
     model = Net()
     model.lift.weight.data = torch.eye(4) * 0.9
     report = nandoctor.replay(save(tmp_path / "d.pth", model, x=x), model=Net, mode="train").report
-    lines = {(line.group, line.setting): line.outcome for line in report.counterfactuals}
-    assert not lines["mode", "train"].finite
-    assert lines["mode", "eval"].finite  # 1 / (1 - p) is what passes the limit
-    assert not lines["samples", "sample 1 alone"].finite
-    assert lines["samples", "without sample 1"].finite
-    assert sum(group == "seed" for group, _ in lines) == 3
-    assert lines["precision", "fp32"].max_rel_err == 0
+    lines = {line.setting: line.outcome for line in report.counterfactuals}
+    assert not lines[StepSetting(training=True)].finite
+    assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
+    assert not lines[StepSetting(only=(1,))].finite
+    assert lines[StepSetting(without=(1,))].finite
+    assert sum(line.group == "seed" for line in report.counterfactuals) == 3
+    assert lines[StepSetting(dtype=FP32)].max_rel_err == 0
 
 
 @pytest.mark.parametrize("options", [{"max_trials": -1}, {"time": "long"}, {"fixes": "yes"}])

@@ -16,6 +16,7 @@ from nandoctor.evidence.report import (
     Evidence,
     FirstNonfinite,
     Fix,
+    Fp32Module,
     Fp32Set,
     Fp32SetSearch,
     LayerRow,
@@ -23,10 +24,12 @@ from nandoctor.evidence.report import (
     NearMiss,
     NonfiniteElements,
     Origin,
+    ReplayAttempt,
     Report,
     Reproduction,
     Runs,
     RunSummary,
+    StepSetting,
     TrialOutcome,
 )
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
@@ -299,7 +302,7 @@ def healthy(num_layers=20):
 
 def not_reproduced():
     """The saved output is non-finite, the replay is not."""
-    attempts = tuple(f"train mode, seed {seed}: finite" for seed in range(4))
+    attempts = tuple(ReplayAttempt(training=True, seed=seed, grade="finite") for seed in range(4))
     reproduction = replace(AGREES, grade="finite", num_bad_replayed=0, attempts=attempts)
     headline = "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
     return report(network(20), verdict="not-reproduced", headline=headline, reproduction=reproduction)
@@ -311,6 +314,7 @@ def cured():
     source = SourceLine(file="/home/them/net.py", line=45, text="return x / torch.sqrt(variance + 1e-8)")
     site = OpSite(module="encoder.blocks.2.attention", type="Block", op="add", nth=0)
     sound = TrialOutcome(finite=True, max_rel_err=6.2e-4)
+    failing = TrialOutcome(finite=False, max_rel_err=None)
     edits = (
         (SetArgument(site=site, argument="other", was=1e-8, value=1e-5), "An eps that fp16 holds at net.py:45", True),
         (KeepModule(module="encoder.blocks.2.attention"), "encoder.blocks.2.attention in fp32", True),
@@ -342,18 +346,18 @@ def cured():
                 title=title,
                 patch=patch if rank == 0 else "",
                 verified=verified,
-                outcome=sound if verified else replace(sound, finite=False, max_rel_err=None),
+                outcome=sound if verified else failing,
                 rank=rank,
             )
             for rank, (edit, title, verified) in enumerate(edits)
         ),
         counterfactuals=(
-            Counterfactual(group="precision", setting="bf16", outcome=sound),
-            Counterfactual(group="samples", setting="without 2", outcome=sound),
-            Counterfactual(group="mode", setting="eval", outcome=replace(sound, finite=False, max_rel_err=None)),
+            Counterfactual(group="precision", setting=StepSetting(dtype=BF16), outcome=sound),
+            Counterfactual(group="samples", setting=StepSetting(without=(2,)), outcome=sound),
+            Counterfactual(group="mode", setting=StepSetting(training=False), outcome=failing),
         ),
         fp32_sets=Fp32SetSearch(
-            sets=(Fp32Set(modules=("encoder.blocks.2.attention (own ops)",), minimal=True),),
+            sets=(Fp32Set(modules=(Fp32Module(module="encoder.blocks.2.attention", children=False),), minimal=True),),
             num_modules=26,
             num_probes=11,
             complete=True,

@@ -4,8 +4,13 @@ import factory
 import pytest
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
-from nandoctor.evidence.report import Reproduction
+from nandoctor.evidence.report import ReplayAttempt, Reproduction
 from nandoctor.renderers.facts import MEANINGS, describe_reproduction, tell
+
+ATTEMPTS = (
+    ReplayAttempt(training=True, seed=0, grade="finite"),
+    ReplayAttempt(training=False, seed=None, grade="finite"),
+)
 
 
 def facts(report):
@@ -45,9 +50,9 @@ def test_the_first_bad_layer_in_full():
             "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, 300 in the replay",
         ),
         (
-            {"grade": "finite", "num_bad_replayed": 0, "attempts": ("train mode, seed 0: finite", "eval: finite")},
+            {"grade": "finite", "num_bad_replayed": 0, "attempts": ATTEMPTS},
             "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, none in the replay "
-            "(tried train mode, seed 0: finite; eval: finite)",
+            "(tried train mode, seed 0: finite; eval mode, the saved random state: finite)",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},

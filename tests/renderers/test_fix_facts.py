@@ -8,11 +8,12 @@ import factory
 import pytest
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import EpsUse, Fp32Set, Fp32SetSearch, TrialOutcome
+from nandoctor.evidence.report import EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
 from nandoctor.renderers.fix_facts import (
     describe_eps,
     describe_fp32_sets,
     describe_outcome,
+    describe_setting,
     list_constants,
     list_cures,
     tell_cures,
@@ -49,7 +50,7 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
 def test_trials_tell_what_is_finite_and_what_is_not():
     assert facts(factory.cured())[-2:] == [
         ("trials", "precision  finite: bf16"),
-        ("", "samples    finite: without 2"),
+        ("", "samples    finite: without sample 2"),
     ]  # the mode made no difference
     made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
     assert facts(made)[-1] == ("trials", "the step fails in all other circumstances that were tried")
@@ -62,7 +63,7 @@ def test_a_trial_that_is_far_from_fp32_says_so():
 
 
 def test_constants_are_a_table():
-    assert list_constants(factory.cured())[0] == (
+    assert list_constants(factory.cured())[0].cells == (
         "1e-8",
         "encoder.blocks.2.attention",
         "net.py:45",
@@ -70,14 +71,31 @@ def test_constants_are_a_table():
         "is zero in fp16, and lost in 100 % of what it is added to",
     )
     many = replace(factory.cured(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
-    assert [row[1] for row in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
+    assert [line.cells[1] for line in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
 def test_a_trial_that_is_finite_and_far_from_fp32_says_how_far():
     made = factory.cured()
-    far = replace(made.counterfactuals[0], setting="fp16", outcome=TrialOutcome(finite=True, max_rel_err=1.2))
+    far = replace(
+        made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
+    )
     told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
     assert "precision  finite: fp16 (120 % off fp32), bf16" in told
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (StepSetting(dtype=FP16), "fp16"),
+        (StepSetting(training=False), "eval"),
+        (StepSetting(only=(1,)), "sample 1 alone"),
+        (StepSetting(without=(0, 2, 3, 5, 6)), "without samples 0, 2, 3 and 2 more"),
+        (StepSetting(loss_scale=65536.0), "65,536"),
+        (StepSetting(seed=3), "3"),
+    ],
+)
+def test_settings_in_words(setting, text):
+    assert describe_setting(setting) == text
 
 
 def test_what_did_not_cure_comes_last_and_says_so():
@@ -118,14 +136,18 @@ def test_outcomes(outcome, text):
 
 
 def test_islands():
-    fp32_set = Fp32Set(modules=("a", "b"), minimal=True)
+    fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")), minimal=True)
     search = Fp32SetSearch(
-        sets=(fp32_set, replace(fp32_set, modules=("c",))), num_modules=9, num_probes=5, complete=True
+        sets=(fp32_set, replace(fp32_set, modules=(Fp32Module(module="c"),))),
+        num_modules=9,
+        num_probes=5,
+        complete=True,
     )
     assert describe_fp32_sets(search) == "a and b; or c (none can be left out; found in 5 runs)"
     cut = replace(search, sets=(replace(fp32_set, minimal=False),), complete=False)
     assert describe_fp32_sets(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
-    own = replace(search, sets=(replace(fp32_set, modules=("(own ops)",)), replace(fp32_set, modules=("x (own ops)",))))
+    names = [(Fp32Module(module=name, children=False),) for name in ("", "x")]
+    own = replace(search, sets=tuple(replace(fp32_set, modules=modules) for modules in names))
     assert describe_fp32_sets(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
 
 

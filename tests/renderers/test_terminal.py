@@ -145,7 +145,7 @@ def hostile_report():
     return replace(
         made,
         headline=HOSTILE,
-        reproduction=replace(made.reproduction, output=HOSTILE, grade="finite", attempts=(HOSTILE,)),
+        reproduction=replace(made.reproduction, output=HOSTILE, grade="finite", attempts=()),
         first_nonfinite=factory.put(made.first_nonfinite, module=HOSTILE, type=HOSTILE, call=0),
         runs=replace(
             runs, autocast=replace(runs.autocast, modules=rows, raised=HOSTILE), first_unholdable=rows[0].place
