@@ -138,5 +138,8 @@ def _is_large(change: LayerChange) -> bool:
 
 
 def _importance(change: LayerChange) -> tuple[bool, float]:
-    """Sorts first what became finite or non-finite, then the largest changes."""
-    return change.finite_before == change.finite_after, -_bits(change)
+    """Sort first what became finite or non-finite, then the largest changes; equal ones stay in order of execution.
+
+    To a tenth of a bit: the last digits follow the processor, and would shuffle layers that did not really change.
+    """
+    return change.finite_before == change.finite_after, -round(_bits(change), 1)

@@ -58,6 +58,16 @@ def test_layers_are_told_by_how_much_they_grew():
     assert "the tightest layer has" in comparison.headline
 
 
+def test_layers_that_changed_alike_stay_in_order_of_execution():
+    before, after = factory.precision(), factory.report(factory.network(20, growth=1.0 + 1e-6))
+    healed = [layer for layer in compare(before, after).layers if not layer.finite_before]
+    shared = {layer.place for layer in healed}
+    assert len(healed) > 1
+    assert [layer.place for layer in healed] == [
+        row.place for row in after.runs.autocast.modules if row.place in shared
+    ]
+
+
 def test_another_format_changes_the_headroom_and_not_the_ranges():
     comparison = compare(factory.healthy(), replace(factory.report(factory.network(20, low=BF16))))
     assert comparison.layers == ()
