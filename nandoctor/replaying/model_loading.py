@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.dumps.text import printable
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.script_import import importing, stopped
+from nandoctor.text import printable
 
 _CUT_SHORT = (
     " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
