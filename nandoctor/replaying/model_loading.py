@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.script_import import importing, stopped
-from nandoctor.text import printable
+from nandoctor.text import brief
 
 _CUT_SHORT = (
     " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
@@ -124,7 +124,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
     try:
         model.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
-        reason = printable(str(error).strip().splitlines()[-1].strip(), limit=300)
+        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
         raise ModelError(
             f"The dump's weights cannot be copied into {type(model).__name__}: {reason}",
             remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
