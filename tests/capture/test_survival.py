@@ -89,7 +89,7 @@ def test_a_kill_while_the_file_is_written(tmp_path):
     while not any(path.stat().st_size for path in tmp_path.glob(".*.tmp")) and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
+    process.communicate(timeout=60)
     assert list(tmp_path.glob("*.pth")) == []
     (half,) = tmp_path.glob(".*.tmp")
     with pytest.raises(DumpError):
