@@ -21,7 +21,7 @@ from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.forward import conclude
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
-from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state
+from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
 from nandoctor.diagnosis.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
 from nandoctor.dumps.dump import Dump
@@ -29,7 +29,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.search import FixSearch, search_fixes
@@ -173,7 +173,8 @@ def _diagnose(replayed: Replayed) -> Findings:
     if replayed.step.loss is not None:
         findings = _diagnose_backward(replayed.step, findings)
     slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
-    return _diagnose_optimizer(replace(findings, slots=slots))
+    recorded = replayed.step.recorded
+    return _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
 
 
 def _diagnose_forward(replayed: Replayed) -> Findings:
@@ -231,14 +232,18 @@ def _gradients_at_scale_one(step: FailingStep, watch: Watch) -> tuple[TensorStat
     return unscaled.run(watch=replace(watch, stage="backward at scale 1")).trace.bad_gradients
 
 
-def _diagnose_optimizer(findings: Findings) -> Findings:
+def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
     """An optimizer that divides by zero spoils the weights after a step in which all was finite.
 
-    In a file from after that step the weights are bad already, and it is to blame for those that it owns.
+    In a file from after that step the weights are bad already, and it is to blame for those that it owns. `update` is
+    what the recorder saw of an update that spoiled the weights.
     """
     diagnoses = diagnose_optimizer(findings.slots, findings.trace)
     if diagnoses and findings.verdict == "healthy":
         return replace(findings, verdict="precision", conclusion=Conclusion(diagnoses=diagnoses))
+    if update is not None and findings.verdict == "healthy":
+        conclusion = Conclusion(diagnoses=(diagnose_update(update, findings.trace),))
+        return replace(findings, verdict="numerics", conclusion=conclusion)
     first = next(iter(findings.conclusion.diagnoses), None)
     owners = {diagnosis.origin.place.module for diagnosis in diagnoses}
     if findings.verdict == "state" and first is not None and first.origin.place.module in owners:

@@ -105,10 +105,10 @@ def _describe_optimizer(
 def _describe_update(spoiled: Update) -> dict[str, Any]:
     """The update that made non-finite weights of finite gradients: by which optimizer, and of which weights."""
     trained, gradients = spoiled.trained, spoiled.gradients
-    kind = type(trained.optimizer)
     return {
-        "optimizer": f"{kind.__module__}.{kind.__qualname__}",
+        "optimizer": type(trained.optimizer).__name__,
         "parameters": trained.nonfinite(),
+        "settings": dict(spoiled.settings),
         "largest_gradient": None if gradients is None else gradients.values()[0],
     }
 

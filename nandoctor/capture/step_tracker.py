@@ -230,7 +230,9 @@ class StepTracker:
         self.flush_pending(wait=True)
         if all(update.trained is not trained for update in step.updates):
             gradients = _flag_of(trained.gradients()) if self._scaler is None else None
-            step.updates.append(Update(trained=trained, gradients=gradients, undo=trained.keep()))
+            step.updates.append(
+                Update(trained=trained, gradients=gradients, undo=trained.keep(), settings=trained.settings())
+            )
             self._decide_before_update(step, step.updates[-1])
         self._accumulates = False
         for waiting in (*self._pending, step):

@@ -5,6 +5,7 @@ In: an optimizer and the names of the model's parameters. Out: magnitudes on the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +30,14 @@ class Update:
     """One write of an optimizer to the weights.
 
     `gradients` and `weights` are the largest magnitudes of the gradients before it and of the weights after it. `undo`
-    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it.
+    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it. `settings`
+    are the optimizer's.
     """
 
     trained: TrainedParameters
     gradients: Flag | None
     undo: Mapping[str, torch.Tensor] | None
+    settings: Mapping[str, float]
     weights: Flag | None = None
 
 
@@ -52,7 +55,7 @@ class TrainedParameters:
         owned = [(names[id(parameter)], parameter) for parameter in given if id(parameter) in names]
         found = largest_magnitude(parameter for _, parameter in owned)
         if found is not None and not bool(found.isfinite()):
-            owned = [(name, p) for name, p in owned if not _nonfinite(p)]
+            owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
         self.names = tuple(name for name, _ in owned)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
         self._copies = _make_copies(self.parameters, undo_nbytes)
@@ -83,9 +86,22 @@ class TrainedParameters:
             copy_tensors(self._copies, self.parameters)
         return dict(zip(self.names, self._copies, strict=True))
 
-    def nonfinite(self) -> list[str]:
-        """The names of the parameters that are non-finite now. Waits for the device."""
-        return [name for name, p in zip(self.names, self.parameters, strict=True) if _nonfinite(p)]
+    def nonfinite(self) -> dict[str, list[int]]:
+        """Of each parameter that is non-finite now, how many values are so, of how many. Waits for the device."""
+        counts = {name: [_num_nonfinite(p), p.numel()] for name, p in zip(self.names, self.parameters, strict=True)}
+        return {name: numbers for name, numbers in counts.items() if numbers[0]}
+
+    def settings(self) -> dict[str, float]:
+        """The numbers among the settings of the groups: of each the first that is non-finite, else the last.
+
+        To be read before the update: a schedule may have set others by the time that the flags are here.
+        """
+        found: dict[str, float] = {}
+        for group in self.optimizer.param_groups:
+            for name, value in group.items():
+                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
+                    found[name] = float(value)
+        return found
 
 
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -121,8 +137,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return sparse_values(local) if local.is_sparse else local
 
 
-def _nonfinite(tensor: torch.Tensor) -> bool:
-    return not bool(_plain(tensor).isfinite().all())
+def _num_nonfinite(tensor: torch.Tensor) -> int:
+    return int((~_plain(tensor).isfinite()).sum())
 
 
 def _count(optimizer: Optimizer) -> int:

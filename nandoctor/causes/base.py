@@ -18,9 +18,12 @@ from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, Tens
 from nandoctor.ops import CASTS, DOMAINS, MOVES, PRODUCTS, SINGULAR_INPUTS
 from nandoctor.text import excess, number, part_of
 
-Phase = Literal["forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer"]
+Phase = Literal[
+    "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
+]
 """What is shown to a cause: an op of the forward pass or the loss, of the backward pass, or one whose infinity a later
-op swallowed; a tensor that the code made of numbers, or that the model, the batch or the optimizer brought along."""
+op swallowed; a tensor that the code made of numbers, or that the model, the batch or the optimizer brought along; or an
+optimizer's update."""
 
 Candidate = tuple[Edit, ...]
 """One change in several strengths, the first that cures being the one to take."""

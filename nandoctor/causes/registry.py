@@ -26,6 +26,7 @@ from nandoctor.causes import (
     loss_scale_overflow,
     mask_constant_overflow,
     matmul_overflow,
+    nonfinite_update,
     optimizer_eps_underflow,
     poisoned_buffers,
     poisoned_input,
@@ -92,6 +93,7 @@ CAUSES: tuple[CauseModule, ...] = (
     poisoned_input,
     poisoned_target,
     optimizer_eps_underflow,
+    nonfinite_update,
 )
 """In the order in which they are asked: of those that see a phase, the first that can decide names the cause."""
 
@@ -100,7 +102,7 @@ def find_cause(phase: Phase, finding: Any) -> Cause | None:
     """Ask the causes of a phase in their order; None where none can decide.
 
     `finding` is a `Finding` in the forward and of what was swallowed, a `GradientFinding` in the backward, an
-    `OptimizerSlot` of the optimizer, else an `OutsideTensor`.
+    `OptimizerSlot` of the optimizer, an `OptimizerUpdate` of its update, else an `OutsideTensor`.
     """
     causes = (module.diagnose(finding) for module in CAUSES if phase in module.PHASES)
     return next((cause for cause in causes if cause is not None), None)

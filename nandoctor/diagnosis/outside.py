@@ -11,7 +11,7 @@ from typing import Literal
 from nandoctor.causes.base import OutsideTensor
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
-from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, NonfiniteElements, Origin
 from nandoctor.evidence.trace import Place, TensorStats, Trace
 
@@ -73,6 +73,22 @@ def _origin_in(slot: OptimizerSlot, trace: Trace) -> Origin:
         inputs=(slot.moment,),
         output=None,
     )
+
+
+def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
+    """Diagnose an update that made non-finite weights of finite gradients, as far as the recorder saw it."""
+    name, (num_bad, numel) = next(iter(update.parameters.items()))
+    origin = Origin(
+        phase="optimizer",
+        place=_place_of(name.rpartition(".")[0], trace),
+        op=f"{update.optimizer}.step",
+        source=None,
+        elements=NonfiniteElements(kinds=(), num_bad=num_bad, numel=numel, first_index=None, samples=None),
+        would_be=None,
+        inputs=(),
+        output=None,
+    )
+    return Diagnosis(origin=origin, cause=find_cause("update", update))
 
 
 def _place_of(module: str, trace: Trace | None) -> Place:

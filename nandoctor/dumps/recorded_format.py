@@ -15,6 +15,7 @@ import torch
 
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
+from nandoctor.evidence.optimizer import OptimizerUpdate
 from nandoctor.text import brief
 
 FORMAT = "nandoctor.dump/1"
@@ -88,7 +89,8 @@ class Recorded:
     outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
     module names to train flags. `numpy_state` and `python_state` are what the generators' own functions take.
     `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
-    place. `backends` are torch's switches, by their names under torch.
+    place. `backends` are torch's switches, by their names under torch. `update` is the step's own, where that spoiled
+    the weights.
     """
 
     calls: tuple[Call, ...]
@@ -103,6 +105,7 @@ class Recorded:
     loss_function: Reference | None = None
     loss_field: str | None = None
     backends: Mapping[str, Any] = field(default_factory=dict)
+    update: OptimizerUpdate | None = None
 
 
 def is_recorded(saved: object) -> bool:
@@ -148,6 +151,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
         loss_function=_read_reference(get(saved, "loss_function", dict, {})),
         loss_field=get(saved, "loss_field", str, None),
         backends=get(saved, "backends", dict, {}),
+        update=_read_update(get(saved, "update", dict, {})),
     )
 
 
@@ -209,6 +213,23 @@ def _read_autocast(fields: Mapping[str, Any]) -> Autocast | None:
         cache=get(fields, "cache", bool, True),
         emulated=get(fields, "emulated", bool, False),
     )
+
+
+def _read_update(fields: Mapping[str, Any]) -> OptimizerUpdate | None:
+    parameters, settings = (get(fields, name, dict, {}) for name in ("parameters", "settings"))
+    if not parameters:
+        return None
+    return OptimizerUpdate(
+        optimizer=brief(get(fields, "optimizer", str, "the optimizer")),
+        parameters={brief(str(name)): _read_counts(counts) for name, counts in parameters.items()},
+        settings={brief(str(name)): _check(value, float, "settings") for name, value in settings.items()},
+        largest_gradient=get(fields, "largest_gradient", float, None),
+    )
+
+
+def _read_counts(counts: Any) -> tuple[int, int]:
+    num_bad, numel = (_check(number, int, "parameters") for number in [*_check(counts, list, "parameters"), 0, 0][:2])
+    return num_bad, numel
 
 
 def _read_reference(fields: Mapping[str, Any]) -> Reference | None:

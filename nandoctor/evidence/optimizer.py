@@ -1,11 +1,12 @@
-"""What an adaptive optimizer's next step divides by, as numbers.
+"""What an optimizer's step divides by, and what it did to the weights, as numbers.
 
-In: what the engine measured. Out: `OptimizerSlot`.
+In: what the engine measured, and what the recorder saw of an update. Out: `OptimizerSlot`, `OptimizerUpdate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from nandoctor.evidence.trace import TensorStats
 
@@ -23,3 +24,18 @@ class OptimizerSlot:
     eps: float
     moment: TensorStats
     safe_eps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerUpdate:
+    """An update that left weights non-finite, while all gradients were finite.
+
+    `optimizer` is its class. `parameters` maps the dotted names of those weights to how many of their values are
+    non-finite, and how many there are. `settings` are the numbers in the optimizer's groups (lr, weight_decay, ...).
+    `largest_gradient` is a magnitude, None where the gradients were not looked at.
+    """
+
+    optimizer: str
+    parameters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    largest_gradient: float | None = None

@@ -144,3 +144,75 @@ def test_of_accumulated_gradients_the_micro_batch_is_found(tmp_path, timing):
     assert (path.name, dump.scalars["reason"]) == ("nan-step000001-micro1.pth", "gradients")
     assert torch.equal(dump.arrays["input.x"], given[5])
     assert nandoctor.replay(path).report.cause.code == "gradient-singularity"
+
+
+class Normalised(torch.optim.Optimizer):
+    """Steps of unit length: 0/0 where a parameter has no gradient at all."""
+
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+
+
+def raise_lr_at(step):
+    def before(number, optimizer):
+        optimizer.param_groups[0]["lr"] = float("inf") if number == step else 0.01
+
+    return before
+
+
+def test_an_infinite_learning_rate(tmp_path, timing):
+    if not timing:
+        timing = {"undo_nbytes": 1 << 20}
+    model = make(Root)
+    with Recorder(model, folder=tmp_path, loss=squared, **timing) as recorder:
+        weights, _ = run(model, sgd(model), batches(), recorder, before=raise_lr_at(2))
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["reason"]) == ("nan-step000002.pth", "update")
+    if timing["undo_nbytes"]:
+        assert equal(dump.state, weights[2])
+        assert dump.missing == ()
+        report = nandoctor.replay(path).report
+        assert (report.reproduction.grade, report.verdict) == ("exact", "numerics")
+        assert (report.origin.phase, report.origin.op, report.cause.code) == (
+            "optimizer",
+            "SGD.step",
+            "nonfinite-update",
+        )
+        assert report.cause.evidence[0].text == "the optimizer's lr is inf"
+    else:
+        assert dump.missing == ("the weights of the step: they are those after 1 further update",)
+
+
+def test_an_optimizer_that_divides_by_a_norm_of_zero(tmp_path):
+    model = make(Root)
+    given = batches()
+    with Recorder(model, folder=tmp_path, loss=squared) as recorder:
+        model.lift.weight.register_hook(lambda gradient: gradient * (recorder.history.num_steps != 4))
+        weights, _ = run(model, Normalised(model.parameters()), given, recorder)
+    (path,) = recorder.written
+    assert (path.name, equal(read_dump(path).state, weights[4])) == ("nan-step000004.pth", True)
+    report = nandoctor.replay(path).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "nonfinite-update")
+    assert (report.origin.place.module, report.origin.elements.num_bad) == ("lift", 16)
+    assert report.headline == ("The update by Normalised made lift.weight non-finite, from finite gradients.")
+
+
+def test_adam_in_half_precision(tmp_path):
+    model = make(Words).half()
+    words = [torch.randint(5, (4, 3)) for _ in range(4)]  # 5, 6 and 7 never come, and have no gradient
+    with Recorder(model, folder=tmp_path, loss=squared) as recorder:
+        weights, _ = run(model, torch.optim.Adam(model.parameters()), words, recorder)
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["reason"]) == ("nan-step000000.pth", "update")
+    assert equal(dump.state, weights[0])
+    report = nandoctor.replay(path).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "optimizer-eps-underflow")
+    assert (report.origin.phase, report.origin.place.module) == ("optimizer", "embed")

@@ -18,7 +18,7 @@ PUBLISHED = {
     "mask-constant-overflow", "eps-underflow", "log-of-zero", "fully-masked-softmax", "division-by-zero",
     "empty-reduction", "invalid-domain", "indeterminate-form", "silent-overflow", "gradient-singularity",
     "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
-    "poisoned-input", "poisoned-target", "optimizer-eps-underflow",
+    "poisoned-input", "poisoned-target", "optimizer-eps-underflow", "nonfinite-update",
 }  # fmt: skip
 MACHINERY = {"base", "registry"}
 

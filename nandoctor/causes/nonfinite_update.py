@@ -1,0 +1,59 @@
+"""nonfinite-update: the optimizer makes non-finite weights of finite gradients.
+
+In: an `OptimizerUpdate`. Out: a `Cause`, or None.
+
+What it is
+    Forward, loss and gradients of the step are finite, and the weights are not once the optimizer has written them.
+How nandoctor tells
+    The recorder looks at the gradients before each update and at the weights after it. The dump is of the step before
+    the update, with the optimizer's settings and the names of the weights that it spoiled.
+Why it happens
+    A learning rate that a schedule made infinite or NaN (a division by a number of steps that is zero), an optimizer
+    that divides by a norm that is zero, weights in half precision that an update carries past 65504.
+Fix
+    Where a setting is named as non-finite, mend the schedule that sets it. In an optimizer of your own, guard the
+    division: `gradient / (norm + 1e-8)`. Keep the weights in fp32 and let autocast make the low-precision copies.
+When it is wrong
+    The optimizer is not run again by the replay: what it divided by is not examined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nandoctor.causes.base import number
+from nandoctor.evidence.optimizer import OptimizerUpdate
+from nandoctor.evidence.report import Cause, Evidence
+
+CODE = "nonfinite-update"
+TITLE = "The optimizer's update makes non-finite weights"
+PHASES = ("update",)
+
+
+def diagnose(update: OptimizerUpdate) -> Cause | None:
+    """An update that left weights non-finite although the gradients were finite."""
+    if not update.parameters:
+        return None
+    first, more = next(iter(update.parameters)), len(update.parameters) - 1
+    spoiled = f"{first} and {more} more" if more else first
+    wrong = [f"{name} is {value:g}" for name, value in update.settings.items() if not math.isfinite(value)]
+    why = f": its {' and '.join(wrong)}" if wrong else ", from finite gradients"
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        explanation=f"The update by {update.optimizer} made {spoiled} non-finite{why}.",
+        evidence=tuple(_evidence(update)),
+    )
+
+
+def _evidence(update: OptimizerUpdate) -> Iterator[Evidence]:
+    for name, value in update.settings.items():
+        if not math.isfinite(value):
+            yield Evidence(name=name, value=str(value), text=f"the optimizer's {name} is {value:g}")
+    for name, (num_bad, numel) in update.parameters.items():
+        text = f"{num_bad} of {numel} values of {name} are non-finite after the update"
+        yield Evidence(name="weight", value=name, text=text)
+    if update.largest_gradient is not None:
+        text = f"the largest gradient before the update is {number(update.largest_gradient)}"
+        yield Evidence(name="largest_gradient", value=update.largest_gradient, text=text)
