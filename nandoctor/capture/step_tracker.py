@@ -201,11 +201,18 @@ class StepTracker:
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, after which the optimizer writes the weights; LBFGS does so several times."""
+        was_called = False
 
         def evaluate() -> Any:
-            if self.current is not None and self.current.updates:
+            nonlocal was_called
+            if not was_called or self.current is None:
+                was_called = True
+                loss = closure()
+            else:
                 self.after_step(optimizer)
-            loss = closure()
+                following, self.next_step = self.next_step, self.current.step  # one more micro-batch of the same step
+                loss = closure()
+                self.next_step = following
             self._before_update(optimizer)
             return loss
 
