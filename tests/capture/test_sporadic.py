@@ -1,0 +1,119 @@
+"""Failures that come and go: every episode is saved, evaluations are told apart, micro-batches are counted beside steps."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from trainings import loss_of, make_batch, make_model
+
+import nandoctor
+from nandoctor import Recorder
+from nandoctor.dumps.reader import read_dump
+
+
+def test_each_of_four_sporadic_failures_in_2000_steps(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    failing = {17: 0, 60: 1, 61 + 900: 2, 1999: 3}
+    with Recorder(model, folder=tmp_path) as recorder:
+        for number in range(2000):
+            batch = torch.randn(8, 4)
+            batch[failing.get(number, 0), 0] = float("nan") if number in failing else 1.0
+            loss = model(batch).square().mean()
+            recorder.watch(loss, batch)
+            optimizer.zero_grad()
+            if number not in failing:  # the loop's own check
+                loss.backward()
+                optimizer.step()
+    assert [path.name for path in recorder.written] == [f"nan-step{number:06d}.pth" for number in failing]
+    for path, sample in zip(recorder.written, failing.values(), strict=True):
+        saved = read_dump(path)
+        assert saved.arrays["input.input"].isnan().any(dim=1).nonzero().flatten().tolist() == [sample]
+        assert saved.state["weight"].isfinite().all()
+
+
+def test_a_failure_at_every_other_step_does_not_write_on(tmp_path):
+    model = nn.Linear(4, 1)
+    with Recorder(model, folder=tmp_path, keep=2, threshold=1.0) as recorder:
+        for number in range(90):
+            recorder.watch(model(torch.full((1, 4), float("nan") if number % 2 else 1.0)).sum())
+            recorder.end()
+    assert [path.name for path in recorder.written] == ["nan-step000001.pth", "nan-step000003.pth"]
+
+
+def test_watch_in_an_evaluation_blames_no_step(tmp_path, caplog):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        batch = make_batch()
+        recorder.watch(loss_of(model(batch[0]), batch), batch)
+        model.eval()
+        with torch.no_grad(), caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                recorder.watch(loss_of(model(batch[0] * float("nan")), batch))
+    assert recorder.written == ()
+    assert recorder.history.num_bad_losses == 0
+    assert [message for message in caplog.messages if "eval mode" in message] == [
+        "recorder.watch was called after a forward in eval mode, which is no step of the training, and looked at "
+        "nothing. To record evaluations, put each into `with recorder.step(batch):`."
+    ]
+
+
+def test_an_explicit_evaluation_is_recorded_and_replayed(tmp_path):
+    model = make_model().eval()
+    with Recorder(model, folder=tmp_path) as recorder, torch.no_grad():
+        for loud in (False, True):
+            batch = make_batch(loud)
+            with recorder.step(batch), nandoctor.cuda_autocast():
+                recorder.watch(loss_of(model(batch[0]), batch))
+    (path,) = recorder.written
+    report = nandoctor.replay(path).report
+    assert (path.name, report.reproduction.grade) == ("nan-step000001.pth", "exact")
+    assert report.first_nonfinite.place.module == "middle"
+
+
+def test_an_evaluation_within_a_step_is_no_call_of_it(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        batch = make_batch(loud=True)
+        with recorder.step(batch):
+            with nandoctor.cuda_autocast():
+                loss = loss_of(model(batch[0]), batch)
+            with torch.no_grad():
+                model(batch[0])
+            recorder.watch(loss)
+    assert len(read_dump(recorder.written[0]).recorded.calls) == 1
+
+
+def test_a_forward_before_the_step_of_another_model_is_dropped(tmp_path):
+    judge, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(maker.parameters(), lr=0.1)
+    with Recorder(judge, folder=tmp_path) as recorder:
+        for value in (1.0, float("nan")):
+            with recorder.step():
+                judge(maker(torch.ones(2, 4))).mean().backward()
+                optimizer.step()
+                recorder.watch(judge(torch.full((3, 4), value)).mean())
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert (dump.arrays["input.input"].shape, len(dump.recorded.calls)) == ((3, 4), 1)
+
+
+def test_steps_are_updates_and_micro_batches_stand_beside(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, folder=tmp_path) as recorder:
+        for number in range(12):
+            loss = model(torch.full((1, 4), float("nan") if number == 10 else 1.0)).sum()
+            recorder.watch(loss)
+            if number != 10:
+                loss.backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert path.name == "nan-step000002-micro2.pth"
+    assert (dump.scalars["step"], dump.scalars["micro_batch"]) == (2, 2)
