@@ -1,4 +1,4 @@
-"""Failures that come and go: every episode is saved, evaluations are told apart, micro-batches are counted beside steps."""
+"""Failures that come and go: each episode is saved, evaluations are told apart, micro-batches stand beside steps."""
 
 from __future__ import annotations
 
