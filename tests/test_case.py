@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 
 import numpy as np
@@ -10,8 +12,12 @@ import torch
 from tiny_models import Overflowing
 
 import nandoctor
+from nandoctor.case import list_eps
 from nandoctor.dumps.dump import Dump
+from nandoctor.replaying.settings import OPTIONS
 
+RUN = {"model", "step"}
+ALL = {*RUN, "statistics", "fixes"}
 IMAGE = np.ones((2, 4), np.float32)
 
 
@@ -53,11 +59,36 @@ def test_options_are_those_of_the_settings(path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"modle": 1}, "no setting 'modle'"), ({"mode": "test"}, "mode cannot be 'test'"), ({"seed": "x"}, "seed cannot")],
+    [
+        ({"device": "gpu"}, "device cannot be 'gpu'"),
+        ({"mode": "test"}, "mode cannot be 'test'"),
+        ({"seed": "x"}, "seed cannot"),
+    ],
 )
 def test_a_wrong_option_is_refused(path, options, message):
     with pytest.raises(nandoctor.NanDoctorError, match=message):
         nandoctor.replay(path, Overflowing(), **options)
+
+
+@pytest.mark.parametrize(("function", "groups"), [(nandoctor.replay, ALL), (nandoctor.repro, RUN), (list_eps, RUN)])
+def test_keywords_are_the_settings(function, groups):
+    parameters = inspect.signature(function).parameters.values()
+    keywords = [item for item in parameters if item.kind is item.KEYWORD_ONLY and item.name != "progress"]
+    wanted = [name for name, option in OPTIONS.items() if option.group in groups and name != "model"]
+    assert [item.name for item in keywords] == wanted
+    assert {item.default for item in keywords} == {None}
+    assert all(item.kind is not item.VAR_KEYWORD for item in parameters)
+
+
+def test_every_setting_is_explained_to_a_notebook():
+    assert all(
+        f"\n        {name}: " in inspect.getdoc(nandoctor.replay).replace("\n    ", "\n        ") for name in OPTIONS
+    )
+
+
+def test_no_limit_is_infinite(path):
+    case = nandoctor.replay(path, Overflowing(), max_trials=math.inf, time=math.inf)
+    assert case.fixes[0].verified
 
 
 def test_a_spec_is_looked_up_from_the_working_directory(path, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from tiny_models import Overflowing
 from torch import nn
 
 from nandoctor.cli import main
+from nandoctor.replaying.settings import OPTIONS
 
 IMAGE = np.ones((2, 4), np.float32)
 BAD = np.full((2, 4), np.nan, np.float32)
@@ -75,6 +77,62 @@ def test_exit_codes_of_a_check(arguments, code):
     assert result.stderr.startswith("nandoctor: ") is (code == 125)
 
 
+def test_a_check_writes_what_it_was_asked_for(workplace):
+    result = run("replay", *SICK, "--check", "--json", "-o", "report.json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == json.loads((workplace / "report.json").read_text())
+    assert result.stderr == "Wrote report.json\n"
+
+
+def test_a_check_of_a_damaged_dump_tells_what_is_missing(workplace):
+    (workplace / "cut.pth").write_bytes((workplace / "sick.pth").read_bytes()[:700])
+    result = run("replay", "cut.pth", *SICK[1:], "--check", "--json", "-o", "report.json")
+    assert (result.exit_code, result.stdout) == (125, "")
+    assert result.stderr.splitlines()[-1] == "Not written: report.json"
+    assert not (workplace / "report.json").exists()
+
+
+def test_an_interrupt_ends_with_130(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nandoctor.case.replay_dump", interrupt)
+    result = run("replay", *SICK)
+    assert (result.exit_code, result.stderr) == (130, "nandoctor: interrupted\n")
+
+
+RUN = frozenset({"model", "step"})
+VERBS = {"replay": RUN | {"statistics", "fixes"}, "plot": RUN, "diff": RUN, "repro": RUN, "eps": RUN}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_offers_the_settings_that_it_acts_on(verb):
+    offered = {flag for parameter in main.commands[verb].params for flag in parameter.opts}
+    flags = {option.flag for option in OPTIONS.values() if option.group in VERBS[verb]}
+    assert flags <= offered
+    assert offered.isdisjoint({option.flag for option in OPTIONS.values()} - flags)
+
+
+def test_every_setting_can_be_given_by_its_flag(monkeypatch):
+    kept = {}
+    monkeypatch.setattr("nandoctor.case.replay", lambda _, **given: kept.update(given))
+    values = {
+        **{"--model": "m.py:f", "--model-arg": "width=4", "--config": "c.py:C", "--method": "step", "--inputs": "a,b"},
+        **{"--call": "m.py:g", "--loss": "m.py:h", "--loss-scale": "2", "--output": "logit", "--seed": "0"},
+        **{"--amp-dtype": "bfloat16", "--policy": "native", "--mode": "eval", "--device": "cuda:1"},
+        **{"--max-trials": "inf", "--time": "0"},
+    }
+    flags = ["--no-strict", "--per-sample", "--no-fixes"]
+    run("replay", "sick.pth", *(word for pair in values.items() for word in pair), *flags)
+    assert {option.flag for option in OPTIONS.values()} == {*values, *flags}
+    assert {name: kept[name] for name in OPTIONS} == {
+        **{"model": "m.py:f", "model_args": {"width": 4}, "config": "c.py:C", "method": "step", "inputs": "a,b"},
+        **{"call": "m.py:g", "loss": "m.py:h", "loss_scale": 2.0, "output": "logit", "seed": 0, "strict": False},
+        **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1", "per_sample": True},
+        **{"max_trials": math.inf, "time": 0.0, "fixes": False},
+    }
+
+
 def test_a_check_that_fails_by_itself_judges_nothing(monkeypatch):
     monkeypatch.setattr("nandoctor.case.replay_dump", lambda *_, **__: 1 / 0)
     assert run("replay", *SICK, "--check").exit_code == 125
@@ -119,13 +177,27 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", "sick.pth", "--policy", "gpu"], "'gpu' is not one of 'cuda', 'native'"),
         (["replay", "sick.pth", "--mode", "test"], "'test' is not one of 'train', 'eval'"),
         (["replay", "sick.pth", "--seed", "x"], "'x' is not a valid integer"),
-        (["replay", "sick.pth", "--loss-scale", "x"], "'x' is not a valid float"),
+        (["replay", "sick.pth", "--loss-scale", "x"], "Invalid value for '--loss-scale': 'x' is not a valid float"),
+        (["replay", "sick.pth", "--loss-scale", "0"], "'--loss-scale': loss_scale cannot be 0.0"),
+        (["replay", "sick.pth", "--max-trials", "-1"], "'--max-trials': max_trials cannot be -1"),
+        (["replay", "sick.pth", "--time", "nan"], "'--time': time cannot be nan"),
+        (["replay", "sick.pth", "--device", "gpu"], "'--device': device cannot be 'gpu'. It is cpu, cuda or cuda:N"),
+        (["plot", "sick.pth", "--max-trials", "1"], "No such option '--max-trials'"),
+        (["diff", "sick.pth", "well.pth", "--per-sample"], "No such option '--per-sample'"),
+        (["repro", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
+        (["repro", "sick.pth", "-o", "nowhere/repro.py"], "there is no folder nowhere"),
+        (["eps", "--model", "models_of_the_test.py:healthy", "--mode", "eval"], "--mode needs --dump"),
+        (["eps", "0"], "0.0 is not an eps"),
+        (["eps"], "Give a VALUE, --model SPEC or --dump DUMP"),
         (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
         (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
-        (["replay", *SICK, "-o", "report.txt"], "report.txt ends in none of .json, .html, .md, .png, .svg, .pdf"),
+        (
+            ["replay", *SICK, "-o", "report.txt"],
+            "report.txt: unknown ending; use .html, .md, .json, .png, .svg or .pdf",
+        ),
         (["replay", *SICK, "-o", "nowhere/report.json"], "there is no folder nowhere"),
-        (["plot", *SICK, "-o", "ranges"], "ranges ends in none of"),
-        (["plot", *SICK, "-o", "ranges.html"], "ranges.html ends in none of .png, .svg, .pdf"),
+        (["plot", *SICK, "-o", "ranges"], "ranges: unknown ending"),
+        (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
         (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
         (["diff", "sick.pth"], "Missing argument 'B'"),
         (["plto", "sick.pth"], "No such command 'plto'"),
@@ -157,7 +229,6 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["replay", *WELL, "--output", "pixels"], "no array 'pixels'"),
         (["replay", *WELL, "--call", "models_of_the_test.py:step"], "has no 'step'"),
         (["replay", *WELL, "--loss", "loss"], "does not say where to look"),
-        (["replay", *WELL, "--device", "gpu"], "'gpu' is no device"),
     ],
 )
 def test_an_error_is_one_message_and_what_to_do(arguments, message):

@@ -57,8 +57,8 @@ def test_values_alone_need_no_torch():
 @pytest.mark.parametrize("value", ["0", "nan", "inf"])
 def test_what_is_no_eps_is_refused(value):
     result = invoke(value)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "is no eps" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is not an eps" in result.stderr
 
 
 def test_without_anything_to_look_at_the_usage_is_wrong():

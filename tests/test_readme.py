@@ -18,6 +18,7 @@ from wording import words
 
 from nandoctor.causes.registry import list_pages
 from nandoctor.renderers.explain import catalogue_markdown, table_markdown
+from nandoctor.replaying.settings import options_markdown
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -107,6 +108,18 @@ def test_the_page_of_causes_is_made_from_the_rules():
     if os.environ.get("UPDATE_README"):
         (ROOT / "docs" / "causes.md").write_text(made, encoding="utf-8")
     assert (ROOT / "docs" / "causes.md").read_text(encoding="utf-8") == made
+
+
+def test_the_table_of_options_is_made_from_the_settings():
+    path = ROOT / "docs" / "options.md"
+    if os.environ.get("UPDATE_README"):
+        text = re.sub(
+            r"(TABLE|\| command line(.|\n)*?)\n(?=`replay` takes)",
+            lambda _: options_markdown() + "\n",
+            path.read_text(),
+        )
+        path.write_text(text, encoding="utf-8")
+    assert options_markdown() in path.read_text(encoding="utf-8")
 
 
 def test_every_layer_of_the_house_is_in_its_picture():

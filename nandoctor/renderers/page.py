@@ -21,20 +21,13 @@ from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.facts import MEANINGS, tell
 from nandoctor.renderers.fix_facts import describe_fp32_sets, list_constants, list_cures, list_trials
 from nandoctor.renderers.markdown import report_markdown
-from nandoctor.renderers.plots.kinds import draw
+from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.svg import figure_svg
 from nandoctor.renderers.tensors import describe_tensor
 from nandoctor.renderers.tree import make_tree
 from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text
 
 TONES = {"healthy": "good", "not-reproduced": "unclear", "loss-scale": "unclear"}
-_PLOTS = {
-    "origin": "Where in the tensor",
-    "ranges": "Ranges of every layer",
-    "divergence": "Error against fp32",
-    "exponents": "Exponents",
-    "samples": "Samples",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +93,9 @@ def _share(headroom: float, low: FloatFormat) -> int:
 
 def _draw_plots(report: Report) -> Iterator[Plot]:
     """The plots that this report has the numbers for."""
-    for kind, heading in _PLOTS.items():
+    for kind, plot in PLOTS.items():
         try:
             figure = draw(report, kind)
         except NanDoctorError:
             continue
-        yield Plot(kind=kind, heading=heading, svg=figure_svg(figure, prefix=kind))
+        yield Plot(kind=kind, heading=plot.title, svg=figure_svg(figure, prefix=kind))

@@ -5,33 +5,64 @@ In: a report and a path. Out: the file. Each renderer is imported only when its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nandoctor.evidence.report import Report
+from nandoctor.errors import NanDoctorError
 
-ENDINGS = (".json", ".html", ".md", ".png", ".svg", ".pdf")
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report
+
+
+def _write_page(report: Report, path: Path) -> None:
+    from nandoctor.renderers.page import write_page
+
+    write_page(report, path)
+
+
+def _write_markdown(report: Report, path: Path) -> None:
+    from nandoctor.renderers.markdown import write_markdown
+
+    write_markdown(report, path)
+
+
+def _write_json(report: Report, path: Path) -> None:
+    from nandoctor.renderers.jsonfile import write_json
+
+    write_json(report, path)
+
+
+def _draw_ranges(report: Report, path: Path) -> None:
+    from nandoctor.renderers.plots.figures import draw_ranges, save_figure
+
+    save_figure(draw_ranges(report), path)
+
+
+PICTURE_ENDINGS = (".png", ".svg", ".pdf")
+_WRITERS: Mapping[str, Callable[[Report, Path], None]] = {
+    ".html": _write_page,
+    ".md": _write_markdown,
+    ".json": _write_json,
+    **dict.fromkeys(PICTURE_ENDINGS, _draw_ranges),
+}
+ENDINGS = tuple(_WRITERS)
 
 
 def save_report(report: Report, path: Path) -> None:
-    """Write the report (.json), the page (.html), Markdown (.md) or the ranges plot (.png, .svg, .pdf).
+    """Write the page (.html), Markdown (.md), the report (.json) or the ranges plot (.png, .svg, .pdf).
 
     Raises:
-        NanDoctorError: there is no such form, there is nothing to draw, or the file cannot be written.
+        NanDoctorError: the ending is another one, there is nothing to draw, or the file cannot be written.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".json":
-        from nandoctor.renderers.jsonfile import write_json
+    check_ending(path, ENDINGS)
+    _WRITERS[path.suffix.lower()](report, path)
 
-        write_json(report, path)
-    elif suffix == ".html":
-        from nandoctor.renderers.page import write_page
 
-        write_page(report, path)
-    elif suffix == ".md":
-        from nandoctor.renderers.markdown import write_markdown
-
-        write_markdown(report, path)
-    else:
-        from nandoctor.renderers.plots.figures import draw_ranges, save_figure
-
-        save_figure(draw_ranges(report), path)
+def check_ending(path: Path, endings: Sequence[str]) -> None:
+    """Raise NanDoctorError if the path ends in none of `endings`."""
+    if path.suffix.lower() not in endings:
+        *others, last = endings
+        raise NanDoctorError(
+            f"{path}: unknown ending; use {', '.join(others)} or {last}.", remedy="Name a file with one of these."
+        )

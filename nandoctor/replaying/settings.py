@@ -6,104 +6,240 @@ In: a dump's path and a folder. Out: `Settings`.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal
 
 from nandoctor.errors import NanDoctorError
+
+Group = Literal["model", "step", "statistics", "fixes"]
+"""What a setting is about; a verb offers the groups that it acts on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One setting as the command line, Python, pyproject.toml and the docs know it.
+
+    `holds` says in words what `accepts` takes; `reads` makes a value of what stands after the flag.
+    """
+
+    group: Group
+    flag: str
+    help: str
+    holds: str
+    accepts: Callable[[Any], bool]
+    reads: Callable[[str], Any] = str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+
+
+_AMP_DTYPES = ("float16", "bfloat16")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, str) or callable(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def _about(group: Group, flag: str, text: str, **more: Any) -> dict[str, Option]:
+    """The metadata of a field of `Settings`."""
+    return {"option": Option(group=group, flag=flag, help=text, **{"holds": "a name", "accepts": _is_text, **more})}
+
+
+def _spec(group: Group, flag: str, text: str) -> dict[str, Option]:
+    return _about(group, flag, text, metavar="SPEC", holds="a SPEC")
+
+
+def _function(flag: str, text: str) -> dict[str, Option]:
+    return _about("step", flag, text, metavar="SPEC", holds="a SPEC or a function", accepts=_is_source)
+
+
+def _choice(flag: str, text: str, *choices: str) -> dict[str, Option]:
+    holds = f"one of {', '.join(choices)}"
+    return _about("step", flag, text, choices=choices, holds=holds, accepts=choices.__contains__)
+
+
+def _switch(group: Group, flag: str, text: str) -> dict[str, Option]:
+    return _about(group, flag, text, holds="true or false", accepts=lambda value: isinstance(value, bool))
+
+
+_MODEL_ARGS = _about(
+    "model",
+    "--model-arg",
+    "An argument for the builder.",
+    metavar="K=V",
+    holds="a table of names and values",
+    accepts=lambda value: isinstance(value, Mapping),
+)
+_METHOD = _about(
+    "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME", holds="a name"
+)
+_INPUTS = _about(
+    "step",
+    "--inputs",
+    "Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict.",
+    metavar="A,B",
+    holds="a list of names",
+    accepts=_is_names,
+)
+_LOSS_SCALE = _about(
+    "step",
+    "--loss-scale",
+    "What multiplied the loss before the backward (default: the dump's).",
+    metavar="S",
+    holds="a number above 0",
+    reads=float,
+    accepts=lambda value: _is_number(value) and value > 0,
+)
+_OUTPUT = _about("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
+_DEVICE = _about(
+    "step",
+    "--device",
+    "Where to replay (default: cpu).",
+    metavar="cpu|cuda",
+    holds="cpu, cuda or cuda:N",
+    accepts=lambda value: re.fullmatch(r"cpu|cuda(:\d+)?", str(value)) is not None,
+)
+_SEED = _about(
+    "step",
+    "--seed",
+    "For dropout and the like (default: 0, then a few more).",
+    metavar="N",
+    holds="a whole number",
+    reads=int,
+    accepts=lambda value: type(value) is int,
+)
+_MAX_TRIALS = _about(
+    "fixes",
+    "--max-trials",
+    "Runs to spend on the search for fixes (default: 200; inf: no limit).",
+    metavar="N",
+    holds="a whole number, 0 or more, or inf",
+    reads=lambda text: math.inf if text == "inf" else int(text),
+    accepts=lambda value: type(value) is int and value >= 0,
+)
+_TIME = _about(
+    "fixes",
+    "--time",
+    "Time to spend on the search for fixes (default: 300; inf: no limit).",
+    metavar="SECONDS",
+    holds="a number of seconds, 0 or more, or inf",
+    reads=float,
+    accepts=lambda value: _is_number(value) and value >= 0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything that a replay can be told; None means: find out.
 
-    `model`, `call` (`(model, batch) -> output`) and `loss` (`(output, batch) -> scalar`) are SPECs, looked up from
-    `directory`; the last two may be functions as well. `loss_scale` multiplies the loss before the backward pass.
-    `config` is the SPEC of a configuration class of transformers, to be filled with the values that the dump has;
-    `method` the model's method that a recorded dump holds calls of, where that is not forward.
-    `inputs` are array names, or `parameter=array` pairs. `mode` is "train" or "eval", `amp_dtype` "float16" or
-    "bfloat16" (float16 where the dump does not say), `policy` "cuda" or "native" (CUDA's where it does not say).
-    `per_sample` counts samples and exponents in every layer and keeps a small picture of the sample at fault. With
-    `fixes` changes that fix the step are searched for, in at most `max_trials` runs and `time` seconds (None: no
-    limit).
+    `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs are looked up from `directory`.
     """
 
-    model: str | None = None
-    model_args: Mapping[str, Any] = field(default_factory=dict)
-    config: str | None = None
-    method: str | None = None
-    inputs: tuple[str, ...] = ()
-    call: str | Callable[..., Any] | None = None
-    loss: str | Callable[..., Any] | None = None
-    loss_scale: float | None = None
-    output: str | None = None
-    amp_dtype: str | None = None
-    policy: Literal["cuda", "native"] | None = None
-    mode: str | None = None
-    device: str = "cpu"
-    seed: int | None = None
-    strict: bool = True
-    per_sample: bool = False
-    fixes: bool = True
-    max_trials: int | None = 200
-    time: float | None = 300.0
+    model: str | None = field(
+        default=None,
+        metadata=_spec("model", "--model", "What builds the model: package.module:attr or file.py:attr."),
+    )
+    model_args: Mapping[str, Any] = field(default_factory=dict, metadata=_MODEL_ARGS)
+    config: str | None = field(
+        default=None,
+        metadata=_spec("model", "--config", "A configuration class of transformers, to fill with the dump's values."),
+    )
+    method: str | None = field(default=None, metadata=_METHOD)
+    strict: bool = field(
+        default=True, metadata=_switch("model", "--no-strict", "Load the weights that fit, leave the rest.")
+    )
+    inputs: tuple[str, ...] = field(default=(), metadata=_INPUTS)
+    call: str | Callable[..., Any] | None = field(
+        default=None, metadata=_function("--call", "A function (model, batch) -> output that makes the call.")
+    )
+    loss: str | Callable[..., Any] | None = field(
+        default=None, metadata=_function("--loss", "A function (output, batch) -> scalar: replays the backward too.")
+    )
+    loss_scale: float | None = field(default=None, metadata=_LOSS_SCALE)
+    output: str | None = field(default=None, metadata=_OUTPUT)
+    amp_dtype: str | None = field(
+        default=None,
+        metadata=_choice("--amp-dtype", "What autocast computed in (default: the dump's, else float16).", *_AMP_DTYPES),
+    )
+    policy: Literal["cuda", "native"] | None = field(
+        default=None,
+        metadata=_choice("--policy", "CUDA's op lists (default), or torch's for the device.", "cuda", "native"),
+    )
+    mode: Literal["train", "eval"] | None = field(
+        default=None, metadata=_choice("--mode", "Default: the dump's, else train and then eval.", "train", "eval")
+    )
+    device: str = field(default="cpu", metadata=_DEVICE)
+    seed: int | None = field(default=None, metadata=_SEED)
+    per_sample: bool = field(
+        default=False,
+        metadata=_switch("statistics", "--per-sample", "Count samples and exponents in every layer; keep a thumbnail."),
+    )
+    fixes: bool = field(
+        default=True, metadata=_switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.")
+    )
+    max_trials: int | None = field(default=200, metadata=_MAX_TRIALS)
+    time: float | None = field(default=300.0, metadata=_TIME)
     directory: Path = field(default_factory=Path.cwd)
 
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "directory"}
-_CHOICES = {
-    "amp_dtype": ("float16", "bfloat16"),
-    "policy": ("cuda", "native"),
-    "mode": ("train", "eval"),
+_UNLIMITED = ("max_trials", "time")
+
+OPTIONS: Mapping[str, Option] = {
+    item.name: item.metadata["option"] for item in dataclasses.fields(Settings) if "option" in item.metadata
 }
-_KINDS: dict[str, tuple[Any, str]] = {
-    "model": (str, "a SPEC"),
-    "model_args": (Mapping, "a table of names and values"),
-    "config": (str, "a SPEC"),
-    "method": (str, "the name of a method"),
-    "inputs": (tuple, "a list of names"),
-    "loss_scale": (int | float, "a number"),
-    "output": (str, "the name of an array"),
-    "device": (str, "the name of a device"),
-    "seed": (int, "a whole number"),
-    "strict": (bool, "true or false"),
-    "per_sample": (bool, "true or false"),
-    "fixes": (bool, "true or false"),
-    "max_trials": (int | NoneType, "a whole number, 0 or more"),
-    "time": (int | float | NoneType, "a number of seconds, 0 or more"),
-}
-_COUNTED = ("max_trials", "time")
+_DEFAULTS = {item.name: item.default for item in dataclasses.fields(Settings) if item.name in OPTIONS}
+
+
+def check_setting(name: str, value: Any) -> Any:
+    """The value of one setting as `Settings` keeps it.
+
+    A list or a comma-separated string may stand for a tuple, a torch dtype or device for its name, inf for no limit,
+    and None where None is the default.
+
+    Raises:
+        NanDoctorError: there is no such setting, or it cannot have this value.
+    """
+    if name not in OPTIONS:
+        raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(OPTIONS)}.")
+    if name in _UNLIMITED and value == math.inf:
+        return None
+    value = _plain(name, value)
+    if (value is None and _DEFAULTS[name] is None) or OPTIONS[name].accepts(value):
+        return value
+    raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {OPTIONS[name].holds}.")
 
 
 def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """`settings` with `options` put over them.
-
-    A list or a comma-separated string may stand for a tuple, a torch dtype or device for its name, and None where None
-    is the default.
-
-    Raises:
-        NanDoctorError: there is no such option, or it cannot have this value.
-    """
-    plain = {name: _plain(name, value) for name, value in options.items()}
-    for name, value in plain.items():
-        _check(name, value)
-    return dataclasses.replace(settings, **plain)
+    """`settings` with `options` put over them; raises as `check_setting`."""
+    return dataclasses.replace(settings, **{name: check_setting(name, value) for name, value in options.items()})
 
 
-def _check(name: str, value: Any) -> None:
-    if name not in _DEFAULTS:
-        raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(_DEFAULTS)}.")
-    if value is None and _DEFAULTS[name] is None:
-        return
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is one of: {', '.join(_CHOICES[name])}.")
-    kind, words = _KINDS.get(name, (object, ""))
-    if not isinstance(value, kind) or (name in _COUNTED and isinstance(value, (int, float)) and value < 0):
-        raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {words}.")
+def options_markdown() -> str:
+    """All settings as a table in Markdown, for the docs."""
+    lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]
+    for name, option in OPTIONS.items():
+        metavar = option.metavar or "|".join(option.choices)
+        flag = f"{option.flag} {metavar}".rstrip().replace("|", "\\|")
+        text = option.help.replace("|", "\\|")
+        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {text} |")
+    return "\n".join(lines) + "\n"
 
 
 def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
@@ -142,7 +278,7 @@ def _read_table(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise NanDoctorError(
-            f"{path} is no readable TOML: {error}", remedy="PassingCase the file and run again."
+            f"{path} cannot be read as TOML: {error}", remedy="Correct the file and run again."
         ) from error
     for key in ("tool", "nandoctor"):
         table = table.get(key, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import textwrap
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.replaying.settings import Settings, override, read_settings
+from nandoctor.replaying.settings import OPTIONS, Settings, check_setting, override, read_settings
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_a_file_without_sense_is_refused(project, text):
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "pyproject.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(NanDoctorError, match="is no readable TOML"):
+    with pytest.raises(NanDoctorError, match="cannot be read as TOML"):
         read_settings(Path("dump.pth"), start=tmp_path)
 
 
@@ -176,3 +178,21 @@ def test_an_option_overrides_and_leaves_the_rest():
 def test_the_folder_is_no_option():
     with pytest.raises(NanDoctorError, match="no setting 'directory'"):
         override(Settings(), {"directory": "."})
+
+
+def test_every_setting_has_an_option_and_its_default_is_allowed():
+    assert [*OPTIONS, "directory"] == [item.name for item in dataclasses.fields(Settings)]
+    for item in dataclasses.fields(Settings)[:-1]:
+        default = getattr(Settings(), item.name)
+        assert check_setting(item.name, default) == default
+
+
+def test_no_limit_is_written_as_infinity():
+    settings = override(Settings(), {"max_trials": math.inf, "time": math.inf})
+    assert (settings.max_trials, settings.time) == (None, None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", True), ("time", math.nan), ("strict", 1), ("inputs", (1,))])
+def test_values_of_another_kind_are_refused(name, value):
+    with pytest.raises(NanDoctorError, match=f"{name} cannot be"):
+        override(Settings(), {name: value})

@@ -23,9 +23,8 @@ from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS, draw_panel
 from nandoctor.renderers.plots.ticks import name_layers
+from nandoctor.renderers.save import PICTURE_ENDINGS, check_ending
 from nandoctor.text import brief, kinds_text, plural, printable
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
@@ -95,15 +94,10 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     Raises:
         NanDoctorError: the suffix is another one, or the file cannot be written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise NanDoctorError(
-            f"A plot cannot be written to {path}: the end of the name says no format.",
-            remedy=f"Let the name end in {', '.join(SUFFIXES)}; a report is written to .json, .html or .md.",
-        )
+    check_ending(Path(path), PICTURE_ENDINGS)
     try:
         with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-            figure.savefig(path, format=suffix[1:], dpi=_DPI)
+            figure.savefig(path, format=Path(path).suffix[1:].lower(), dpi=_DPI)
     except OSError as error:
         raise NanDoctorError(
             f"The plot cannot be written to {path}: {error.strerror or error}.",

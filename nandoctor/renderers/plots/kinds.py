@@ -1,26 +1,71 @@
-"""The plots by their names.
+"""The kinds of plots, one table: what each is called, what it shows, what it needs, and what draws it.
 
-In: a `Report` and a kind. Out: a matplotlib figure.
+In: a `Report` and a kind. Out: a matplotlib figure. matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Report
-from nandoctor.renderers.plots.divergence import draw_divergence
-from nandoctor.renderers.plots.exponents import draw_exponents
-from nandoctor.renderers.plots.figures import draw_ranges
-from nandoctor.renderers.plots.origin_map import draw_origin
-from nandoctor.renderers.plots.samples import draw_samples
 
-PLOTS = {
-    "ranges": draw_ranges,
-    "exponents": draw_exponents,
-    "divergence": draw_divergence,
-    "samples": draw_samples,
-    "origin": draw_origin,
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from nandoctor.evidence.report import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotKind:
+    """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics.
+
+    `function` is the name of what draws it, `module` that of its module in this folder.
+    """
+
+    title: str
+    shows: str
+    module: str
+    function: str
+    per_sample: bool = False
+
+
+PLOTS: Mapping[str, PlotKind] = {
+    "ranges": PlotKind(
+        title="Ranges of every layer",
+        shows="what every layer's values span, against what the format can hold",
+        module="figures",
+        function="draw_ranges",
+    ),
+    "exponents": PlotKind(
+        title="Exponents",
+        shows="how they spread over the exponents",
+        module="exponents",
+        function="draw_exponents",
+        per_sample=True,
+    ),
+    "divergence": PlotKind(
+        title="Error against fp32",
+        shows="how far every layer is from fp32, and which one makes the error",
+        module="divergence",
+        function="draw_divergence",
+    ),
+    "samples": PlotKind(
+        title="Samples",
+        shows="which samples are non-finite, or near the limit, in which layer",
+        module="samples",
+        function="draw_samples",
+        per_sample=True,
+    ),
+    "origin": PlotKind(
+        title="Where in the tensor",
+        shows="which elements of the tensor are the first non-finite ones",
+        module="origin_map",
+        function="draw_origin",
+        per_sample=True,
+    ),
 }
 
 
@@ -32,4 +77,6 @@ def draw(report: Report, kind: str) -> Figure:
     """
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
-    return PLOTS[kind](report)
+    plot = PLOTS[kind]
+    figure: Figure = getattr(import_module(f"nandoctor.renderers.plots.{plot.module}"), plot.function)(report)
+    return figure

@@ -1,0 +1,126 @@
+"""The command line's options: those of a replay are made from `Settings`, so that they cannot differ from it.
+
+In: groups of settings. Out: click options that check what they are given, and help that lists them by group.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.save import check_ending
+from nandoctor.replaying.settings import OPTIONS, Group, Option, check_setting
+
+Verb = Callable[..., None]
+
+MODEL_AND_STEP: tuple[Group, ...] = ("model", "step")
+
+_HEADINGS: dict[Group, str] = {
+    "model": "The model",
+    "step": "The failing step",
+    "statistics": "Statistics",
+    "fixes": "The search for fixes",
+}
+
+
+class SettingOption(click.Option):
+    """An option that stands for one setting."""
+
+    def __init__(self, *args: Any, group: Group, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its own options first, then the settings of a replay by what they are about."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section for each group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
+            if record is not None:
+                heading = _HEADINGS[parameter.group] if isinstance(parameter, SettingOption) else "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def settings_options(*groups: Group) -> Callable[[Verb], Verb]:
+    """Add the options of these groups to a verb; it gets each by its name in `Settings`, None where it is not given."""
+
+    def decorate(verb: Verb) -> Verb:
+        for name, option in reversed(tuple(OPTIONS.items())):
+            if option.group in groups:
+                verb = _make_option(name, option)(verb)
+        return verb
+
+    return decorate
+
+
+def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
+    shape: dict[str, Any] = {"metavar": option.metavar or None}
+    if option.holds == "true or false":
+        shape = {"is_flag": True}
+    elif option.choices:
+        shape = {"type": click.Choice(option.choices)}
+    elif name == "model_args":
+        shape["multiple"] = True
+    elif option.reads is not str:
+        shape["type"] = option.reads
+    return click.option(
+        option.flag, name, cls=SettingOption, group=option.group, help=option.help, callback=_check(name), **shape
+    )
+
+
+def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """What turns the text after a flag into a setting; a value that cannot be is wrong usage."""
+
+    def check(_: click.Context, __: click.Parameter, value: Any) -> Any:
+        if value is None or value is False or value == ():
+            return None
+        if value is True:
+            value = not OPTIONS[name].flag.startswith("--no-")
+        if name == "model_args":
+            value = dict(map(_parse_argument, value))
+        try:
+            check_setting(name, value)
+        except NanDoctorError as error:
+            raise click.BadParameter(f"{error.message} {error.remedy}") from error
+        return value
+
+    return check
+
+
+def _parse_argument(text: str) -> tuple[str, Any]:
+    """K=V, where V is a Python literal if it reads as one, and a string if not."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not K=V.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def check_files(*endings: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """What refuses a file that could not be written before the replay, not after; any ending where none is given."""
+
+    def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
+        for file in files if isinstance(files, tuple) else filter(None, [files]):
+            try:
+                check_ending(file, endings or (file.suffix,))
+            except NanDoctorError as error:
+                raise click.BadParameter(error.message) from error
+            if not file.parent.is_dir():
+                raise click.BadParameter(f"there is no folder {file.parent}.")
+        return files
+
+    return check
