@@ -75,7 +75,7 @@ def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySumma
 
 def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
     """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
-    values = comparable_values(tensor)
+    values = comparable_values(tensor.detach())  # a saved output may still require its gradient
     if not values.is_floating_point() or not values.numel():
         return 0, 0, 0
     # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
