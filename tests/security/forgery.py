@@ -14,13 +14,18 @@ CODE = """
 from pathlib import Path
 import torch
 
-CANARY = Path(__file__).parent / "canary"
-CANARY.open("a").write(f"imported {__name__}\\n")
+
+def mark(text):
+    with (Path(__file__).parent / "canary").open("a") as file:
+        file.write(text + "\\n")
+
+
+mark(f"imported {__name__}")
 
 
 class Net(torch.nn.Module):
     def __init__(self, width=2, scale=1.0, kind="plain"):
-        CANARY.open("a").write("built\\n")
+        mark("built")
         super().__init__()
         self.width, self.scale, self.kind = width, scale, kind
         self.linear = torch.nn.Linear(width, width)
@@ -32,22 +37,22 @@ class Net(torch.nn.Module):
         return loss_of(self(batch["x"]), batch)
 
     def save_pretrained(self, path):
-        CANARY.open("a").write("called\\n")
+        mark("called")
 
     def set_extra_state(self, state):
-        CANARY.open("a").write("extra state\\n")
+        mark("extra state")
 
     def get_extra_state(self):
         return torch.zeros(1)
 
 
 def loss_of(output, batch):
-    CANARY.open("a").write("loss\\n")
+    mark("loss")
     return (output - batch["y"]).square().mean()
 
 
 def execute(*arguments):
-    CANARY.open("a").write("executed\\n")
+    mark("executed")
 """
 
 
