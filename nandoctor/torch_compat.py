@@ -61,6 +61,8 @@ NEEDED: dict[str, str] = {
     "torch._C._DisableFuncTorch": "models that use torch.func",
     # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
+    # `torch.set_printoptions` has no counterpart that reads.
+    "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # The one sign that a tensor was written to in place.
     "torch.Tensor._version": "noticing in-place writes",
     # `tensor._base is not None` is as private.
@@ -326,7 +328,9 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-# torch.func
+def print_options() -> dict[str, Any]:
+    """What `torch.set_printoptions` was given last, by its own keywords."""
+    return dict(vars(_find("torch._tensor_str.PRINT_OPTS")))
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
+from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, stopped
 from nandoctor.text import brief
 
@@ -31,16 +32,13 @@ _CUT_SHORT = (
     "under `if __name__ == '__main__':`."
 )
 
+_Source = str | nn.Module | Callable[..., nn.Module]
+
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
 
-_entered_folders: set[Path] = set()
-"""The folders that nandoctor itself put on the import path of this process."""
 
-
-def build_model(
-    spec: str | nn.Module | Callable[..., nn.Module], arguments: Mapping[str, Any], *, directory: Path | None = None
-) -> nn.Module:
+def build_model(spec: _Source, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
     """Find what `spec` names and make a Module of it.
 
     `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and
@@ -50,6 +48,11 @@ def build_model(
     Raises:
         ModelError: nothing there, the code fails when imported or called, or it makes something else.
     """
+    with in_project():
+        return _build(spec, arguments, directory)
+
+
+def _build(spec: _Source, arguments: Mapping[str, Any], directory: Path | None) -> nn.Module:
     found = find_attribute(spec, directory=directory) if isinstance(spec, str) else spec
     name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
     if isinstance(found, nn.Module):
@@ -70,6 +73,8 @@ def build_model(
 def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
     """The object that a SPEC names; a SPEC's file or package is imported, with its folder on the import path.
 
+    Within `Project.preparing` that is part of the project; else the folder leaves the import path again.
+
     Raises:
         ModelError: the SPEC is malformed, or nothing is found there.
     """
@@ -80,7 +85,9 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
             remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
         )
     base = directory or Path.cwd()
-    module = _import_file(base / location) if location.endswith(".py") else _import_package(location, base)
+    with in_project() as project:
+        is_file = location.endswith(".py")
+        module = _import_file(base / location, project) if is_file else _import_package(location, base, project)
     value: Any = module
     for name in attribute.split("."):
         if not hasattr(value, name):
@@ -144,8 +151,7 @@ def _copy(model: nn.Module, name: str) -> nn.Module:
 
 def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
     try:
-        with torch.random.fork_rng(devices=[]):
-            model = factory(**arguments)
+        model = factory(**arguments)
     except ModelError:
         raise
     except Exception as error:
@@ -173,14 +179,14 @@ def _signature(factory: Callable[..., Any]) -> str:
         return "(...)"
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, project: Project) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         near = _suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise ModelError(f"There is no file {path}.{near}", remedy="Check the part of the SPEC before the colon.")
-    _enter_folder(path.parent)
+    project.enter_folder(path.parent)
     name = path.stem
-    while name in sys.modules and _folder_of(name) != path.parent:
+    while name in sys.modules and folder_of(name) != path.parent:
         name += "_"  # a file called types.py must not take the place of Python's own
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -189,7 +195,7 @@ def _import_file(path: Path) -> ModuleType:
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
     try:
-        with importing(module), _explained(str(path)), torch.random.fork_rng(devices=[]):
+        with importing(module), _explained(str(path)):
             spec.loader.exec_module(module)
     except ModelError:
         del sys.modules[name]
@@ -197,39 +203,10 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_package(name: str, directory: Path) -> ModuleType:
-    _enter_folder(directory.resolve())
-    with _explained(name), torch.random.fork_rng(devices=[]):
+def _import_package(name: str, directory: Path, project: Project) -> ModuleType:
+    project.enter_folder(directory.resolve())
+    with _explained(name):
         return importlib.import_module(name)
-
-
-def _enter_folder(folder: Path) -> None:
-    """Put a folder first on the import path, where it stays: the model may import more when it is built or run.
-
-    A module that came from another such folder makes way where this one has a module of the same name: the `utils` of
-    one project is not the `utils` of the next.
-    """
-    others = _entered_folders - {folder}
-    roots = {name.partition(".")[0] for name in sys.modules}
-    stale = {root for root in roots if _folder_of(root) in others and _holds(folder, root)}
-    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
-        del sys.modules[name]
-    entry = str(folder)
-    if entry not in sys.path:
-        _entered_folders.add(folder)
-    sys.path[:] = [entry, *(other for other in sys.path if other != entry)]
-    importlib.invalidate_caches()
-
-
-def _holds(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-
-
-def _folder_of(name: str) -> Path | None:
-    """The folder on the import path that a top-level module came from, None for those that came from elsewhere."""
-    attributes = getattr(sys.modules.get(name), "__dict__", {})
-    place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
-    return Path(place).parent if place else None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from nandoctor.replaying.isolation import in_mode, restored, seeded
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
 from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
 from nandoctor.torch_compat import is_running_norm
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
@@ -87,7 +88,8 @@ class FailingStep:
     is the recorded flag of the model its modules have theirs; a `seed` of None means the saved random state:
     `rng_states` of torch, and what `recorded` has of numpy's and Python's. `recorded` also has torch's switches.
     `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every tensor is counted in every run
-    that measures. `progress` is told of every run.
+    that measures. `progress` is told of every run. `project` is the code that the step comes from; while it is open no
+    other step of this process runs.
     """
 
     model: nn.Module
@@ -107,6 +109,7 @@ class FailingStep:
     optimizer_eps: tuple[float, ...] = ()
     per_sample: bool = False
     progress: RunProgress = field(default_factory=RunProgress, compare=False)
+    project: Project = field(default_factory=Project, compare=False)
 
     @property
     def low(self) -> FloatFormat:
@@ -138,7 +141,8 @@ class FailingStep:
             edits=singles,
         )
         self.progress.begin(f"{watch.stage} {'in fp32' if policy is REFERENCE else 'under autocast'}")
-        outcome = _run(run)
+        with self.project.running():
+            outcome = _run(run)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
         return outcome
 

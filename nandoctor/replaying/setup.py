@@ -28,6 +28,7 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_ca
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
 from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls, make_batch, own_loss
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
@@ -71,6 +72,13 @@ def prepare(
     """
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
+    project = Project()
+    with project.preparing():
+        preparation = _prepare(dump, source, settings, progress or RunProgress())
+    return replace(preparation, steps=tuple(replace(step, project=project) for step in preparation.steps))
+
+
+def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progress: RunProgress) -> Preparation:
     device = _find_device(settings.device)
     with cuda_code(device):
         net, model_notes = _build(dump, source, settings)
@@ -102,7 +110,7 @@ def prepare(
         second_moments=dump.moments,
         optimizer_eps=dump.optimizer_eps,
         per_sample=settings.per_sample,
-        progress=progress or RunProgress(),
+        progress=progress,
     )
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     return Preparation(

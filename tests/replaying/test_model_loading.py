@@ -12,17 +12,17 @@ from torch import nn
 
 from nandoctor.errors import ModelError
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
+from nandoctor.replaying.project import Project
 
 
 @pytest.fixture(autouse=True)
-def imports_are_restored(monkeypatch):
-    """What a model's file imports and puts on the path stays there; not so from test to test."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("nandoctor.replaying.model_loading._entered_folders", set())
-    known = set(sys.modules)
+def imports_are_restored(tmp_path):
+    """What a model's file imports and puts on the path is gone after each test."""
+    path = list(sys.path)
     yield
-    for name in set(sys.modules) - known:
-        del sys.modules[name]
+    assert sys.path == path
+    files = (getattr(module, "__file__", None) or "" for module in sys.modules.values())
+    assert not [file for file in files if str(file).startswith(str(tmp_path))]
 
 
 @pytest.fixture
@@ -174,8 +174,9 @@ def test_dataclasses_and_pickling_work_in_an_imported_file(write):
             logit: float = 0.0
         """,
     )
-    output = find_attribute(f"{path}:Output")(logit=2.0)
-    assert pickle.loads(pickle.dumps(output)).logit == 2.0
+    with Project().preparing():
+        output = find_attribute(f"{path}:Output")(logit=2.0)
+        assert pickle.loads(pickle.dumps(output)).logit == 2.0
 
 
 def test_a_changed_file_is_read_again(write):
@@ -193,8 +194,9 @@ def test_two_projects_with_files_of_the_same_names_keep_apart(write, tmp_path, l
         write(f"{project}/model.py", f"from {module} import name\nclass Where: ...\nWhere.name = name")
     seen = []
     for project in ("first", "second", "first"):
-        where = find_attribute("model.py:Where", directory=tmp_path / project)
-        assert pickle.loads(pickle.dumps(where)) is where
+        with Project().preparing():
+            where = find_attribute("model.py:Where", directory=tmp_path / project)
+            assert pickle.loads(pickle.dumps(where)) is where
         seen.append(where.name)
     assert seen == ["first", "second", "first"]
 

@@ -1,0 +1,190 @@
+"""The code that a step comes from: what it imports and what it sets in torch are in force only while it is open.
+
+In: the folders that SPECs are imported from. Out: `Project`, and `in_project` for code that may run inside one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from nandoctor.replaying.torch_settings import read_settings, write_settings
+
+# The import path, the loaded modules, torch's settings, its kernels and the generators belong to the process, so the
+# code of one project runs at a time: replays in several threads wait for each other.
+_lock = threading.RLock()
+_open_projects: list[Project] = []
+
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+# They stay whatever a folder holds: the program that is running, and this package.
+_NEVER_HIDDEN = frozenset({"__main__", "__mp_main__", "nandoctor"})
+
+_Stamp = tuple[int, int] | None
+"""When a file was written, in ns, and its size; None for a module without one."""
+
+_imported: dict[str, dict[str, tuple[ModuleType, _Stamp]]] = {}
+"""Per folder the modules that were imported from it: another project takes them over, as long as no file has changed.
+
+Many registries (of layers, of `torch.library` ops) refuse to be given the same class a second time.
+"""
+
+
+class Project:
+    """The imports and torch settings of one step's code; empty for a model that is alive already.
+
+    While it is open its folders are first on `sys.path`, its modules are in `sys.modules`, and torch is set as its code
+    had set it when it was imported. Afterwards `sys.path` and torch's settings are as they were, and so is
+    `sys.modules`, save for libraries and submodules of packages that were loaded before.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[str] = []
+        self._modules: dict[str, ModuleType] = {}
+        self._settings: dict[str, Any] = {}
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Import and build: what the code sets in torch holds for every run."""
+        with _lock:
+            before = read_settings()
+            with self._open(), _generators_kept():
+                try:
+                    yield
+                finally:
+                    after = read_settings()
+                    self._settings |= {name: value for name, value in after.items() if value != before[name]}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the step: what the code sets in torch ends with the run."""
+        with self._open():
+            yield
+
+    def enter_folder(self, folder: Path) -> None:
+        """Put a folder first on the import path of the project, which is open."""
+        entry = str(folder)
+        if entry not in self._entries:
+            known = _imported.get(entry, {})
+            if any(_stamp_of(module) != stamp for module, stamp in known.values()):
+                known = _imported[entry] = {}
+            _hide_others(folder)
+            sys.modules.update({name: module for name, (module, _) in known.items()})
+        self._entries = [entry, *(other for other in self._entries if other != entry)]
+        sys.path[:] = [entry, *(other for other in sys.path if other != entry)]
+        importlib.invalidate_caches()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with _lock:
+            if self in _open_projects:
+                yield
+                return
+            path, modules, settings = list(sys.path), dict(sys.modules), read_settings()
+            _open_projects.append(self)
+            try:
+                sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
+                for entry in self._entries:
+                    _hide_others(Path(entry))
+                sys.modules.update(self._modules)
+                write_settings(self._settings)
+                yield
+            finally:
+                _open_projects.remove(self)
+                write_settings(settings)
+                self._keep_modules(modules)
+                self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
+                sys.path[:] = path
+
+    def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
+        """Take the project's own modules out of `sys.modules`, and put back what they stood in place of."""
+        roots = {name.partition(".")[0] for name in before}
+        for name, module in list(sys.modules.items()):
+            if before.get(name) is module:
+                continue
+            folder = next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
+            if name in before or (folder is not None and name.partition(".")[0] not in roots):
+                if folder is not None and self._modules.get(name) is not module:
+                    _imported.setdefault(folder, {})[name] = module, _stamp_of(module)
+                self._modules[name] = module
+                del sys.modules[name]
+        for name, module in before.items():
+            sys.modules.setdefault(name, module)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Python's, numpy's and torch's generator on the CPU: what code draws while it is imported and built."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def in_project() -> Iterator[Project]:
+    """The project that this thread has open; one of its own, closed again at the end, where there is none."""
+    with _lock:
+        project = _open_projects[-1] if _open_projects else Project()
+        with project.preparing():
+            yield project
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder on the import path that a loaded top-level module came from, None for those from elsewhere."""
+    file = _file_of(sys.modules.get(name))
+    return None if file is None else file.parent
+
+
+def _file_of(module: ModuleType | None) -> Path | None:
+    """The file of a module, the folder of a package; None for what is built in or makes its attributes up."""
+    attributes = getattr(module, "__dict__", {})
+    place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
+    return Path(place) if isinstance(place, str) else None
+
+
+def _hide_others(folder: Path) -> None:
+    """Make way for a folder's modules: the `utils` of one project is not the `utils` of the next."""
+    held = {path.name.removesuffix(".py") for path in folder.iterdir()} if folder.is_dir() else set()
+    hidden = {name for name in held & sys.modules.keys() if _makes_way(name, folder)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+        del sys.modules[name]
+
+
+def _makes_way(name: str, folder: Path) -> bool:
+    """Tell whether a module is somebody's own, from another folder; libraries are the same for every project."""
+    file = _file_of(sys.modules.get(name))
+    return file is not None and name not in _NEVER_HIDDEN and file.parent != folder and not _is_installed(file)
+
+
+def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
+    file = _file_of(module)
+    if file is None or name.partition(".")[0] in _NEVER_HIDDEN:
+        return False
+    return file.is_relative_to(folder) and not _is_installed(file)
+
+
+def _is_installed(file: Path) -> bool:
+    return file.is_relative_to(_STDLIB) or not _PACKAGE_FOLDERS.isdisjoint(file.parts)
+
+
+def _stamp_of(module: ModuleType) -> _Stamp:
+    try:
+        stat = Path(str(module.__file__)).stat()
+    except (AttributeError, OSError):
+        return None
+    return stat.st_mtime_ns, stat.st_size

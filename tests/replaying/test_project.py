@@ -1,0 +1,286 @@
+"""The process is as it was after a step's code was imported, built and run, from any number of threads."""
+
+from __future__ import annotations
+
+import random
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.replaying.model_loading import find_attribute
+from nandoctor.replaying.project import Project
+from nandoctor.replaying.torch_settings import read_settings
+
+LAZY_MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        from helpers.scales import SCALE
+        return self.head(x) * SCALE * SCALE
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name, source):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def lazy_project(write):
+    """A project whose model imports its own module when it runs; the square of the scale overflows fp16 at 300."""
+
+    def make(name, scale):
+        write(f"{name}/helpers/__init__.py", "")
+        write(f"{name}/helpers/scales.py", f"SCALE = {scale}")
+        return write(f"{name}/train.py", LAZY_MODEL).parent
+
+    return make
+
+
+@pytest.fixture
+def dump(tmp_path):
+    path = tmp_path / "dump.pth"
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    torch.save({"state_dict": {"head." + k: v for k, v in net.state_dict().items()}, "x": torch.ones(2, 4)}, path)
+    return path
+
+
+def replay(dump, folder):
+    return nandoctor.replay(dump, model=f"{folder / 'train.py'}:Net")
+
+
+def process_state():
+    return list(sys.path), dict(sys.modules), read_settings()
+
+
+def test_a_replay_leaves_path_modules_and_settings(dump, lazy_project):
+    replay(dump, lazy_project("warm_up", 1.0))  # what nandoctor itself imports late
+    before = process_state()
+    case = replay(dump, lazy_project("project", 1.0))
+    assert case.report.verdict in ("healthy", "not-reproduced")
+    assert process_state() == before
+
+
+def test_a_replay_that_fails_leaves_them_too(dump, write):
+    path = write("project/train.py", "import helper\nraise RuntimeError('boom')")
+    write("project/helper.py", "import sys\nsys.path.append('nowhere')")
+    before = process_state()
+    with pytest.raises(nandoctor.NanDoctorError, match="boom"):
+        nandoctor.replay(dump, model=f"{path}:Net")
+    assert process_state() == before
+
+
+def test_projects_with_one_name_keep_apart_when_they_run(dump, lazy_project):
+    tame, wild = lazy_project("tame", 1.0), lazy_project("wild", 1e5)
+    verdicts = [replay(dump, folder).report.verdict for folder in (tame, wild, tame, wild)]
+    assert verdicts[0] == verdicts[2] != "precision"
+    assert verdicts[1] == verdicts[3] == "precision"
+
+
+def test_a_live_models_own_modules_stay_its_own(dump, lazy_project, monkeypatch):
+    own, other = lazy_project("own", 3.0), lazy_project("other", 1e5)
+    monkeypatch.syspath_prepend(own)
+    with monkeypatch.context() as patch:
+        from train import Net  # type: ignore[import-not-found]
+
+        live = Net()
+        first = live(torch.ones(1, 4))
+        scales = sys.modules["helpers.scales"]
+        assert replay(dump, other).report.verdict == "precision"
+        assert sys.modules["helpers.scales"] is scales
+        assert torch.equal(live(torch.ones(1, 4)), first)
+        assert nandoctor.replay(dump, model=live).report.verdict != "precision"
+        for name in ("train", "helpers", "helpers.scales"):
+            patch.delitem(sys.modules, name)
+    for name in ("train", "helpers", "helpers.scales"):
+        sys.modules.pop(name, None)
+
+
+def test_what_code_puts_on_the_path_is_there_when_it_runs(write):
+    write("shared/extra.py", "VALUE = 7")
+    path = write(
+        "project/train.py",
+        """
+        import sys
+        from pathlib import Path
+        sys.path.append(str(Path(__file__).parent.parent / "shared"))
+
+        def value():
+            import extra
+            return extra.VALUE
+        """,
+    )
+    project = Project()
+    with project.preparing():
+        value = find_attribute(f"{path}:value")
+    with pytest.raises(ModuleNotFoundError):
+        value()
+    with project.running():
+        assert value() == 7
+    assert "extra" not in sys.modules
+
+
+def test_a_sibling_is_imported_once_until_it_changes(write):
+    helper = write("project/registry.py", "import builtins\nbuiltins.num_imports = builtins.num_imports + 1")
+    path = write("project/train.py", "import registry\nwidth = 1")
+    import builtins
+
+    builtins.num_imports = 0
+    try:
+        for _ in range(3):
+            find_attribute(f"{path}:width")
+        assert builtins.num_imports == 1
+        helper.write_text(helper.read_text() + "\nchanged = True")
+        find_attribute(f"{path}:width")
+        assert builtins.num_imports == 2
+    finally:
+        del builtins.num_imports
+
+
+def test_a_submodule_of_what_was_loaded_stays(write, monkeypatch):
+    write("half_loaded/__init__.py", "")
+    path = write("half_loaded/late.py", "class Late: ...").parent.parent
+    monkeypatch.syspath_prepend(path)
+    __import__("half_loaded")
+    late = find_attribute("half_loaded.late:Late", directory=path)
+    assert sys.modules["half_loaded.late"].Late is late
+    for name in ("half_loaded", "half_loaded.late"):
+        del sys.modules[name]
+
+
+SETTINGS = {
+    "default dtype": "torch.set_default_dtype(torch.float64)",
+    "default device": "torch.set_default_device('meta')",
+    "gradients": "torch.set_grad_enabled(False)",
+    "autocast": "torch.set_autocast_enabled('cpu', True)",
+    "deterministic algorithms": "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "anomaly detection": "torch.autograd.set_detect_anomaly(True)",
+    "flushed denormals": "torch.set_flush_denormal(True)",
+    "threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "precision of fp32 products": "torch.set_float32_matmul_precision('medium')",
+    "cuDNN": "torch.backends.cudnn.enabled = False",
+    "cuDNN's search": "torch.backends.cudnn.benchmark = True",
+    "deterministic cuDNN": "torch.backends.cudnn.deterministic = True",
+    "oneDNN": "torch.backends.mkldnn.enabled = False",
+    "flash attention": "torch.backends.cuda.enable_flash_sdp(False)",
+    "memory-efficient attention": "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+    "attention by reference math": "torch.backends.cuda.enable_math_sdp(False)",
+    "repeated warnings": "torch.set_warn_always(True)",
+    "print options": "torch.set_printoptions(precision=2)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_code_sets_in_torch_is_put_back(name, write):
+    path = write("project/train.py", f"import torch\ndef change():\n    {SETTINGS[name]}")
+    before = read_settings()
+    project = Project()
+    with project.preparing():
+        change = find_attribute(f"{path}:change")
+    with project.running():
+        change()
+        assert read_settings()[name] != before[name]
+    with project.running():
+        assert read_settings() == before
+    assert read_settings() == before
+
+
+def test_every_setting_has_its_test():
+    assert set(SETTINGS) == set(read_settings())
+
+
+def test_what_a_file_sets_holds_whenever_its_code_runs(write):
+    path = write("project/train.py", "import torch\ntorch.set_default_dtype(torch.float64)\nmake = torch.zeros")
+    project = Project()
+    with project.preparing():
+        make = find_attribute(f"{path}:make")
+    assert make(1).dtype is torch.float32
+    with project.running():
+        assert make(1).dtype is torch.float64
+    assert make(1).dtype is torch.float32
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_default_dtype_that_the_user_set_is_kept(in_float64, dump, lazy_project):
+    replay(dump, lazy_project("project", 1e5))
+    assert torch.get_default_dtype() is torch.float64
+
+
+def test_a_default_device_that_the_user_set_is_kept(write):
+    path = write("project/train.py", "import torch\ntorch.set_default_device('cpu')\nmade = torch.zeros(1)")
+    torch.set_default_device("meta")
+    try:
+        assert find_attribute(f"{path}:made").device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def generator_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_replays_in_threads_restore_the_generators(dump, lazy_project):
+    folders = [lazy_project(f"project{i}", scale) for i, scale in enumerate((1.0, 1e5, 1.0, 1e5))]
+    replay(dump, folders[0])
+    before = process_state(), generator_states()
+    with ThreadPoolExecutor(4) as pool:
+        verdicts = [case.report.verdict for case in pool.map(lambda folder: replay(dump, folder), folders)]
+    assert (process_state(), generator_states()) == before
+    assert [verdict == "precision" for verdict in verdicts] == [False, True, False, True]
+
+
+def test_one_project_is_open_at_a_time():
+    num_open, most = 0, 0
+
+    def stay_a_while():
+        nonlocal num_open, most
+        with Project().running():
+            num_open += 1
+            most = max(most, num_open)
+            time.sleep(0.01)
+            num_open -= 1
+
+    threads = [threading.Thread(target=stay_a_while) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (num_open, most) == (0, 1)
+
+
+def test_a_project_may_be_opened_inside_itself_and_another():
+    outer, inner = Project(), Project()
+    before = process_state()
+    with outer.running(), outer.preparing(), inner.running(), outer.running():
+        torch.set_default_dtype(torch.float64)
+    assert process_state() == before
