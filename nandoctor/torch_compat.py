@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
+from io import BytesIO
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +24,7 @@ from nandoctor.errors import UnsupportedTorchError
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
 
-TESTED = "2.13"
-"""The release of torch that the test suite is run on."""
+TESTED = "2.13"  # the release that the test suite is run on
 
 # Place -> what it is used for. The comments say why nothing public does the same.
 NEEDED: dict[str, str] = {
@@ -61,10 +61,17 @@ NEEDED: dict[str, str] = {
     "torch._C._DisableFuncTorch": "models that use torch.func",
     # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
+    # `torch.serialization.safe_globals` changes what every thread's torch.load accepts meanwhile.
+    "torch._weights_only_unpickler._get_user_allowed_globals": "reading dumps beside other calls of torch.load",
+    # `torch.load` looks up an archive's members by rules of its own, and so might read others than were checked.
+    "torch._weights_only_unpickler.Unpickler": "reading dumps from the bytes that were checked",
+    "torch._utils._validate_loaded_sparse_tensors": "reading dumps with sparse tensors",
     # `torch.set_printoptions` has no counterpart that reads.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # The one sign that a tensor was written to in place.
     "torch.Tensor._version": "noticing in-place writes",
+    # A loop over `copy_` launches a kernel for each of a model's buffers, in every training step.
+    "torch._foreach_copy_": "keeping the buffers of a model in training",
     # `tensor._base is not None` is as private.
     "torch.Tensor._is_view": "emulating autocast's cache of cast weights",
     # `coalesce().values()` adds up duplicates, and so shows other numbers than the tensor holds.
@@ -201,7 +208,7 @@ def autocast_ops(device_type: str) -> list[str]:
 
 
 def autocast_key(device_type: str) -> str:
-    """The name of a device type's autocast dispatch key."""
+    """The name of the dispatch key."""
     return f"Autocast{device_type.upper()}"
 
 
@@ -257,6 +264,7 @@ AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
 AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
 DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
+ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 
 _patching = RLock()
@@ -307,6 +315,16 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
+def unpickle_weights(pickled: bytes, read_storage: Callable[[Any], object]) -> object:
+    """Unpickle as `torch.load(weights_only=True)` does; `read_storage` gives the storage of a persistent id."""
+    unpickler = _find("torch._weights_only_unpickler.Unpickler")(BytesIO(pickled), encoding="utf-8")
+    unpickler.persistent_load = read_storage
+    try:
+        return unpickler.load()
+    finally:
+        _find("torch._utils._validate_loaded_sparse_tensors")()
+
+
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
     """The nested container with `change` made to every leaf."""
     return _find("torch.utils._pytree.tree_map")(change, tree)
@@ -324,7 +342,7 @@ def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, in one launch."""
+    """Copy each source into its target."""
     torch._foreach_copy_(targets, sources)
 
 

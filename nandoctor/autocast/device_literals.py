@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.autocast.shared import Shared
+from nandoctor.shared import Shared
 from nandoctor.torch_compat import (
     AUTOCAST_ENTER,
     AUTOCAST_EXIT,

@@ -9,21 +9,22 @@ members up by rules of its own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO
 from mmap import mmap
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import _weights_only_unpickler
 from torch.storage import TypedStorage, UntypedStorage
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member, damaged
+from nandoctor.shared import Shared
+from nandoctor.torch_compat import ALLOWED_GLOBALS, Patch, patched, unpickle_weights
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
 _ALIGNMENT = 16
@@ -36,12 +37,7 @@ def load_pickle(container: Container) -> tuple[object, Provenance]:
             return torch.load(container.pickle, map_location="cpu", weights_only=True), Provenance()  # type: ignore[arg-type]  # a mmap reads and seeks
         data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
         provenance = _judge(container, data)
-        unpickler: Any = _weights_only_unpickler.Unpickler(BytesIO(container.pickle), encoding="utf-8")
-        unpickler.persistent_load = _storage_reader(container.storages, data)
-        try:
-            return unpickler.load(), provenance
-        finally:
-            torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+        return unpickle_weights(container.pickle, _storage_reader(container.storages, data)), provenance
 
 
 def _storage_reader(members: Mapping[str, Member], data: UntypedStorage) -> Callable[[Any], object]:
@@ -84,14 +80,31 @@ def _bytes_of(mapped: np.ndarray[Any, Any], member: Member) -> np.ndarray[Any, A
     return mapped[member.offset : member.offset + member.nbytes]
 
 
+class _Reading(threading.local):
+    """Whether this thread is reading a dump."""
+
+    under_way = False
+
+
+_reading = _Reading()
+
+
 @contextmanager
 def _only_stand_ins() -> Iterator[None]:
-    """Allow numpy's names, as stand-ins, and for this while nothing that the process has allowed by itself."""
-    allowed = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
+    """Allow this thread's unpickler numpy's names, as stand-ins, and nothing that the process has allowed by itself.
+
+    What other threads load meanwhile is judged by the process's own list, which stays as it is.
+    """
+    _reading.under_way = True
     try:
-        torch.serialization.add_safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()])
-        yield
+        with _allowed_by_thread:
+            yield
     finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(allowed)
+        _reading.under_way = False
+
+
+def _allow_by_thread(allowed: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+    return lambda: STAND_INS if _reading.under_way else allowed()
+
+
+_allowed_by_thread = Shared(lambda: patched([Patch(ALLOWED_GLOBALS, _allow_by_thread)]))

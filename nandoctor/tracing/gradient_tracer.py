@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nandoctor.autocast.shared import Shared
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats
+from nandoctor.shared import Shared
 from nandoctor.torch_compat import CHECKPOINT_APPLY, Patch, is_custom_node, patched, unobserved
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand

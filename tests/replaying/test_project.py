@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,7 +74,11 @@ def replay(dump, folder):
 
 
 def process_state():
-    return list(sys.path), dict(sys.modules), read_settings()
+    """The import path, the modules that are no library's, and torch's settings."""
+    libraries = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(nandoctor.__file__).parent))
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    own = {name: sys.modules[name] for name, file in files.items() if file and not any(at in file for at in libraries)}
+    return list(sys.path), own, read_settings()
 
 
 def test_a_replay_leaves_path_modules_and_settings(dump, lazy_project):
