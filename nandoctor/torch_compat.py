@@ -8,12 +8,12 @@ In: nothing. Out: functions under names of our own; where torch lacks what one n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from io import BytesIO
-from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from mmap import mmap
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from nandoctor.errors import UnsupportedTorchError
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 
 TESTED = "2.13"  # the release that the test suite is run on
 
@@ -68,6 +69,8 @@ NEEDED: dict[str, str] = {
     "torch._utils._validate_loaded_sparse_tensors": "reading dumps with sparse tensors",
     # `torch.set_printoptions` has no counterpart that reads.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
+    # `TorchFunctionMode`, its public sister, misses the tensors that initialisers make from within C++.
+    "torch.utils._python_dispatch.TorchDispatchMode": "bounding the memory that a model takes to build",
     # The one sign that a tensor was written to in place.
     "torch.Tensor._version": "noticing in-place writes",
     # A loop over `copy_` launches a kernel for each of a model's buffers, in every training step.
@@ -113,10 +116,11 @@ def _is_there(place: str) -> bool:
 
 @cache
 def _find(place: str) -> Any:
-    return _look_up(place)
+    return look_up(place)
 
 
-def _look_up(place: str) -> Any:
+def look_up(place: str) -> Any:
+    """What is at a place of torch now."""
     found: Any = torch
     path = "torch"
     for name in place.split(".")[1:]:
@@ -137,6 +141,9 @@ def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
         remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that knows your torch.",
     )
 
+
+if not TYPE_CHECKING:
+    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
 
 # Watching operations
 
@@ -249,15 +256,7 @@ def set_enabled(region: torch.autocast, enabled: bool) -> None:
     region._enabled = enabled
 
 
-# Patches
-
-
-class Patch(NamedTuple):
-    """One function of torch's, and what makes a replacement of it."""
-
-    place: str
-    wrap: Callable[[Any], Any]
-
+# What is patched, by nandoctor.process_wide
 
 AUTOCAST_INIT = "torch.amp.autocast_mode.autocast.__init__"
 AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
@@ -266,33 +265,6 @@ CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
 DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
 ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
-
-_patching = RLock()
-
-
-@contextmanager
-def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Put wrappers in place of torch's own functions, for the whole process: nothing else in nandoctor does so.
-
-    Two contexts for the same place must be nested, which `Shared` sees to where threads meet.
-    """
-    with ExitStack() as undo:
-        with _patching:
-            for place, wrap in patches:
-                original = _look_up(place)
-                owner, name = _look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
-                undo.callback(_put_back, owner, name, vars(owner).get(name))
-                setattr(owner, name, wrap(original))
-        yield
-
-
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute to what its owner had; None where the owner had inherited it."""
-    with _patching:
-        if value is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
 
 
 # Tensors and containers
@@ -315,7 +287,7 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
-def unpickle_weights(pickled: bytes, read_storage: Callable[[Any], object]) -> object:
+def unpickle_weights(pickled: bytes | mmap, read_storage: Callable[[Any], object]) -> object:
     """Unpickle as `torch.load(weights_only=True)` does; `read_storage` gives the storage of a persistent id."""
     unpickler = _find("torch._weights_only_unpickler.Unpickler")(BytesIO(pickled), encoding="utf-8")
     unpickler.persistent_load = read_storage

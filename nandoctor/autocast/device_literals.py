@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.shared import Shared
+from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import (
     AUTOCAST_ENTER,
     AUTOCAST_EXIT,
     AUTOCAST_INIT,
     CUSTOM_FWD_CAST,
     DEVICE_CONTEXT_INIT,
-    Patch,
     is_enabled,
-    patched,
     set_enabled,
 )
 

@@ -20,7 +20,7 @@ from torch.library import Library, fallthrough_kernel
 
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
-from nandoctor.shared import Shared
+from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import is_view, schema_of, version_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.kernels import install_kernels
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
-from nandoctor.shared import Shared
+from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import check_torch, without_jit_autocast
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]

@@ -23,8 +23,8 @@ from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member, damaged
-from nandoctor.shared import Shared
-from nandoctor.torch_compat import ALLOWED_GLOBALS, Patch, patched, unpickle_weights
+from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.torch_compat import ALLOWED_GLOBALS, unpickle_weights
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
 _ALIGNMENT = 16

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nandoctor.errors import ModelError
 from nandoctor.text import byte_size
+from nandoctor.torch_compat import TorchDispatchMode
 
 # Initial values, tied copies and tables of positions that are not saved.
 _TIMES_WEIGHTS = 4

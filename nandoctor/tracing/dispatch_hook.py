@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nandoctor.shared import Shared
+from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, unobserved
 from nandoctor.tracing.op_call import Invocation, op_name
 

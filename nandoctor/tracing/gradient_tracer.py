@@ -17,8 +17,8 @@ from torch import nn
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats
-from nandoctor.shared import Shared
-from nandoctor.torch_compat import CHECKPOINT_APPLY, Patch, is_custom_node, patched, unobserved
+from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_bad

@@ -1,0 +1,81 @@
+"""Process-wide changes that several threads may hold at the same time.
+
+In: a context manager that makes one such change. Out: `Shared`, made by the first that enters, undone by the last; and
+`patched`, the one context manager that puts functions of nandoctor's in place of torch's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from nandoctor.torch_compat import look_up
+
+
+class Shared:
+    """A context manager, re-entrant and usable from any thread, around one process-wide change."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._num_holders = 0
+        self._change: AbstractContextManager[None] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody holds the change."""
+        return self._num_holders > 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._change is None:
+                change = self._make()
+                change.__enter__()
+                self._change = change
+            self._num_holders += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._num_holders -= 1
+            if self._num_holders == 0:
+                assert self._change is not None
+                change, self._change = self._change, None
+                # An exception of one holder is no business of the change that all of them share.
+                change.__exit__(None, None, None)
+
+
+class Patch(NamedTuple):
+    """One function of torch's, and what makes a replacement of it."""
+
+    place: str
+    wrap: Callable[[Any], Any]
+
+
+_patching = threading.RLock()
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Put wrappers in place of torch's own functions, for the whole process: nothing else in nandoctor does so.
+
+    Two contexts for the same place must be nested, which `Shared` sees to where threads meet.
+    """
+    with ExitStack() as undo:
+        with _patching:
+            for place, wrap in patches:
+                original = look_up(place)
+                owner, name = look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
+                undo.callback(_put_back, owner, name, vars(owner).get(name))
+                setattr(owner, name, wrap(original))
+        yield
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute to what its owner had; None where the owner had inherited it."""
+    with _patching:
+        if value is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
