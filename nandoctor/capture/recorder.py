@@ -6,6 +6,7 @@ In: a model, and the loss of each step. Out: dumps, warnings in the log, and `No
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nandoctor.capture.dump_contents import ModelSources, Training, describe
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
+from nandoctor.capture.rebuild import plan_rebuild
 from nandoctor.capture.source_info import describe_source, unwrap
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult, StopRule
@@ -83,19 +85,27 @@ class Recorder:
             scaler = None  # it scales nothing, and lets every update pass
         self._ambient, self._from_output = ambient, from_output
         self._observer = Observer(unwrap(model))
+        if isinstance(builder, functools.partial) and not builder.args:
+            arguments = {**builder.keywords, **(arguments or {})}
+            builder = builder.func
         sources = ModelSources(
             model=describe_source(builder or type(self._observer.model)),
             loss=None if loss is None else describe_source(loss),
             arguments=arguments or {},
-            built=builder is not None,
+            built=builder is not None and not isinstance(builder, type),
             method=method,
         )
+        plan = plan_rebuild(
+            self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss
+        )
+        for line in plan.advice:
+            LOG.warning("%s", line)
         self._training = Training(
             observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=keep_optimizer
         )
         self._handles = ExitStack()
         files = DumpFolder(Path(folder), keep=keep, max_nbytes=max_nbytes)
-        self._policy = StepPolicy(StepHistory(rule), files, self._make_contents)
+        self._policy = StepPolicy(StepHistory(rule), files, self._make_contents, replay_flags=plan.flags)
         self._tracker = StepTracker(
             self._observer, self._policy, scaler, undo_nbytes=undo_nbytes, on_stop=self._handles.close
         )

@@ -1,13 +1,12 @@
 """Where a model and a loss come from, so that a replay can make them again.
 
-In: the live model, or what built it. Out: plain data for the dump, and the command that replays it.
+In: the live model, or what built it. Out: plain data for the dump.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import shlex
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -105,9 +104,3 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
         "config": f"{kind.__module__}:{kind.__qualname__}",
         "attention": str(getattr(config, "_attn_implementation", None) or ""),
     }
-
-
-def write_command(path: Path, model: Mapping[str, Any]) -> str:
-    """What to type next; where the file cannot say what the model is, with the place to say it."""
-    known = bool(model["file"] or model["module"] not in ("__main__", "")) and "<" not in model["name"]
-    return f"nandoctor replay {shlex.quote(str(path))}" + ("" if known else " --model FILE.py:NAME")

@@ -6,6 +6,7 @@ In: recorded steps whose flags have arrived. Out: files, lines in the log, `NonF
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nandoctor.capture.environment import read_rank
-from nandoctor.capture.source_info import write_command
 from nandoctor.capture.step import RecordedStep
 from nandoctor.dumps.writer import fit_into, write_dump
 from nandoctor.errors import NonFiniteTrainingError
@@ -220,9 +220,12 @@ class StepPolicy:
     every other step must not spend its time on writing.
     """
 
-    def __init__(self, history: StepHistory, folder: DumpFolder, make_contents: MakeContents) -> None:
+    def __init__(
+        self, history: StepHistory, folder: DumpFolder, make_contents: MakeContents, *, replay_flags: str = ""
+    ) -> None:
         self.history = history
         self.folder = folder
+        self._replay_flags = replay_flags
         self._make_contents = make_contents
         self._scale_search = ScaleSearch()
         self._last_saved = 0
@@ -286,7 +289,7 @@ class StepPolicy:
             return "It could not be saved; the log says why."
         if not has_weights:
             return f"Saved to {path} without the weights, which would pass max_nbytes: it cannot be replayed as it is."
-        return f"Saved to {path}; next: {write_command(path, contents['model'])}"
+        return f"Saved to {path}; next: nandoctor replay {shlex.quote(str(path))}{self._replay_flags}"
 
 
 def _describe(result: StepResult, step: RecordedStep) -> str:

@@ -43,7 +43,7 @@ def run(tmp_path, width=4, before=""):
 def fail_in(folder, batch=None, **options):
     """A step that fails on its own, recorded into the folder."""
     model = nn.Linear(4, 4)
-    recorder = Recorder(model, folder=folder, **options)
+    recorder = Recorder(model, folder=folder, arguments={"in_features": 4, "out_features": 4}, **options)
 
     def step():
         with recorder.step(batch):

@@ -1,0 +1,135 @@
+"""When a recorder is made it says what a replay will need: which line to change, and the exact command."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainings import Segmenter, loss_of
+
+import nandoctor
+from nandoctor import Recorder
+
+HERE = Path(__file__).parent
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 3
+
+
+class Configured(Wide):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.width)
+
+
+def build_wide() -> nn.Module:
+    return Wide(3)
+
+
+def build_stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder_of_this_file(monkeypatch):
+    monkeypatch.chdir(HERE)
+
+
+def record(folder, caplog, model, **options):
+    """What is logged when the recorder is made, and the command that it names for its dump."""
+    with caplog.at_level(logging.WARNING), Recorder(model, folder=folder, **options) as recorder:
+        advice = list(caplog.messages)
+        recorder.watch(model(torch.full((1, 4), float("nan"))).sum(), torch.zeros(1))
+    command = caplog.messages[-1].partition("; next: ")[2]
+    return advice, command, recorder.written[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (lambda: Wide(3), {"arguments": {"width": 3}}),
+        (lambda: Wide(3), {"builder": functools.partial(Wide, width=3)}),
+        (lambda: nn.Linear(4, 2), {"arguments": {"in_features": 4, "out_features": 2}}),
+    ],
+    ids=["arguments", "partial", "a class of torch"],
+)
+def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
+    advice, command, path = record(tmp_path, caplog, model(), **options)
+    assert advice == []
+    assert command == f"nandoctor replay {path}"
+    assert nandoctor.replay(path).report.reproduction.grade == "exact"
+
+
+@pytest.mark.parametrize(
+    ("model", "builder", "spec"),
+    [(lambda: Wide(3), build_wide, "build_wide"), (build_stack, build_stack, "build_stack")],
+    ids=["builder", "sequential"],
+)
+def test_a_builder_is_named_in_the_command(tmp_path, caplog, model, builder, spec):
+    advice, command, path = record(tmp_path, caplog, model(), builder=builder)
+    assert advice == []
+    assert command == f"nandoctor replay {path} --model test_rebuild.py:{spec}"
+    assert nandoctor.replay(path, model=command.rpartition(" ")[2]).report.reproduction.grade == "exact"
+
+
+class Local:
+    @staticmethod
+    def make():
+        class Inner(Wide):
+            pass
+
+        return Inner(3)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (lambda: Wide(3), {}, "cannot be built again as Wide() (TypeError"),
+        (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): linear.weight would be another"),
+        (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "config would not be plain data"),
+        (build_stack, {}, "as Sequential(): 0.weight would be another or missing"),
+        (Local.make, {}, "is defined inside a function"),
+    ],
+    ids=["no arguments", "other arguments", "dataclass", "sequential", "local class"],
+)
+def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, options, said):
+    advice, command, path = record(tmp_path, caplog, model(), **options)
+    assert len(advice) == 1
+    assert said in advice[0]
+    assert command == f"nandoctor replay {path} --model FILE.py:NAME"
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda output, batch: output.sum(), nn.CrossEntropyLoss(), torch.nn.functional.mse_loss],
+    ids=["lambda", "instance", "of torch"],
+)  # fmt: skip
+def test_a_loss_that_cannot_be_imported_is_said_beforehand(tmp_path, caplog, loss):
+    Recorder(Segmenter(), folder=tmp_path, loss=loss).close()
+    assert len(caplog.messages) == 1
+    assert "cannot be imported by a replay" in caplog.messages[0]
+
+
+def test_the_trial_draws_from_no_generator(tmp_path):
+    model = Segmenter()
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    Recorder(model, folder=tmp_path, loss=loss_of).close()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert random.getstate() == states[2]
