@@ -5,6 +5,7 @@ In: the contents as a dict of plain data and tensors, and a folder. Out: the pat
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,13 @@ import torch
 
 from nandoctor.dumps.signature import sign
 from nandoctor.dumps.trees import map_tensors
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be deleted anyway
+    _CAN_LOCK = False
+else:
+    _CAN_LOCK = True
 
 # What may be left out, the worthiest first: the weights can come from a checkpoint, the step cannot.
 _EXPENDABLE = ("calls", "state_dict", "batch", "output", "optimizer")
@@ -32,9 +40,11 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     """
     contents = _on_cpu(fit_into(contents, max_nbytes))
     folder.mkdir(parents=True, exist_ok=True)
+    remove_orphans(folder)
     handle, temporary = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(handle, "w+b") as file:
+            _try_lock(handle)  # for as long as the file is open: nobody takes it for an orphan
             torch.save(contents, file)
             sign(file)
             file.flush()
@@ -44,6 +54,25 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     finally:
         with suppress(OSError):
             Path(temporary).unlink(missing_ok=True)
+
+
+def remove_orphans(folder: Path) -> None:
+    """Delete the temporary files of processes that were killed while they wrote, and no longer hold their lock."""
+    for path in folder.glob(".nan-*.tmp") if _CAN_LOCK else ():
+        with suppress(OSError), path.open("rb") as file:
+            if _try_lock(file.fileno()):
+                path.unlink(missing_ok=True)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock the file against other writers until it is closed, which a killed process does as well."""
+    if not _CAN_LOCK:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _publish(temporary: Path, folder: Path, stem: str) -> Path:
@@ -114,20 +143,34 @@ def _nbytes(tree: Any) -> int:
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     """The contents with every tensor on the CPU, in a storage of its own size; what was one tensor stays one.
 
-    A batch and the same batch on the device become one as well, where their values agree.
+    A batch and the same batch on the device become one as well, where their values agree. A tensor that has no values
+    to copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     twins: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    left_out = list(contents.get("left_out", []))
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise TypeError("no torch reads a nested tensor without running code that the file names")
         if tensor.layout is not torch.strided:
             return tensor.detach().cpu()
-        place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        # Subclasses that wrap other tensors all say that their data is at 0.
+        address = tensor.data_ptr() or id(tensor)
+        place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if place not in copies:
             copies[place] = _twin(_compact(tensor), twins)
         return copies[place]
 
-    return {part: map_tensors(tree, copy) for part, tree in contents.items()}
+    def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        try:
+            return copy(tensor)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            left_out.append(f"{part}: a tensor that cannot be copied ({type(error).__name__})")
+            return None
+
+    copied = {part: map_tensors(tree, functools.partial(copy_or_drop, part)) for part, tree in contents.items()}
+    return {**copied, "left_out": left_out} if left_out else copied
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,8 @@ def test_a_kill_while_the_file_is_written(tmp_path):
     (half,) = tmp_path.glob(".*.tmp")
     with pytest.raises(DumpError):
         read_dump(half)
+    (path,) = fail_in(tmp_path).written  # the next file makes the half one go
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_cannot_be_pickled_is_left_out_and_named(tmp_path):
@@ -134,3 +136,63 @@ def test_weights_beyond_the_cap_can_be_put_in_later(tmp_path):
     with pytest.raises(DumpError, match="its weights were left out") as caught:
         read_dump(path)
     assert "max_nbytes" in caught.value.remedy
+
+
+def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
+    script = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); print(); time.sleep(60)"
+    )
+    busy, dead = tmp_path / ".nan-step000001-a.tmp", tmp_path / ".nan-step000002-b.tmp"
+    dead.write_bytes(b"half")
+    writer = subprocess.Popen([sys.executable, "-c", script, str(busy)], stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    (path,) = fail_in(tmp_path).written
+    writer.kill()
+    writer.communicate()
+    assert sorted(tmp_path.iterdir()) == sorted([busy, path])
+
+
+def test_weights_that_did_not_fit_are_told_in_the_log(tmp_path, caplog):
+    (path,) = fail_in(tmp_path, max_nbytes=50).written
+    assert caplog.messages[-1].endswith(
+        f"Saved to {path} without the weights, which would pass max_nbytes: it cannot be replayed as it is."
+    )
+
+
+@pytest.mark.parametrize(
+    "part", [torch.ones(2, device="meta"), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_values_is_left_out(tmp_path, part):
+    (path,) = fail_in(tmp_path, batch={"image": torch.ones(2), "part": part}).written
+    dump = read_dump(path)
+    assert dump.recorded.batch["part"] is None
+    assert any(text.startswith("batch") for text in dump.missing)
+
+
+@pytest.mark.parametrize("loss", [torch.tensor([1.0, float("nan")]), float("nan")], ids=["vector", "number"])
+def test_a_loss_that_is_no_scalar_tensor(tmp_path, loss):
+    model = nn.Linear(4, 4)
+    with Recorder(model, folder=tmp_path) as recorder:
+        model(torch.ones(1, 4))
+        recorder.watch(loss)
+    assert read_dump(recorder.written[0]).scalars["reason"] == "loss"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_write_what_was_pending(tmp_path):
+    script = f"""
+import os, sys, torch
+from torch import nn
+from nandoctor import Recorder
+model = nn.Linear(4, 4)
+recorder = Recorder(model, folder={str(tmp_path)!r})
+recorder.watch(model(torch.full((1, 4), float("nan"))).sum())
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+sys.exit(0)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=120)
+    assert [path.name for path in tmp_path.iterdir()] == ["nan-step000000.pth"]
