@@ -222,8 +222,10 @@ FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor con
 """Ops that put a given number in places."""
 UNFILLED = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 """Ops that give memory as it lies there; what fills it need not be an op: torch.tensor() writes to it directly."""
-SELECTIONS = _names("where masked_fill masked_scatter")
+SELECTIONS = _names("where masked_fill masked_scatter masked_select nan_to_num index")
 """Ops that take some elements of a tensor and leave others, whose gradient is then zero."""
+LIMITS = CLAMPS | MAXIMA | MINIMA | _names("relu")
+"""Ops that replace what is past a limit, and select by the value itself."""
 
 
 def is_average(name: str) -> bool:

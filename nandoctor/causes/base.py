@@ -108,10 +108,14 @@ class GradientFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideTensor:
-    """A non-finite or huge tensor that no traced op made; `name` is its path in the model or the batch."""
+    """A non-finite or huge tensor that no traced op made; `name` is its path in the model or the batch.
+
+    `low` is what the run computes its products in, None where nothing was run.
+    """
 
     name: str
     stats: TensorStats
+    low: FloatFormat | None = None
 
 
 def factors(finding: Finding) -> list[Operand]:
@@ -137,6 +141,19 @@ def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
     """The inputs at one value of which the op, or its derivative, is infinite."""
     names = SINGULAR_INPUTS.get(op.op, ())
     return tuple(tensor for tensor in op.inputs if tensor.name in names)
+
+
+def singular_edge(op: OpCall) -> float | None:
+    """The edge of its domain that the op's argument meets, where the op is finite and its derivative is not."""
+    domain = DOMAINS.get(op.op)
+    is_smooth = op.op == "pow" and not any(name == "exponent" and value < 1 for name, value in op.scalars)
+    for tensor in singular_inputs(op) if domain is not None and not is_smooth else ():
+        assert domain is not None
+        if tensor.stats is not None and tensor.stats.min == domain.low:
+            return domain.low
+        if tensor.stats is not None and tensor.stats.max == domain.high:
+            return domain.high
+    return None
 
 
 def writes_infinity(op: OpCall) -> bool:
@@ -189,19 +206,15 @@ def ancestors(
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
-    """What came in, and how much of what went out is bad."""
-    incoming = max(
-        (operand.absmax for operand in finding.analysis.operands if operand.absmax is not None), default=None
-    )
+    """How large the incoming gradient is, and how much of the outgoing one is non-finite."""
     analysis = finding.analysis
-    return (
-        Evidence(name="grad_output_absmax", value=incoming, text=f"the incoming gradient reaches {number(incoming)}"),
-        Evidence(
-            name="num_bad",
-            value=analysis.num_bad,
-            text=f"{part_of(analysis.num_bad, analysis.numel)} outgoing elements are {' or '.join(analysis.kinds)}",
-        ),
+    incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
+    outgoing = f"{part_of(analysis.num_bad, analysis.numel)} outgoing elements are {' or '.join(analysis.kinds)}"
+    reached = (
+        Evidence(name="grad_output_absmax", value=value, text=f"the incoming gradient reaches {number(value)}")
+        for value in sorted(incoming)[-1:]
     )
+    return (*reached, Evidence(name="num_bad", value=analysis.num_bad, text=outgoing))
 
 
 def format_of(operand: Operand) -> FloatFormat:
@@ -211,20 +224,25 @@ def format_of(operand: Operand) -> FloatFormat:
 
 def past_limit(value: float | None, low: FloatFormat) -> str:
     """A value that its format cannot hold, beside what it can: "65,571; fp16 holds at most 65,504"."""
+    if value is None:
+        return f"more than even float64 holds; {low} holds at most {number(low.max)}"
+    if low.holds(value):
+        return f"{number(value)}, which {low} holds, but a step on the way there does not fit"
     return f"{number(value, unlike=low.max)}; {low} holds at most {number(low.max)}"
 
 
 def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
     """By how much the exact value passes the format's limit, and how many elements do."""
     analysis, limit = finding.analysis, finding.format.max
-    exact = analysis.exact_absmax or 0.0
+    exact = analysis.exact_absmax
+    text = f"the largest exact value is {past_limit(exact, finding.format)}"
+    if exact is not None and not finding.format.holds(exact):
+        text = (
+            f"the largest exact value is {number(exact, unlike=limit)}, {excess(exact, limit)} what {finding.format} "
+            f"can hold ({number(limit)})"
+        )
     return (
-        Evidence(
-            name="would_be",
-            value=exact,
-            text=f"the largest exact value is {number(exact, unlike=limit)}, {excess(exact, limit)} what "
-            f"{finding.format} can hold ({number(limit)})",
-        ),
+        Evidence(name="would_be", value=exact, text=text),
         Evidence(
             name="num_bad",
             value=analysis.num_bad,

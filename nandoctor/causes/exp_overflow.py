@@ -71,7 +71,8 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{exponential.op} of values up to {number(largest)} makes {finding.op.op} reach "
+        explanation=f"{exponential.op}{'' if largest is None else f' of values up to {number(largest)}'} makes "
+        f"{finding.op.op} reach "
         f"{past_limit(finding.analysis.exact_absmax, finding.format)}.",
         evidence=(
             *overflow_evidence(finding),

@@ -5,9 +5,11 @@ In: a `GradientFinding`. Out: a `Cause`, or None.
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
 How nandoctor tells
-    A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well.
+    A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well; or an argument that is
+    exactly at the singular point in the lower precision, and beside it in fp32.
 Why it happens
-    A distance between equal points, a norm of a zero vector written by hand, an angle of exactly zero.
+    A distance between equal points, a norm of a zero vector written by hand, an angle of exactly zero; a cosine near 1
+    that low precision rounds to 1, however small its range.
 Fix
     Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
     `cosine.clamp(-1 + 1e-6, 1 - 1e-6)`; torch.linalg.vector_norm and F.normalize take care of zero themselves.
@@ -19,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge, singular_inputs
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
-from nandoctor.text import number
+from nandoctor.evidence.trace import OpCall
+from nandoctor.text import constant, number
 
 CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"
@@ -30,19 +33,33 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Cause | None:
-    """A derivative that no precision can hold."""
-    if finding.reference_is_finite or finding.forward is None:
-        return None
+    """A derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
-    argument = next((tensor.stats for tensor in forward.inputs if tensor.stats is not None), None)
-    reach = f" (its input goes from {number(argument.min)} to {number(argument.max)})" if argument else ""
-    return Cause(
-        code=CODE,
-        title=TITLE,
-        explanation=f"The derivative of {forward.op} is infinite where it was evaluated{reach}: the gradient that "
-        "comes in is finite, the one that goes out is not, in fp32 either.",
-        evidence=gradient_evidence(finding),
+    if forward is None:
+        return None
+    edge = singular_edge(forward)
+    if finding.reference_is_finite:
+        return None if edge is None else _explain_rounding(finding, forward, edge)
+    argument = next((tensor.stats for tensor in (*singular_inputs(forward), *forward.inputs) if tensor.stats), None)
+    limits = None if argument is None else (argument.min, argument.max)
+    reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
+    return _explain(
+        finding,
+        f"The derivative of {forward.op} is infinite where it was evaluated{reach}: the gradient that comes in is "
+        "finite, the one that goes out is not, in fp32 either.",
     )
+
+
+def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) -> Cause:
+    return _explain(
+        finding,
+        f"Rounding to {finding.low} makes the argument of {forward.op} exactly {constant(edge)}, where its derivative "
+        "is infinite; in fp32 it stays beside that point, and the gradient is finite.",
+    )
+
+
+def _explain(finding: GradientFinding, explanation: str) -> Cause:
+    return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=gradient_evidence(finding))
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

@@ -32,7 +32,7 @@ from nandoctor.causes.base import (
 )
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.ops import FILLS
+from nandoctor.ops import DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import plural
 
 CODE = "indeterminate-form"
@@ -55,7 +55,7 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} makes NaN of infinities: "
+        explanation=f"{finding.op.op} makes NaN of infinities{_form(finding)}: "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
         evidence=(
             Evidence(
@@ -65,6 +65,17 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
             ),
         ),
     )
+
+
+def _form(finding: Finding) -> str:
+    """Which form it is, as far as the op and its operands tell."""
+    op, operands = finding.op.op, finding.analysis.operands
+    zeros = sum(operand.counts.num_zero for operand in operands)
+    if (op in PRODUCTS or op == "mul") and zeros:
+        return f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+    if op in SUMS or op in PRODUCTS:
+        return ", which it subtracts from each other (inf - inf)"
+    return ", which it divides by each other (inf / inf)" if op in DIVISIONS else ""
 
 
 def _explain_written(finding: Finding, what: str) -> Cause:

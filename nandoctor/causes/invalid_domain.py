@@ -47,15 +47,17 @@ def diagnose(finding: Finding) -> Cause | None:
 def _explain_domain(finding: Finding, outside: float) -> Cause:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
-    reached = number(outside, unlike=domain.low if outside < domain.low else domain.high)
+    beyond = outside not in (domain.low, domain.high)
+    reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
+    in_fp32 = f"; rounding to {finding.low} makes it so, in fp32 it stays inside" if finding.reference_is_finite else ""
     return Cause(
         code=CODE,
         title=TITLE,
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
-        f"{argument} reaches {reached}.",
+        f"{argument} reaches {reached}{in_fp32}.",
         evidence=(
             Evidence(name="argument", value=outside, text=f"the argument reaches {reached}"),
-            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'NaN')} in the result"),
+            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'non-finite element')} in the result"),
         ),
     )
 

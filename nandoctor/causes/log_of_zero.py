@@ -37,7 +37,7 @@ from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, HAS_STABLE_LOGARITHM, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
-from nandoctor.text import part_of, plural
+from nandoctor.text import constant, part_of, plural
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
@@ -75,18 +75,20 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     meets_low = argument.counts.num_zero > 0 if domain.low == 0 else argument.min == domain.low
     if not meets_low and argument.max != domain.high:
         return None
-    where = "" if not finding.reference_is_finite else "; in fp32 the argument is not zero"
+    edge = domain.low if meets_low else domain.high
+    zeros = argument.counts.num_zero
+    text = f"the argument is exactly {constant(edge)}"
+    if edge == 0:
+        text = f"{zeros:,} of the argument's elements are exactly zero"
+    bad = part_of(finding.analysis.num_bad, finding.analysis.numel)
+    in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{op} meets its singular point in "
-        f"{part_of(finding.analysis.num_bad, finding.analysis.numel)} elements{where}.",
+        explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {bad} elements "
+        f"infinite{in_fp32}.",
         evidence=(
-            Evidence(
-                name="num_zero",
-                value=argument.counts.num_zero,
-                text=f"{argument.counts.num_zero:,} of the argument's elements are exactly zero",
-            ),
+            Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),
         ),
     )
 

@@ -35,9 +35,12 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     if stats.finite and (stats.absmax or 0.0) <= ABSURD:
         return None
     how = "holds non-finite values" if not stats.finite else f"reaches {number(stats.absmax)}"
+    low = finding.low
+    is_rounded = stats.finite and low is not None and stats.absmax is not None and not low.holds(stats.absmax)
+    copy = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf" if is_rounded and low else ""
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The weight {name} {how} before the forward starts.",
+        explanation=f"The weight {name} {how} before the forward starts{copy}.",
         evidence=(Evidence(name="weight", value=name, text=f"{name} {list(stats.shape)} {how}"),),
     )

@@ -6,7 +6,8 @@ What it is
     `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
     by an infinite derivative: 0 * inf is NaN.
 How nandoctor tells
-    A backward op that makes NaN out of zeros, whose forward result goes into a `where` or a `masked_fill`.
+    A backward op that makes NaN out of zeros, whose forward result goes into a `where`, `masked_fill`, `nan_to_num`,
+    clamp, boolean index or mask.
 Why it happens
     Selection after the fact does not stop the gradient of what was not selected.
 Fix
@@ -22,7 +23,8 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, GradientFinding, clamp_candidate, gradient_evidence, singular_inputs
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.evidence.report import Cause
-from nandoctor.ops import CASTS, DIVISIONS, MOVES, SCALINGS, SELECTIONS, SUMS
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import CASTS, DIVISIONS, LIMITS, MOVES, SCALINGS, SELECTIONS, SUMS
 
 CODE = "where-gradient-trap"
 TITLE = "NaN gradient through the unselected branch of torch.where"
@@ -53,16 +55,30 @@ def _meets_zeros(finding: GradientFinding) -> bool:
 
 
 def _hiding_selection(finding: GradientFinding) -> str | None:
-    """The selection that takes the op's result, directly or through ops that keep its place."""
+    """The selection that takes the op's result: a mask behind ops that keep its place, or a limit on the value itself.
+
+    Behind arithmetic a limit need not meet the singular place: relu(1 - sqrt(x)) keeps x = 0.
+    """
+    for op in _takers(finding, _KEEPS_PLACE):
+        if op.op in SELECTIONS or _is_masking(op):
+            return op.op
+    return next((op.op for op in _takers(finding, MOVES | CASTS) if op.op in LIMITS), None)
+
+
+def _takers(finding: GradientFinding, through: frozenset[str]) -> Iterator[OpCall]:
+    """The ops that take the forward op's result, directly or `through` these ops, nearest first."""
     assert finding.forward is not None
     wave = {finding.forward.order}
     for _ in range(_DEPTH):
         takers = [op for op in finding.ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
-        for op in takers:
-            if op.op in SELECTIONS:
-                return op.op
-        wave = {op.order for op in takers if op.op in _KEEPS_PLACE}
-    return None
+        yield from takers
+        wave = {op.order for op in takers if op.op in through}
+
+
+def _is_masking(op: OpCall) -> bool:
+    """Tell whether the op multiplies by a mask of whole numbers, which makes zero gradients as a selection does."""
+    scalars = dict(op.scalars)
+    return op.op == "mul" and any(tensor.stats is None and tensor.name not in scalars for tensor in op.inputs)
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

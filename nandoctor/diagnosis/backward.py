@@ -5,12 +5,15 @@ In: the traces of both runs with their backward passes. Out: a `Conclusion`.
 
 from __future__ import annotations
 
-from nandoctor.causes.base import GradientFinding
+from dataclasses import replace
+
+from nandoctor.causes.base import Finding, GradientFinding
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.conclusion import Conclusion, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.conclusion import Conclusion, finding_at, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.origin import trace_back
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import Diagnosis
-from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.report import Cause, Diagnosis
+from nandoctor.evidence.trace import OpCall, Trace
 
 
 def conclude_backward(
@@ -34,11 +37,34 @@ def conclude_backward(
             ops=ops,
             low=low,
         )
-        cause = find_cause("backward", finding)
+        hidden = _hidden_overflow(finding.forward, trace, reference, low)
+        cause = find_cause("backward", finding) if hidden is None else _explain_hidden(op, hidden)
         diagnoses.append(Diagnosis(origin=origin_at(op, op.analysis, trace), cause=cause))
-        if finding.forward is not None:
+        if hidden is not None:
+            suspects.append(suspect(hidden.op, hidden, cause))
+        elif finding.forward is not None:
             suspects.append(suspect(finding.forward, finding, cause))
     return Conclusion(diagnoses=tuple(diagnoses) or _first_taker(trace), suspects=tuple(suspects))
+
+
+def _hidden_overflow(forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
+    """The overflow behind an Inf that the forward op took or gave, and that a later op made finite again."""
+    if forward is None:
+        return None
+    met = [*forward.outputs, *(tensor.stats for tensor in forward.inputs)]
+    if all(stats is None or stats.finite for stats in met):
+        return None
+    found = trace_back(trace.ops, reference, [forward.order])
+    findings = (finding_at(source, trace, low) for source in (*found.sources, *found.written) if source.op.analysis)
+    return next((finding for finding in findings if finding.overflowed), None)
+
+
+def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
+    cause = find_cause("forward", hidden)
+    if cause is None:
+        return None
+    told = f"{cause.explanation} A later op hides that Inf; the backward of {op.op} multiplies it by zero: NaN."
+    return replace(cause, explanation=told)
 
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:

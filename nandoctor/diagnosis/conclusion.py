@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, site_of
 from nandoctor.causes.registry import suggest_changes
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
+from nandoctor.diagnosis.origin import NonfiniteSource
 from nandoctor.evidence.edits import OpSite
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Trace
 
@@ -37,6 +39,17 @@ class Conclusion:
     chain: tuple[Link, ...] = ()
     first_nonfinite: NonfinitePlace | None = None
     complete: bool = True
+
+
+def finding_at(source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Finding:
+    """Put together what the causes are shown of an op that made non-finite values."""
+    return Finding(
+        op=source.op,
+        reference_op=source.reference_op,
+        had_inf_input=source.had_inf_input,
+        ops={op.order: op for op in trace.ops},
+        low=low,
+    )
 
 
 def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Suspect:

@@ -10,9 +10,9 @@ from typing import Literal
 
 from nandoctor.causes.base import Finding, OutsideTensor, is_constant
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.conclusion import Conclusion, Suspect, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
-from nandoctor.diagnosis.origin import NonfiniteSource, NonfiniteTrace, find_swallowed, trace_back
+from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, trace_back
 from nandoctor.diagnosis.outside import Kind, diagnose_outside
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Link
@@ -63,7 +63,7 @@ def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
-    findings = [_finding(source, trace, low) for source in find_swallowed(trace, reference)]
+    findings = [finding_at(source, trace, low) for source in find_swallowed(trace, reference)]
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
         diagnoses=tuple(
@@ -127,7 +127,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, low: FloatFormat) -
     for source in found_trace.sources or (found_trace.written if in_loss else ()):
         if source.op.analysis is None:
             continue
-        finding = _finding(source, trace, low)
+        finding = finding_at(source, trace, low)
         absurd = _absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:
@@ -157,16 +157,6 @@ def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
 
 def _code(diagnosis: Diagnosis) -> str | None:
     return diagnosis.cause.code if diagnosis.cause else None
-
-
-def _finding(source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Finding:
-    return Finding(
-        op=source.op,
-        reference_op=source.reference_op,
-        had_inf_input=source.had_inf_input,
-        ops={op.order: op for op in trace.ops},
-        low=low,
-    )
 
 
 def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:

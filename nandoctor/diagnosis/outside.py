@@ -21,7 +21,7 @@ Kind = Literal["weight", "buffer", "input", "target"]
 
 def diagnose_outside(kind: Kind, name: str, stats: TensorStats, trace: Trace | None = None) -> tuple[Diagnosis, ...]:
     """Diagnose a tensor that was bad from the start; nothing where it was not."""
-    cause = find_cause(kind, OutsideTensor(name=name, stats=stats))
+    cause = find_cause(kind, OutsideTensor(name=name, stats=stats, low=trace.format if trace else None))
     if cause is None:
         return ()
     is_state = kind in ("weight", "buffer")
