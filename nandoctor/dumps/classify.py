@@ -106,7 +106,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
     optimizer = saved.get("optimizer")
     if isinstance(optimizer, Mapping):
         contents.optimizer_eps = read_eps(optimizer)
-        if optimizer.get("state"):
+        if isinstance(optimizer.get("state"), Mapping) and optimizer["state"]:
             _take_optimizer(contents, "optimizer", optimizer)
     return contents, recorded
 

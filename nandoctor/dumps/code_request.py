@@ -174,4 +174,8 @@ def _quote(word: str) -> str:
 
 
 def _escape(letter: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in letter.encode("utf-8", "surrogateescape"))
+    try:
+        data = letter.encode("utf-8", "surrogateescape")  # a byte of a file's name that is not text
+    except UnicodeEncodeError:
+        data = letter.encode("utf-8", "surrogatepass")
+    return "".join(f"\\x{byte:02x}" for byte in data)
