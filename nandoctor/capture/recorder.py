@@ -109,7 +109,8 @@ class Recorder:
         self._tracker = StepTracker(
             self._observer, self._policy, scaler, undo_nbytes=undo_nbytes, on_stop=self._handles.close
         )
-        self._scouted = self._warned = False
+        self._scouted = False
+        self._warned: set[str] = set()
         self._attach(model, method)
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
@@ -179,18 +180,19 @@ class Recorder:
                 "or put the step into `with recorder.step(batch):`.",
             )
         if self._tracker.unwatched_eval and not self._observer.model.training:
-            self._warn_of_eval()
+            self._warn(
+                "recorder.watch was called after a forward in eval mode, which is no step of the training, and looked "
+                "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
+            )
             return
         step.batch = step.batch if batch is None else batch
         self._tracker.watch(step, loss, ask_all=True)
 
-    def _warn_of_eval(self) -> None:
-        if not self._warned:
-            self._warned = True
-            LOG.warning(
-                "recorder.watch was called after a forward in eval mode, which is no step of the training, and looked "
-                "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
-            )
+    def _warn(self, message: str) -> None:
+        """Log a message once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            LOG.warning("%s", message)
 
     def end(self) -> None:
         """End the step that `begin` began.
@@ -265,8 +267,16 @@ class Recorder:
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)
-        if step is not None and self._from_output:
-            self._tracker.watch(step, step.own_loss(), ask_all=True)
+        if step is None or not self._from_output:
+            return
+        loss = step.own_loss()
+        if loss is None and self._training.sources.loss is None:
+            self._warn(
+                "The model's output holds no loss, so it is computed outside of the model, and a replay will see no "
+                "gradients. Give the recorder a function at the top level of a file: loss=loss_of, with "
+                "def loss_of(output, batch): return ..."
+            )
+        self._tracker.watch(step, loss, ask_all=True)
 
     @contextmanager
     def _on_exception(self) -> Iterator[None]:
