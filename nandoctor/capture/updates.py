@@ -58,25 +58,27 @@ class TrainedParameters:
             owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
         self.names = tuple(name for name, _ in owned)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
+        self._uniform = _are_uniform(self.parameters)
+        self._small = [p for p in self.parameters if p.numel() <= _SMALL]
+        self._large = [p for p in self.parameters if p.numel() > _SMALL]
         self._copies = _make_copies(self.parameters, undo_nbytes)
+        self._undo = None if self._copies is None else dict(zip(self.names, self._copies, strict=True))
 
     @property
     def is_current(self) -> bool:
         """False once the optimizer was given other parameters."""
         return self.num_given == _count(self.optimizer)
 
-    @property
-    def can_undo(self) -> bool:
-        """True if the weights from before an update are kept."""
-        return self._copies is not None
-
     def gradients(self) -> torch.Tensor | None:
         """The largest magnitude among the gradients, NaN if one is; None without any."""
-        return largest_magnitude(p.grad for p in self.parameters if p.grad is not None)
+        small, large = ([p.grad for p in group if p.grad is not None] for group in (self._small, self._large))
+        if self._uniform and all(grad.layout is torch.strided for grad in (*small, *large)):
+            return _magnitude_of(small, large)
+        return largest_magnitude((*small, *large))
 
     def weights(self) -> torch.Tensor | None:
         """The largest magnitude among the weights, NaN if one is."""
-        return largest_magnitude(self.parameters)
+        return _magnitude_of(self._small, self._large) if self._uniform else largest_magnitude(self.parameters)
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, for an update that has to be undone; None where there is no room for it."""
@@ -84,7 +86,7 @@ class TrainedParameters:
             return None
         with torch.no_grad():
             copy_tensors(self._copies, self.parameters)
-        return dict(zip(self.names, self._copies, strict=True))
+        return self._undo
 
     def nonfinite(self) -> dict[str, list[int]]:
         """Of each parameter that is non-finite now, how many values are so, of how many. Waits for the device."""
@@ -114,21 +116,39 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     if not groups:
         return None
     with torch.no_grad():
-        found = [bound for group in groups.values() for bound in _bounds(group)]
+        found = [bound for group in groups.values() for bound in _bounds_of(group)]
         wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
         return torch.stack([bound.to(found[0].device, wide) for bound in found]).abs().amax()
 
 
-def _bounds(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Numbers of which one has the largest magnitude."""
     if tensors[0].is_complex():
         tensors = [torch.view_as_real(tensor) for tensor in tensors]
     if tensors[0].is_cuda:
         return infinity_norms(tensors)
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-    large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
-    large += [torch.cat([*map(torch.ravel, small)])] if small else []
-    return [bound for tensor in large for bound in torch.aminmax(tensor)]
+    return _bounds_on_cpu(small, [tensor for tensor in tensors if tensor.numel() > _SMALL])
+
+
+def _bounds_on_cpu(small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    flat = [torch.cat([*map(torch.ravel, small)])] if small else []
+    return [bound for tensor in (*flat, *large) for bound in torch.aminmax(tensor)]
+
+
+def _are_uniform(tensors: Sequence[torch.Tensor]) -> bool:
+    """True of dense real tensors of one format on a CPU, which need no sorting at each step."""
+    plain = all(type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() for tensor in tensors)
+    kinds = {(tensor.device.type, tensor.dtype) for tensor in tensors}
+    return plain and len(kinds) == 1 and all(kind == "cpu" and dtype.is_floating_point for kind, dtype in kinds)
+
+
+def _magnitude_of(small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The largest magnitude of uniform tensors, in their own format."""
+    if not small and not large:
+        return None
+    with torch.no_grad():
+        return torch.stack(_bounds_on_cpu(small, large)).abs().amax()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
