@@ -14,7 +14,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.diagnosis.backward import conclude_backward
+from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.findings import Findings
@@ -216,7 +216,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))
     if not sound or not trace.bad_gradients:
-        return findings
+        return replace(findings, notes=describe_removed(trace) if sound else ())
     reference = step.run(REFERENCE, watch).trace
     fixed = step.loss_scale > 1 and not _gradients_at_scale_one(step, watch)
     return replace(

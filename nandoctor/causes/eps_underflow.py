@@ -9,7 +9,7 @@ How nandoctor tells
     An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
     made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
     and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
-    or a bound just below one, of which the format makes one.
+    or a bound, a factor or a term beside one (0.99999, 1 + 1e-5) of which the format makes one.
 Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix
@@ -46,6 +46,7 @@ from nandoctor.ops import (
     MAXIMA,
     MINIMA,
     MOVES,
+    SCALINGS,
     SINGULAR_INPUTS,
     SUBTRACTIONS,
     SUMS,
@@ -110,7 +111,8 @@ def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tup
             for eps in _small_constants(op) if op.op in _ADDING else ():
                 if _vanishes(op, eps) or (op.order in subtracted and _is_absorbed(op, eps)):
                     yield op, eps
-            yield from ((op, eps) for eps in _gaps_below_one(op) if op.order in subtracted | near)
+            is_margin = op.op in _BOUNDING or _is_inside(singular, tensor)
+            yield from ((op, eps) for eps in _gaps_beside_one(op) if is_margin and op.order in subtracted | near)
 
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
@@ -131,13 +133,22 @@ def _small_constants(op: OpCall) -> list[float]:
     return [abs(value) for _, value in op.scalars if 0 < abs(value) <= LARGEST_EPS]
 
 
-def _gaps_below_one(op: OpCall) -> list[float]:
-    """By how much the op was to keep below one in magnitude, where its format makes exactly one of that."""
+def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
+    """Tell whether the argument stays within the domain: one beyond the edge misses more than a margin beside it."""
+    domain, stats = DOMAINS.get(singular.op), tensor.stats
+    if domain is None or stats is None or stats.min is None or stats.max is None:
+        return True
+    return domain.low <= stats.min and stats.max <= domain.high
+
+
+def _gaps_beside_one(op: OpCall) -> list[float]:
+    """By how much a bound, a factor or a term was to differ from one, where the op's format makes exactly one of it."""
     made = op.outputs[0]
-    if op.op not in _BOUNDING or (made.absmax or 0.0) < 1:
+    is_met = op.op in _BOUNDING and (made.absmax or 0.0) >= 1
+    if not is_met and op.op not in SCALINGS | SUMS:
         return []
-    gaps = (1 - abs(value) for _, value in op.scalars)
-    return [gap for gap in gaps if 0 < gap <= LARGEST_EPS and made.dtype.round(1 - gap) == 1]
+    gaps = ((abs(1 - abs(value)), abs(value)) for _, value in op.scalars)
+    return [gap for gap, value in gaps if 0 < gap <= LARGEST_EPS and made.dtype.round(value) == 1]
 
 
 def _vanishes(op: OpCall, eps: float) -> bool:
@@ -171,8 +182,8 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     for place, eps in _lost_constants(singular, finding.ops):
         argument = constant_argument(place, eps)
         was = dict(place.scalars).get(argument or "")
-        if argument is None or was is None:
-            continue
-        kept = [math.copysign(value, was) for value in _LARGER if value > eps and place.outputs[0].dtype.round(value)]
-        yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
+        if argument is not None and was is not None:
+            low = place.outputs[0].dtype
+            kept = [math.copysign(value, was) for value in _LARGER if value > eps and low.round(value)]
+            yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
         yield (KeepOp(site=replace(site_of(place), op="")),)

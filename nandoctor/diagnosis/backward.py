@@ -14,6 +14,7 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.text import file_line
 
 
 def conclude_backward(
@@ -45,6 +46,18 @@ def conclude_backward(
         elif finding.forward is not None:
             suspects.append(suspect(finding.forward, finding, cause))
     return Conclusion(diagnoses=tuple(diagnoses) or _first_taker(trace), suspects=tuple(suspects))
+
+
+def describe_removed(trace: Trace) -> tuple[str, ...]:
+    """Tell of non-finite gradients that one backward op makes and a later one removes before they reach a parameter."""
+    made = [op for op in trace.backward if op.analysis is not None]
+    if not made or trace.bad_gradients:
+        return ()
+    line = f" ({file_line(made[0].source.file, made[0].source.line)})" if made[0].source else ""
+    return (
+        f"The backward of {made[0].op}{line} makes non-finite gradients, and a later op multiplies them away: the "
+        "gradients of all parameters are finite. torch.autograd.detect_anomaly would stop there.",
+    )
 
 
 def _hidden_overflow(forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:

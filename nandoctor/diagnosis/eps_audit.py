@@ -18,7 +18,19 @@ from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import LARGEST_EPS, round_constant
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CASTS, CLAMPS, EPS_IN_FP32, EPS_IN_INPUT, FILLS, MAXIMA, MOVES, PRODUCTS, SUMS, UNFILLED
+from nandoctor.ops import (
+    CASTS,
+    CLAMPS,
+    EPS_IN_FP32,
+    EPS_IN_INPUT,
+    FILLS,
+    MAXIMA,
+    MOVES,
+    PRODUCTS,
+    SCALINGS,
+    SUMS,
+    UNFILLED,
+)
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
@@ -49,27 +61,46 @@ def audit(
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        if value is None or not _is_constant(op, name, ops) or (op.op in FILLS and op.order not in guards):
+        if value is None or not _is_constant(op, name, ops) or (_needs_guard(op, name) and op.order not in guards):
             continue
         use = _in_format(_place(op, name, value), _format_used(op))
-        if name == "max" and number > 0:
-            use = replace(use, name="1 - max", rounded=1 - _format_used(op).round(number))
+        if _is_beside_one(op, name, number):
+            use = replace(
+                use,
+                name=f"1 - {name}" if number < 1 else f"{name} - 1",
+                rounded=abs(1 - _format_used(op).round(number)),
+            )
             use = replace(use, effect="normal" if use.rounded else "zero", rel_err=abs((use.rounded or 0) / value - 1))
         yield replace(use, absorbed_share=_absorbed_share(op, name), bound_share=_bound_share(op, name))
 
 
 def _eps_in(op: OpCall, name: str, value: float) -> float | None:
     """The argument as an eps, None where this op does something else with it."""
-    if op.op in CLAMPS and name == "max" and isfinite(value):
-        value = float(f"{1 - value:.6g}") if value > 0 else -value
+    beside_one = _is_beside_one(op, name, value)
+    if beside_one:
+        value = float(f"{abs(1 - value):.6g}")
+    elif op.op in CLAMPS and name == "max" and isfinite(value):
+        value = -value
     is_eps = (
-        name == "eps"
+        beside_one
+        or name == "eps"
         or (op.op in CLAMPS and name in ("min", "max"))
         or (op.op in MAXIMA and name in ("self", "other"))
         or (op.op in FILLS and name in _FILLINGS)
         or (op.op in SUMS and name == "other")
     )
     return value if is_eps and 0 < value <= LARGEST_EPS else None
+
+
+def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
+    """Tell whether the number is one plus or minus an eps: a bound, or what Python made of `p * (1 - 1e-5)`."""
+    is_bound = op.op in CLAMPS and name == "max" and number > 0
+    return is_bound or (op.op in SCALINGS | SUMS and name == "other" and 0 < abs(1 - number) <= LARGEST_EPS)
+
+
+def _needs_guard(op: OpCall, name: str) -> bool:
+    """Tell whether the number is an eps only if what the op gives is guarded by it: 0.9999 may be a momentum."""
+    return op.op in FILLS or (op.op in SCALINGS and name == "other")
 
 
 def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:

@@ -83,3 +83,28 @@ def test_exponential_that_fits_is_healthy(examine):
 def test_what_hides_nothing_is_not_blamed(examine, then):
     report = examine(Head(then), {"x": normal(4, 8)}, loss=mean)
     assert blamed(report) == ("numerics", "", "sqrt", "gradient-singularity")
+
+
+class Rooted(nn.Module):
+    """The root of a relu: its infinite derivative at 0 meets relu's zero, and is replaced."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.shift = shift
+
+    def forward(self, x):
+        return torch.sqrt(torch.relu(self.layer(x)) + self.shift)
+
+
+def test_gradient_that_relu_removes_is_healthy_and_noted(examine):
+    report = examine(Rooted(0.0), {"x": normal(4, 8)}, loss=mean)
+    assert blamed(report) == ("healthy",)
+    (note,) = [note for note in report.notes if "detect_anomaly" in note]
+    assert "sqrt" in note
+    assert "test_hidden_branches.py:" in note
+
+
+def test_nothing_is_noted_where_nothing_was_removed(examine):
+    report = examine(Rooted(1e-2), {"x": normal(4, 8)}, loss=mean)
+    assert not any("detect_anomaly" in note for note in report.notes)

@@ -1,0 +1,52 @@
+"""An eps that Python folds into the number one before torch sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from visits import blamed, normal
+
+
+class Evidence(nn.Module):
+    """The logarithm of what a saturated probability leaves, kept off zero by a factor or a term beside one."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.rest = rest
+
+    def forward(self, x):
+        return torch.log(self.rest(torch.sigmoid(self.layer(x).abs() * 20)))
+
+
+FOLDED = {"mul": lambda p, eps: 1 - p * (1 - eps), "rsub": lambda p, eps: (1 + eps) - p}
+in_both_ways = pytest.mark.parametrize("op", FOLDED)
+
+
+@in_both_ways
+def test_eps_that_fp16_loses_beside_one(examine, op):
+    report = examine(Evidence(lambda p: FOLDED[op](p, 1e-5)), {"x": normal(4, 8)})
+    assert blamed(report) == ("precision", "", "log", "eps-underflow")
+    assert f"used by {op} in fp16" in report.cause.evidence[0].text
+
+
+@in_both_ways
+def test_eps_that_fp16_keeps_beside_one(examine, op):
+    assert blamed(examine(Evidence(lambda p: FOLDED[op](p, 1e-2)), {"x": normal(4, 8)})) == ("healthy",)
+
+
+@in_both_ways
+def test_audit_sees_the_folded_eps(examine, op):
+    report = examine(Evidence(lambda p: FOLDED[op](p, 1e-5)), {"x": normal(4, 8)})
+    (use,) = [use for use in report.eps_audit if use.op == op]
+    assert (use.value, use.rounded, use.effect) == (pytest.approx(1e-5), 0.0, "zero")
+    assert use.name == ("1 - other" if op == "mul" else "other - 1")
+
+
+def test_factor_that_guards_nothing_is_no_eps(examine):
+    class Decay(nn.Module):
+        def forward(self, x):
+            return x * 0.9999
+
+    assert examine(Decay(), {"x": normal(4, 8)}).eps_audit == ()

@@ -1,0 +1,105 @@
+"""Targets, weights and infinities that were there before: told as what they are, in numbers that do not conflict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from visits import blamed, normal
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "selected": lambda out, target: (out[:, 2] - target[:, 2]).square().mean(),
+    "normalised": lambda out, target: F.l1_loss(out, (target - target.mean()) / target.std()),
+    "logits": F.binary_cross_entropy_with_logits,
+    "cast": lambda out, target: (out - target.half().float()).abs().mean(),
+}
+
+
+def target(number):
+    values = normal(4, 8)
+    values[1, 2] = number
+    return values
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nan_target_that_the_loss_meets_first(examine, name):
+    batch = {"x": normal(4, 8), "target": target(math.nan)}
+    report = examine(nn.Linear(8, 8), batch, loss=lambda out, batch: LOSSES[name](out.float(), batch["target"]))
+    assert blamed(report) == ("input", "", None, "poisoned-target")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_finite_target_is_healthy(examine, name):
+    batch = {"x": normal(4, 8), "target": target(0.5)}
+    report = examine(nn.Linear(8, 8), batch, loss=lambda out, batch: LOSSES[name](out.float(), batch["target"]))
+    assert blamed(report) == ("healthy",)
+
+
+def with_weight(value):
+    layer = nn.Linear(8, 8)
+    with torch.no_grad():
+        layer.weight[0, 0] = value
+    return nn.Sequential(layer)
+
+
+def test_finite_weight_past_the_range_is_told_as_that(examine):
+    report = examine(with_weight(1e6), {"input": normal(4, 8)})
+    assert blamed(report) == ("state", "0", None, "poisoned-weights")
+    assert "1,000,000" in report.cause.explanation
+    assert "65,504" in report.cause.explanation
+    assert "non-finite" not in report.cause.explanation
+
+
+def test_large_weight_that_fits_is_healthy(examine):
+    assert blamed(examine(with_weight(1e3), {"input": normal(4, 8)})) == ("healthy",)
+
+
+class Gated(nn.Module):
+    """Logarithms of a gate that is zero or one, gathered by a product with mostly zeros."""
+
+    def __init__(self, product, floor):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.product = product
+        self.floor = floor
+
+    def forward(self, x):
+        gate = (self.layer(x) > 0).float()
+        return self.product(torch.eye(4), torch.log(gate.clamp(min=self.floor) if self.floor else gate))
+
+
+PRODUCTS = {"matmul": torch.matmul, "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b)}
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_zero_times_infinity_inside_a_product(examine, op):
+    report = examine(Gated(PRODUCTS[op], 0.0), {"x": normal(4, 8)})
+    assert blamed(report) == ("numerics", "", op, "indeterminate-form")
+    assert "0 * inf" in report.cause.explanation
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_product_without_infinities(examine, op):
+    assert blamed(examine(Gated(PRODUCTS[op], 1e-3), {"x": normal(4, 8)})) == ("healthy",)
+
+
+class Growth(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gain = gain
+
+    def forward(self, x):
+        return torch.exp(self.layer(x).float().abs() * self.gain + self.gain)
+
+
+def test_exponential_past_float64_has_no_question_mark(examine):
+    report = examine(Growth(1000.0), {"x": normal(4, 8)})
+    assert blamed(report) == ("numerics", "", "exp", "exp-overflow")
+    assert "?" not in " ".join((report.cause.explanation, *(item.text for item in report.cause.evidence)))
+    assert "more than even float64 holds" in report.cause.explanation
+    assert blamed(examine(Growth(1.0), {"x": normal(4, 8)})) == ("healthy",)
