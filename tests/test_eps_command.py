@@ -36,7 +36,7 @@ def test_a_value_is_shown_in_every_format_on_one_screen():
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:3] == ["fp16", "0", "zero"]
-    assert "added to anything, it is lost" in lines[1]
+    assert "0 (always)" in lines[1]
 
 
 def test_a_value_as_json_has_no_infinity_in_it():

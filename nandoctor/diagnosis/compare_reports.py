@@ -17,11 +17,11 @@ LARGE_CHANGE_BITS = 0.5
 
 _SOUND = ("healthy", "not-reproduced")
 _HEADLINES: dict[Outcome, str] = {
-    "cured": "The failure is gone",
+    "fixed": "The failure is gone",
     "broken": "What was finite is not any more",
     "moved": "It still fails, in another way",
     "same-failure": "The same failure in both",
-    "both-sound": "Neither is non-finite",
+    "both-finite": "Neither is non-finite",
 }
 
 
@@ -53,7 +53,7 @@ def _rows(report: Report) -> dict[tuple[str, int], LayerRow]:
 def _find_outcome(before: Report, after: Report) -> Outcome:
     was_sound, is_sound = before.verdict in _SOUND, after.verdict in _SOUND
     if was_sound or is_sound:
-        return "both-sound" if was_sound and is_sound else "broken" if was_sound else "cured"
+        return "both-finite" if was_sound and is_sound else "broken" if was_sound else "fixed"
     return "same-failure" if _failure(before) == _failure(after) else "moved"
 
 

@@ -111,7 +111,7 @@ def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple
     if verdict == "not-reproduced":
         return (_ADVICE[verdict], *dump.missing)
     cause = conclusion.diagnoses[0].cause if conclusion.diagnoses else None
-    explain = (f"What this is and how it is cured: nandoctor explain {cause.code}",) if cause else ()
+    explain = (f"What this is and how to fix it: nandoctor explain {cause.code}",) if cause else ()
     return (*explain, _ADVICE.get(verdict, _PLOT))
 
 

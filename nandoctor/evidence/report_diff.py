@@ -1,4 +1,4 @@
-"""Two reports side by side: what the diff of a failure and its cure, of two epochs or of two formats says.
+"""Two reports side by side: what the diff of a failure and its fix, of two epochs or of two formats says.
 
 In: what the rules found to differ. Out: `Comparison`, frozen plain data.
 """
@@ -13,7 +13,7 @@ from nandoctor.evidence.trace import Place
 
 COMPARISON_SCHEMA = "nandoctor.comparison/2"
 
-Outcome = Literal["cured", "broken", "moved", "same-failure", "both-sound"]
+Outcome = Literal["fixed", "broken", "moved", "same-failure", "both-finite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class LayerChange:
 class Comparison:
     """What changed from one report to the other.
 
-    `cured`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are, from another
-    origin or cause; `same-failure`, `both-sound`. `layers` has the calls that both runs made and whose finiteness
+    `fixed`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are, from another
+    origin or cause; `same-failure`, `both-finite`. `layers` has the calls that both runs made and whose finiteness
     changed or whose absmax changed by a factor of 1.4 or more, those that became non-finite or finite first, then the
     largest changes. `num_shared` counts the calls that both made; those of one run alone are listed.
     """

@@ -15,14 +15,14 @@ from rich.text import Text
 from nandoctor.evidence.report_diff import Comparison, LayerChange
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.verdicts import BAD, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number
 
 _MAX_LAYERS = 12
 _MAX_NAMED = 3
 _MIN_NAME_WIDTH = 16
 _NUMBERS_WIDTH = 44
-_BADGES = {"cured": "black on green", "both-sound": "black on green", "same-failure": "black on yellow"}
-_BAD_BADGE = "white on red"
+_TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken": BAD, "moved": BAD}
 _NONE = "none"
 
 
@@ -38,7 +38,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
-    badge = Text(f" {comparison.outcome.upper()} ", style=_BADGES.get(comparison.outcome, _BAD_BADGE))
+    badge = Text(f" {comparison.outcome.upper()} ", style=_TONES[comparison.outcome].badge)
     yield Text.assemble(badge, " ", literal(comparison.headline, "bold"))
     yield Text()
     yield labelled([("before", comparison.before), ("after", comparison.after)])

@@ -36,7 +36,7 @@ def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUs
 def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:
     """Print one block for each number, one line for each format."""
     for place, value in enumerate(dict.fromkeys(rounded.value for rounded in rounded_constants)):
-        table = _table(constant(value), "becomes", "which is", "x + eps == x from |x| =")
+        table = _table(constant(value), "becomes", "which is", "lost when added to |x| >=")
         for rounded in (rounded for rounded in rounded_constants if rounded.value == value):
             cells = (
                 rounded.format.label,
@@ -53,7 +53,7 @@ def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
     if not uses:
         _print([literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")], console)
         return
-    table = _table("where", "line", "eps", "used by", "in", "and was")
+    table = _table("where", "line", "eps", "used by", "in", "became")
     for use in uses:
         cells = (_place(use), _line(use), constant(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
         table.add_row(*map(literal, cells), style=_WARNING.get(use.effect or "", ""))
@@ -90,7 +90,7 @@ def _table(*headings: str) -> Table:
 
 def _absorbed_from(rounded: RoundedConstant) -> str:
     if rounded.absorbed_from == 0:
-        return "0: added to anything, it is lost"
+        return "0 (always)"
     return "never" if math.isinf(rounded.absorbed_from) else number(rounded.absorbed_from)
 
 

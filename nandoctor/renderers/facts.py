@@ -27,17 +27,6 @@ from nandoctor.text import (
     shape_text,
 )
 
-MEANINGS = {
-    "precision": "non-finite under autocast only, fp32 stays finite",
-    "numerics": "non-finite in fp32 as well: not a matter of precision",
-    "state": "the saved weights or buffers are non-finite",
-    "input": "the saved batch is non-finite before any layer sees it",
-    "loss-scale": "the loss scale alone was too large; a GradScaler skips such a step",
-    "silent": "a value overflowed and was swallowed: the output is finite and wrong",
-    "healthy": "nothing is non-finite",
-    "not-reproduced": "the saved failure did not come back",
-}
-
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
 _MAX_LISTED = 3
@@ -49,20 +38,20 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One line of the story. The text is printable: names from dumps and models stand in it escaped."""
+    """A label and a sentence. The text is printable: names from dumps and models stand in it escaped."""
 
     label: str
     text: str
 
 
-def tell(report: Report) -> list[Fact]:
+def list_facts(report: Report) -> list[Fact]:
     """The facts in the order of reading: may the replay be believed, what came first, what fp32 does there."""
     facts = [Fact(label="replay", text=describe_reproduction(report.reproduction))]
     if report.first_nonfinite is not None:
-        facts += _tell_first(report.first_nonfinite, report)
-    facts += _tell_cause(report)
-    facts += _tell_state(report)
-    facts += _tell_runs(report)
+        facts += _first_facts(report.first_nonfinite, report)
+    facts += _cause_facts(report)
+    facts += _state_facts(report)
+    facts += _run_facts(report)
     return facts
 
 
@@ -76,11 +65,11 @@ def describe_reproduction(reproduction: Reproduction) -> str:
     if reproduction.grade in ("exact", "same-mask"):
         same = f"the same {saved} are non-finite" if reproduction.num_bad_saved else "finite in both"
         error = reproduction.max_rel_err or 0.0
-        agrees = "agrees" if reproduction.grade == "exact" or error <= _CLOSE else "agrees in part"
-        return f"{agrees} with the saved {output}: {same}, {_closeness(reproduction)}"
+        agrees = "reproduces" if reproduction.grade == "exact" or error <= _CLOSE else "reproduces in part"
+        return f"{agrees} the saved {output}: {same}, {_closeness(reproduction)}"
     replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
     tried = f" (tried {'; '.join(map(_describe_attempt, reproduction.attempts))})" if reproduction.attempts else ""
-    return f"disagrees with the saved {output}: {saved} are non-finite there, {replayed}{tried}"
+    return f"does not reproduce the saved {output}: {saved} are non-finite there, {replayed}{tried}"
 
 
 def _describe_attempt(attempt: ReplayAttempt) -> str:
@@ -94,23 +83,23 @@ def _count(count: int | None) -> str:
 
 def _closeness(reproduction: Reproduction) -> str:
     if reproduction.grade == "exact":
-        return "exact"
+        return "all others identical" if reproduction.num_bad_saved else "all identical"
     if reproduction.max_rel_err is None:
         return "no finite ones to compare"
     return f"the finite ones within {percent(reproduction.max_rel_err)} of the largest"
 
 
-def _tell_first(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
-    yield Fact(label="first bad", text=_describe_place(first))
+def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
+    yield Fact(label="first", text=_describe_place(first))
     yield Fact(label="extent", text=_describe_extent(first))
     if first.inputs:
-        yield Fact(label="went in", text=_describe_inputs(first.inputs))
+        yield Fact(label="input", text=_describe_inputs(first.inputs))
     if reference := _describe_reference(first, report):
         yield Fact(label="in fp32", text=reference)
 
 
-def _tell_cause(report: Report) -> Iterator[Fact]:
-    """Where the damage was born, on which line, why, the way it took, and what else is wrong."""
+def _cause_facts(report: Report) -> Iterator[Fact]:
+    """What made the first non-finite value, on which line, why, how it spread, and what else is wrong."""
     if report.origin is None:
         return
     yield Fact(label="origin", text=describe_origin(report.origin))
@@ -120,7 +109,7 @@ def _tell_cause(report: Report) -> Iterator[Fact]:
     if report.cause is not None:
         yield Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}")
     if len(report.chain) > 1:
-        yield Fact(label="way", text=_describe_way(report.chain))
+        yield Fact(label="path", text=_describe_path(report.chain))
     if report.bad_gradients:
         names = [_name(stats.path) for stats in report.bad_gradients]
         yield Fact(label="gradients", text=f"{len(names)} are non-finite: {join_first(names, _MAX_LISTED)}")
@@ -138,7 +127,7 @@ def describe_origin(origin: Origin) -> str:
     return f"{backward}{origin.op} in {_name(origin.place.in_words)}: {damage}"
 
 
-def _describe_way(chain: Sequence[Link]) -> str:
+def _describe_path(chain: Sequence[Link]) -> str:
     """The modules that the damage went through, from where it was born to where it showed."""
     stops = [f"{link.op} in {_name(link.place.in_words)}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
@@ -165,19 +154,17 @@ def _describe_place(first: FirstNonfinite) -> str:
     owner = _name(first.place.with_type)
     if first.where == "output" or first.seen_in is None:
         return f"{owner}, in its output"
-    return f"{owner}, in its own forward: seen going into {_name(first.seen_in.label)}"
+    return f"inside the forward of {owner}, before the call of {_name(first.seen_in.label)}"
 
 
 def _describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
-    tensor = f"{first.value.dtype} {shape_text(first.value.shape)}"
     found = first.elements
-    parts = [f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)} elements ({tensor})"]
+    extent = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
     if found.samples and len(first.value.shape) > 1:
-        parts.append(samples_text(found.samples, first.value.shape[0]))
-    if found.first_index:
-        parts.append(f"first at {shape_text(found.first_index)}")
-    return ", ".join(parts)
+        extent += f", {samples_text(found.samples, first.value.shape[0])}"
+    where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
+    return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
 
 
 def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
@@ -187,12 +174,12 @@ def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
 
 
 def _describe_range(stats: TensorStats) -> str:
-    limit = "no finite value" if stats.absmax is None else f"absmax {number(stats.absmax)}"
-    return f"{'finite' if stats.finite else 'non-finite'} {stats.dtype}, {limit}"
+    limit = "no finite value" if stats.absmax is None else f"up to {number(stats.absmax)}"
+    return f"{'finite' if stats.finite else 'non-finite'}, {limit} ({stats.dtype})"
 
 
 def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
-    """What fp32 has in the tensor that went bad, against what the format of that tensor can hold."""
+    """What fp32 has in the tensor that is the first non-finite one, against what the format of that tensor can hold."""
     reference = _find_reference(first, report)
     if reference is not None and not reference.finite:
         return "non-finite at this place as well"
@@ -200,11 +187,11 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
         return None
     low = first.value.dtype
     if low == FP32:
-        return f"finite, absmax {number(first.would_be)}"
+        return f"finite, up to {number(first.would_be)}"
     if low.holds(first.would_be):
-        return f"finite, absmax {number(first.would_be)}, which {low} can hold (up to {number(low.max)})"
+        return f"finite, up to {number(first.would_be)}, which {low} can hold ({number(low.max)})"
     value = number(first.would_be, unlike=low.max)
-    return f"{value}: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
+    return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
 
 
 def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
@@ -221,19 +208,19 @@ def _at_path(tensors: Sequence[TensorStats], path: str) -> TensorStats | None:
     return next((stats for stats in tensors if stats.path == path), None)
 
 
-def _tell_state(report: Report) -> Iterator[Fact]:
+def _state_facts(report: Report) -> Iterator[Fact]:
     if report.dump.bad_weights:
-        yield Fact(label="bad weights", text=_list_arrays(report.dump.bad_weights))
+        yield Fact(label="weights", text=_list_arrays(report.dump.bad_weights))
     if report.dump.bad_buffers:
-        yield Fact(label="bad buffers", text=_list_arrays(report.dump.bad_buffers))
+        yield Fact(label="buffers", text=_list_arrays(report.dump.bad_buffers))
 
 
 def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
     texts = [f"{_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
-    return join_first(texts, _MAX_LISTED)
+    return f"non-finite: {join_first(texts, _MAX_LISTED)}"
 
 
-def _tell_runs(report: Report) -> Iterator[Fact]:
+def _run_facts(report: Report) -> Iterator[Fact]:
     if report.runs is None:
         return
     too_large, first = report.runs.first_unholdable, report.first_nonfinite

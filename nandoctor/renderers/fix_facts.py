@@ -1,6 +1,6 @@
-"""What was tried on the failing step, in sentences: cures, other circumstances, fp32 sets, small constants.
+"""What was tried on the failing step, in sentences: fixes, variations, fp32 sets, eps constants.
 
-In: a `Report`. Out: `Cure` records and `Fact`s; nothing where nothing was tried.
+In: a `Report`. Out: `ShownFix` records and `Fact`s; nothing where nothing was tried.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NAME_WIDTH = 64
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 12
 _VISIBLE_ERROR = 0.01
-"""A trial further from fp32 than a cure may be says by how much."""
+"""A trial further from fp32 than a fix may be says by how much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cure:
+class ShownFix:
     """A fix as people read it; `patch` holds its lines, and all text is printable."""
 
     title: str
@@ -38,14 +38,14 @@ class Cure:
     verified: bool
 
 
-def list_cures(report: Report) -> tuple[Cure, ...]:
-    """What cures first, the smallest change before larger ones; then what was tried in vain."""
+def list_fixes(report: Report) -> tuple[ShownFix, ...]:
+    """The fixes that hold first, smallest change first; then those that were tried and do not."""
     ordered = sorted(report.fixes, key=lambda fix: (not fix.verified, fix.rank))
-    return tuple(map(_to_cure, ordered))
+    return tuple(map(_show_fix, ordered))
 
 
-def _to_cure(fix: Fix) -> Cure:
-    return Cure(
+def _show_fix(fix: Fix) -> ShownFix:
+    return ShownFix(
         title=printable(fix.title),
         patch=tuple(printable(line.rstrip()) for line in fix.patch.expandtabs(4).splitlines()),
         outcome=describe_outcome(fix.outcome),
@@ -64,15 +64,15 @@ def describe_outcome(outcome: TrialOutcome) -> str:
     return f"finite, within {percent(outcome.max_rel_err)} of fp32"
 
 
-def tell_cures(report: Report) -> list[Fact]:
-    """The first cure with its patch in full, and a line each for whatever else is known.
+def fix_facts(report: Report) -> list[Fact]:
+    """The first fix with its patch in full, and a line each for whatever else is known.
 
     Constants that are lost are told where the cause is another one: it tells its own.
     """
-    facts = list(_tell_first(report))
+    facts = list(_first_facts(report))
     if report.fp32_sets is not None and report.fp32_sets.sets:
-        facts.append(Fact(label="fp32 in", text=describe_fp32_sets(report.fp32_sets)))
-    facts += tell_trials(report.counterfactuals)
+        facts.append(Fact(label="fp32 fixes", text=describe_fp32_sets(report.fp32_sets)))
+    facts += variation_facts(report.counterfactuals)
     if lost := _find_untold(report):
         facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
     return facts
@@ -84,22 +84,29 @@ def _find_untold(report: Report) -> list[EpsUse]:
     return [use for use in report.eps_audit if use.effect == "zero" and not told]
 
 
-def _tell_first(report: Report) -> Iterator[Fact]:
-    cures = list_cures(report)
-    verified = [cure for cure in cures if cure.verified]
+def _first_facts(report: Report) -> Iterator[Fact]:
+    fixes = list_fixes(report)
+    verified = [fix for fix in fixes if fix.verified]
     if not verified:
-        if cures:
-            yield Fact(label="cure", text=f"none of {len(cures)} tried held: {join_first([c.title for c in cures], 2)}")
+        if fixes:
+            yield Fact(label="fix", text=_describe_failure(fixes))
         return
     first, *others = verified
-    yield Fact(label="cure", text=f"{first.title}: tried, {first.outcome}")
-    yield from tell_patch(first.patch)
+    yield Fact(label="fix", text=f"{first.title}: tried, {first.outcome}")
+    yield from patch_facts(first.patch)
     if others:
         more = f"; {len(others) - 1} more in the report (-o report.html)" if len(others) > 1 else ""
         yield Fact(label="or", text=f"{others[0].title}: {others[0].outcome}{more}")
 
 
-def tell_patch(patch: Sequence[str]) -> Iterator[Fact]:
+def _describe_failure(fixes: Sequence[ShownFix]) -> str:
+    titles = join_first([fix.title for fix in fixes], 2)
+    if len(fixes) == 1:
+        return f"the one change that was tried did not help: {titles}"
+    return f"none of the {len(fixes)} changes that were tried helped: {titles}"
+
+
+def patch_facts(patch: Sequence[str]) -> Iterator[Fact]:
     """One line each, the label beside the first."""
     for place, line in enumerate(patch[:_MAX_PATCH_LINES]):
         yield Fact(label="" if place else "patch", text=line)
@@ -108,7 +115,7 @@ def tell_patch(patch: Sequence[str]) -> Iterator[Fact]:
 
 
 def describe_fp32_sets(search: Fp32SetSearch) -> str:
-    """The smallest sets of modules each of which cures when it is kept in fp32."""
+    """The smallest sets of modules each of which fixes the step when it is kept in fp32."""
     sets = [
         join_first([_describe_member(module) for module in fp32_set.modules], _MAX_LISTED) for fp32_set in search.sets
     ]
@@ -126,18 +133,18 @@ def describe_fp32_sets(search: Fp32SetSearch) -> str:
 
 def _describe_member(member: Fp32Module) -> str:
     owner = _name(member.module or "the model")
-    return owner if member.children else f"the own ops of {owner}"
+    return owner if member.children else f"{owner} without its submodules"
 
 
-def tell_trials(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
+def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
     """One line for each thing that was varied and mattered: with which settings the step is finite or fails."""
     groups = list(dict.fromkeys(trial.group for trial in trials if trial.outcome.finite))
     if trials and not groups:
-        yield Fact(label="trials", text="the step fails in all other circumstances that were tried")
+        yield Fact(label="variations", text="the step fails in all of them")
     for group in groups:
         same = [trial for trial in trials if trial.group == group]
         name = group.replace("-", " ").ljust(max(map(len, groups)))
-        yield Fact(label="" if group != groups[0] else "trials", text=f"{name}  {_describe_group(same)}")
+        yield Fact(label="" if group != groups[0] else "variations", text=f"{name}  {_describe_group(same)}")
 
 
 def _describe_group(trials: Sequence[Counterfactual]) -> str:
@@ -174,7 +181,7 @@ class TableLine:
     failed: bool
 
 
-def list_trials(report: Report) -> list[TableLine]:
+def list_variations(report: Report) -> list[TableLine]:
     """A table: what was varied, what it was set to, what came of it."""
     return [
         TableLine(

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.atomic_write import write_text
-from nandoctor.renderers.facts import MEANINGS, Fact, tell
-from nandoctor.renderers.fix_facts import Cure, describe_fp32_sets, list_constants, list_cures, list_trials
+from nandoctor.renderers.facts import Fact, list_facts
+from nandoctor.renderers.fix_facts import ShownFix, describe_fp32_sets, list_constants, list_fixes, list_variations
 from nandoctor.renderers.table import LayerTable, make_table
-from nandoctor.text import bits_text, printable
+from nandoctor.renderers.verdicts import VERDICTS
+from nandoctor.text import bits_text, plural, printable
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
-_OPEN_CURES = 2
+_OPEN_FIXES = 2
 _FENCE = re.compile(r"`{3,}")
 
 
@@ -28,25 +29,25 @@ def write_markdown(report: Report, path: Path) -> None:
 
 
 def report_markdown(report: Report) -> str:
-    """Verdict, facts, cures with their patches; the layers and the versions fold away."""
+    """Verdict, facts, fixes with their patches; the layers and the versions fold away."""
     return "\n".join(_lines(report)) + "\n"
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"### {report.verdict.upper()}: {MEANINGS[report.verdict]}"
+    yield f"### {report.verdict.upper()}: {VERDICTS[report.verdict].meaning}"
     yield from ("", f"**{escape(report.headline)}**", "")
-    yield from _facts(tell(report))
-    cures = list_cures(report)
-    for cure in cures[:_OPEN_CURES]:
-        yield from _cure(cure)
-    if others := cures[_OPEN_CURES:]:
-        yield from _fold(f"{len(others)} more that {'were' if len(others) > 1 else 'was'} tried", _each(others))
+    yield from _facts(list_facts(report))
+    fixes = list_fixes(report)
+    for fix in fixes[:_OPEN_FIXES]:
+        yield from _fix(fix)
+    if others := fixes[_OPEN_FIXES:]:
+        yield from _fold(f"{plural(len(others), 'more fix', 'more fixes')} tried", _each(others))
     if report.counterfactuals or report.fp32_sets:
-        yield from _fold("the same step under other circumstances", _trials(report))
+        yield from _fold("what else was tried", _trials(report))
     if constants := list_constants(report):
-        headings = ("constant", "in", "line", "used by", "which")
+        headings = ("constant", "in", "line", "used by", "becomes")
         yield from _fold(
-            "small constants, in the format that they were used in",
+            "eps constants, and what the format made of them",
             _table(headings, [line.cells for line in constants]),
         )
     table = make_table(report)
@@ -66,24 +67,23 @@ def _facts(facts: Sequence[Fact]) -> Iterator[str]:
         yield f"| {escape(fact.label)} | {escape(fact.text)} |"
 
 
-def _cure(cure: Cure) -> Iterator[str]:
-    told = "tried" if cure.verified else "tried in vain"
-    yield from ("", f"**{escape(cure.title)}** ({told}: {cure.outcome})", "")
-    fence = "`" * max([3, *(len(run) + 1 for line in cure.patch for run in _FENCE.findall(line))])
-    if cure.patch:
-        yield from (f"{fence}diff" if _is_diff(cure.patch) else f"{fence}python", *cure.patch, fence)
+def _fix(fix: ShownFix) -> Iterator[str]:
+    yield from ("", f"**{escape(fix.title)}** ({'tried' if fix.verified else 'not a fix'}: {fix.outcome})", "")
+    fence = "`" * max([3, *(len(run) + 1 for line in fix.patch for run in _FENCE.findall(line))])
+    if fix.patch:
+        yield from (f"{fence}diff" if _is_diff(fix.patch) else f"{fence}python", *fix.patch, fence)
 
 
-def _each(cures: Sequence[Cure]) -> Iterator[str]:
-    for cure in cures:
-        yield from _cure(cure)
+def _each(fixes: Sequence[ShownFix]) -> Iterator[str]:
+    for fix in fixes:
+        yield from _fix(fix)
 
 
 def _trials(report: Report) -> Iterator[str]:
     if report.fp32_sets is not None and report.fp32_sets.sets:
-        yield from (f"Enough to be kept in fp32: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
+        yield from (f"Enough to keep in fp32: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
     if report.counterfactuals:
-        yield from _table(("varied", "setting", "outcome"), [line.cells for line in list_trials(report)])
+        yield from _table(("varied", "setting", "outcome"), [line.cells for line in list_variations(report)])
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -64,5 +64,6 @@ def check_ending(path: Path, endings: Sequence[str]) -> None:
     if path.suffix.lower() not in endings:
         *others, last = endings
         raise NanDoctorError(
-            f"{path}: unknown ending; use {', '.join(others)} or {last}.", remedy="Name a file with one of these."
+            f"{path}: unknown ending; use {', '.join(others)} or {last}.",
+            remedy="The ending of the name says what is written.",
         )

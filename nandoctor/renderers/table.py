@@ -65,10 +65,9 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
     shown = layers.window(center, before, after)
     rows = tuple(make_row(report.runs, layers.pairs[index], first_bad=index == layers.first_bad) for index in shown)
     low = report.runs.autocast.dtype
-    what = "the one with the least headroom" if layers.first_bad is None else "the first non-finite one"
     part = part_of(shown.stop, len(layers.pairs))
     return LayerTable(
-        title=f"absmax around {what}: {shown.start + 1:,} to {part}, in order of return",
+        title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
         common=_common_path(layers, shown),
         headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
         rows=rows,
@@ -126,7 +125,7 @@ def _range(row: LayerRow | None) -> str:
 
 def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> Iterator[str]:
     marks = {row.mark for row in rows}
-    first = "first non-finite, on its way in" if layers.before_bad else "first non-finite"
+    first = "first that receives a non-finite input" if layers.before_bad else "first non-finite"
     too_large = f"first whose fp32 value {runs.autocast.dtype} cannot hold"
     if ">" in marks:
         yield f"> {first}"

@@ -13,18 +13,16 @@ from rich.text import Text
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.console import Encodable, labelled, literal
-from nandoctor.renderers.facts import MEANINGS, tell
-from nandoctor.renderers.fix_facts import tell_cures
+from nandoctor.renderers.facts import list_facts
+from nandoctor.renderers.fix_facts import fix_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
+from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import printable, shorten
-
-_BADGES = {"healthy": "black on green", "not-reproduced": "black on yellow", "loss-scale": "black on yellow"}
-_BAD_BADGE = "white on red"
 
 _JUSTIFY: Sequence[JustifyMethod] = ("left", "left", "right", "right", "right", "left")
 _MAX_NOTES = 4
-_LAYERS_BESIDE_CURES = 2
-_LESS_THAN_A_CURE = ("went in", "in fp32", "way")  # all has to fit on one screen
+_LAYERS_BESIDE_FIXES = 2
+_LESS_THAN_A_FIX = ("input", "in fp32", "path")  # all has to fit on one screen
 _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
@@ -48,13 +46,13 @@ def _parts(report: Report, width: int) -> Iterator[Table | Text]:
     yield _verdict(report)
     yield literal(report.headline, "bold")
     yield Text()
-    cures = tell_cures(report)
-    left_out = _LESS_THAN_A_CURE if cures else ()
-    yield labelled((fact.label, fact.text) for fact in tell(report) if fact.label not in left_out)
-    if cures:
+    fixes = fix_facts(report)
+    left_out = _LESS_THAN_A_FIX if fixes else ()
+    yield labelled((fact.label, fact.text) for fact in list_facts(report) if fact.label not in left_out)
+    if fixes:
         yield Text()
-        yield labelled((fact.label, fact.text) for fact in cures)
-    table = make_table(report, before=_LAYERS_BESIDE_CURES, after=1) if cures else make_table(report)
+        yield labelled((fact.label, fact.text) for fact in fixes)
+    table = make_table(report, before=_LAYERS_BESIDE_FIXES, after=1) if fixes else make_table(report)
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")
@@ -68,8 +66,8 @@ def _parts(report: Report, width: int) -> Iterator[Table | Text]:
 
 
 def _verdict(report: Report) -> Text:
-    badge = Text(f" {report.verdict.upper()} ", style=_BADGES.get(report.verdict, _BAD_BADGE))
-    return Text.assemble(badge, f" {MEANINGS[report.verdict]}")
+    verdict = VERDICTS[report.verdict]
+    return Text.assemble(Text(f" {report.verdict.upper()} ", style=verdict.tone.badge), f" {verdict.meaning}")
 
 
 def _capped(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:

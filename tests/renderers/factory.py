@@ -309,7 +309,7 @@ def not_reproduced():
 
 
 def cured():
-    """A failure with all that a search for cures can give."""
+    """A failure with all that a search for fixes can give."""
     made = precision()
     source = SourceLine(file="/home/them/net.py", line=45, text="return x / torch.sqrt(variance + 1e-8)")
     site = OpSite(module="encoder.blocks.2.attention", type="Block", op="add", nth=0)

@@ -26,11 +26,11 @@ def test_a_report_does_not_differ_from_itself():
 @pytest.mark.parametrize(
     ("before", "after", "outcome"),
     [
-        (factory.precision, factory.healthy, "cured"),
+        (factory.precision, factory.healthy, "fixed"),
         (factory.healthy, factory.precision, "broken"),
         (factory.precision, lambda: factory.precision(bad_from=3), "moved"),
         (factory.precision, factory.numerics, "moved"),
-        (factory.healthy, factory.not_reproduced, "both-sound"),
+        (factory.healthy, factory.not_reproduced, "both-finite"),
         (factory.weights_only, factory.weights_only, "same-failure"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_difference_fits_one_screen():
     text = printed(compare(factory.precision(400, bad_from=250), factory.healthy(300)))
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 80
-    assert text.startswith(" CURED  The failure is gone")
+    assert text.startswith(" FIXED  The failure is gone")
     assert "verdict           precision -> healthy" in text
     assert "the first 12" in text
     assert "only before  encoder.blocks.75.norm, " in text

@@ -5,7 +5,8 @@ import pytest
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import ReplayAttempt, Reproduction
-from nandoctor.renderers.facts import MEANINGS, describe_reproduction, tell
+from nandoctor.renderers.facts import describe_reproduction, list_facts
+from nandoctor.renderers.verdicts import VERDICTS
 
 ATTEMPTS = (
     ReplayAttempt(training=True, seed=0, grade="finite"),
@@ -14,7 +15,7 @@ ATTEMPTS = (
 
 
 def facts(report):
-    return {fact.label: fact.text for fact in tell(report)}
+    return {fact.label: fact.text for fact in list_facts(report)}
 
 
 def with_first(**changes):
@@ -24,39 +25,39 @@ def with_first(**changes):
 
 def test_the_first_bad_layer_in_full():
     assert facts(factory.precision()) == {
-        "replay": "agrees with the saved logit: the same 1,024 of 4,096 elements are non-finite, exact",
-        "first bad": "encoder.blocks.2.attention (MultiheadAttention), in its output",
-        "extent": "NaN in 8,192 of 65,536 elements (fp16 [4, 16, 32, 32]), sample 2, first at [2, 0, 0, 0]",
-        "went in": "finite fp16, absmax 0.31",
-        "in fp32": "81,234: 24 % above what fp16 can hold (65,504)",
+        "replay": "reproduces the saved logit: the same 1,024 of 4,096 elements are non-finite, all others identical",
+        "first": "encoder.blocks.2.attention (MultiheadAttention), in its output",
+        "extent": "NaN in 8,192 of 65,536, sample 2 (fp16 [4, 16, 32, 32], first at [2, 0, 0, 0])",
+        "input": "finite, up to 0.31 (fp16)",
+        "in fp32": "computes 81,234 here: 24 % above what fp16 can hold (65,504)",
     }
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"grade": "exact", "num_bad_saved": 0}, "agrees with the saved logit: finite in both, exact"),
+        ({"grade": "exact", "num_bad_saved": 0}, "reproduces the saved logit: finite in both, all identical"),
         (
             {"grade": "same-mask", "max_rel_err": 0.0123},
-            "agrees with the saved logit: the same 512 of 4,096 elements are non-finite, "
+            "reproduces the saved logit: the same 512 of 4,096 elements are non-finite, "
             "the finite ones within 1.2 % of the largest",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
-            "agrees with the saved logit: the same 4,096 of 4,096 elements are non-finite, no finite ones to compare",
+            "reproduces the saved logit: the same 4,096 of 4,096 elements are non-finite, no finite ones to compare",
         ),
         (
             {"grade": "elsewhere", "num_bad_replayed": 300},
-            "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, 300 in the replay",
+            "does not reproduce the saved logit: 512 of 4,096 elements are non-finite there, 300 in the replay",
         ),
         (
             {"grade": "finite", "num_bad_replayed": 0, "attempts": ATTEMPTS},
-            "disagrees with the saved logit: 512 of 4,096 elements are non-finite there, none in the replay "
+            "does not reproduce the saved logit: 512 of 4,096 elements are non-finite there, none in the replay "
             "(tried train mode, seed 0: finite; eval mode, the saved random state: finite)",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
-            "agrees in part with the saved logit: finite in both, the finite ones within 80 % of the largest",
+            "reproduces in part the saved logit: finite in both, the finite ones within 80 % of the largest",
         ),
         ({"grade": "no-reference"}, "nothing like the saved logit to compare with, so the replay stands unchecked"),
         (
@@ -72,33 +73,33 @@ def test_grades_in_words(changes, text):
 
 def test_a_grade_without_numbers_still_reads():
     text = describe_reproduction(Reproduction(grade="elsewhere"))
-    assert text == "disagrees with the saved output: ? of ? elements are non-finite there, ? in the replay"
+    assert text == "does not reproduce the saved output: ? of ? elements are non-finite there, ? in the replay"
 
 
 def test_a_value_between_modules():
-    assert facts(factory.residual())["first bad"] == (
-        "encoder.blocks.1 (Block), in its own forward: seen going into encoder.blocks.2.norm"
+    assert facts(factory.residual())["first"] == (
+        "inside the forward of encoder.blocks.1 (Block), before the call of encoder.blocks.2.norm"
     )
 
 
 def test_the_root_has_no_path():
-    assert with_first(module="", type="UNet")["first bad"] == "the model (UNet), in its output"
+    assert with_first(module="", type="UNet")["first"] == "the model (UNet), in its output"
 
 
 def test_a_bad_batch():
     told = facts(factory.bad_input())
-    assert told["first bad"] == "image, in the saved batch"
-    assert "went in" not in told
+    assert told["first"] == "image, in the saved batch"
+    assert "input" not in told
     assert "in fp32" not in told
 
 
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
-        ((2,), ", sample 2,"),
-        ((0, 3), ", samples 0 and 3,"),
-        ((0, 1, 2, 3), ", every sample,"),
-        (None, "(fp16 [4, 16, 32, 32]), first at"),
+        ((2,), ", sample 2 ("),
+        ((0, 3), ", samples 0 and 3 ("),
+        ((0, 1, 2, 3), ", every sample ("),
+        (None, "65,536 (fp16 [4, 16, 32, 32], first at"),
     ],
 )
 def test_samples(samples, text):
@@ -114,11 +115,11 @@ def test_many_samples_are_counted():
 @pytest.mark.parametrize(
     ("would_be", "dtype", "text"),
     [
-        (65519.0, FP16, "finite, absmax 65,519, which fp16 can hold (up to 65,504)"),
-        (65520.0, FP16, "65,520: 0.024 % above what fp16 can hold (65,504)"),
-        (1e3, BF16, "finite, absmax 1,000, which bf16 can hold (up to 3.39e38)"),
-        (12.5, FP32, "finite, absmax 12.5"),
-        (0.0, FP16, "finite, absmax 0, which fp16 can hold (up to 65,504)"),
+        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
+        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
+        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
+        (12.5, FP32, "finite, up to 12.5"),
+        (0.0, FP16, "finite, up to 0, which fp16 can hold (65,504)"),
     ],
 )
 def test_what_fp32_gives(would_be, dtype, text):
@@ -132,21 +133,22 @@ def test_fp32_non_finite_as_well():
 
 def test_several_inputs_are_named():
     inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", bad=factory.counts(4)))
-    assert with_first(inputs=inputs)["went in"] == (
-        "[0][0] finite fp16, absmax 0.5 and .mask non-finite fp16, no finite value"
+    assert with_first(inputs=inputs)["input"] == (
+        "[0][0] finite, up to 0.5 (fp16) and .mask non-finite, no finite value (fp16)"
     )
 
 
 def test_bad_buffers_are_listed():
-    assert facts(factory.state())["bad buffers"] == (
-        "norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) and 2 more"
+    assert facts(factory.state())["buffers"] == (
+        "non-finite: norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) "
+        "and 2 more"
     )
 
 
 def test_weights_alone():
     assert facts(factory.weights_only()) == {
         "replay": "no saved output to compare with, so the replay stands unchecked",
-        "bad weights": "head.weight (3 of 4,096)",
+        "weights": "non-finite: head.weight (3 of 4,096)",
     }
 
 
@@ -171,4 +173,4 @@ def test_every_verdict_has_a_meaning():
 
     from nandoctor.evidence.report import Verdict
 
-    assert MEANINGS.keys() == set(get_args(Verdict))
+    assert VERDICTS.keys() == set(get_args(Verdict))

@@ -230,9 +230,8 @@ def test_png_has_the_size_of_the_figure(tmp_path):
 
 @pytest.mark.parametrize("name", ["ranges.jpg", "ranges", "ranges.png.exe"])
 def test_other_suffixes_are_refused(name, tmp_path):
-    with pytest.raises(NanDoctorError, match="the end of the name says no format") as caught:
+    with pytest.raises(NanDoctorError, match=r"unknown ending; use \.png, \.svg or \.pdf"):
         save_figure(draw_ranges(factory.healthy(3)), tmp_path / name)
-    assert ".png, .svg, .pdf" in caught.value.remedy
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,24 +14,24 @@ from nandoctor.renderers.fix_facts import (
     describe_fp32_sets,
     describe_outcome,
     describe_setting,
+    fix_facts,
     list_constants,
-    list_cures,
-    tell_cures,
+    list_fixes,
 )
 
 
 def facts(report):
-    return [(fact.label, fact.text) for fact in tell_cures(report)]
+    return [(fact.label, fact.text) for fact in fix_facts(report)]
 
 
 def test_nothing_was_tried_and_nothing_is_said():
     assert facts(factory.precision()) == []
-    assert list_cures(factory.precision()) == ()
+    assert list_fixes(factory.precision()) == ()
 
 
 def test_the_first_cure_is_told_in_full_and_the_others_counted():
     assert facts(factory.cured())[:4] == [
-        ("cure", "An eps that fp16 holds at net.py:45: tried, finite, within 0.062 % of fp32"),
+        ("fix", "An eps that fp16 holds at net.py:45: tried, finite, within 0.062 % of fp32"),
         ("patch", "- return x / torch.sqrt(variance + 1e-8)"),
         ("", "+ return x / torch.sqrt(variance + 1e-5)"),
         (
@@ -47,19 +47,22 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
     assert dict(facts(other))["eps"].startswith("1e-8 in add of encoder.blocks.2.attention (net.py:45) is zero in fp16")
 
 
-def test_trials_tell_what_is_finite_and_what_is_not():
+def test_variations_tell_what_is_finite_and_what_is_not():
     assert facts(factory.cured())[-2:] == [
-        ("trials", "precision  finite: bf16"),
+        ("variations", "precision  finite: bf16"),
         ("", "samples    finite: without sample 2"),
     ]  # the mode made no difference
     made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
-    assert facts(made)[-1] == ("trials", "the step fails in all other circumstances that were tried")
+    assert facts(made)[-1] == ("variations", "the step fails in all of them")
 
 
-def test_a_trial_that_is_far_from_fp32_says_so():
+def test_a_variation_that_is_far_from_fp32_says_so():
     made = factory.cured()
     far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
-    assert facts(replace(made, counterfactuals=(far,)))[-1] == ("trials", "precision  finite: bf16 (4.7 % off fp32)")
+    assert facts(replace(made, counterfactuals=(far,)))[-1] == (
+        "variations",
+        "precision  finite: bf16 (4.7 % off fp32)",
+    )
 
 
 def test_constants_are_a_table():
@@ -74,7 +77,7 @@ def test_constants_are_a_table():
     assert [line.cells[1] for line in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
-def test_a_trial_that_is_finite_and_far_from_fp32_says_how_far():
+def test_a_variation_far_from_fp32_says_how_far():
     made = factory.cured()
     far = replace(
         made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
@@ -98,11 +101,11 @@ def test_settings_in_words(setting, text):
     assert describe_setting(setting) == text
 
 
-def test_what_did_not_cure_comes_last_and_says_so():
-    cures = list_cures(factory.cured())
-    assert [cure.verified for cure in cures] == [True, True, True, False]
+def test_what_did_not_help_comes_last_and_says_so():
+    fixes = list_fixes(factory.cured())
+    assert [fix.verified for fix in fixes] == [True, True, True, False]
     failed = replace(factory.cured(), fixes=factory.cured().fixes[-1:])
-    assert facts(failed)[0] == ("cure", "none of 1 tried held: Clamp what add returns")
+    assert facts(failed)[0] == ("fix", "the one change that was tried did not help: Clamp what add returns")
 
 
 def test_a_long_patch_is_cut_on_the_terminal_only():
@@ -111,15 +114,15 @@ def test_a_long_patch_is_cut_on_the_terminal_only():
     made = replace(made, fixes=(long,))
     lines = [text for label, text in facts(made) if label in ("patch", "")][:13]
     assert (len(lines), lines[-1]) == (13, "... 18 more lines in the report (-o report.html)")
-    assert len(list_cures(made)[0].patch) == 30
+    assert len(list_fixes(made)[0].patch) == 30
 
 
 def test_a_patch_cannot_move_the_cursor():
     made = factory.cured()
     hostile = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
-    cure = list_cures(replace(made, fixes=(hostile,)))[0]
-    assert cure.title == r"\x1b[2J"
-    assert cure.patch == (r"    x\x1b[2J", r"y\u202e")
+    fix = list_fixes(replace(made, fixes=(hostile,)))[0]
+    assert fix.title == r"\x1b[2J"
+    assert fix.patch == (r"    x\x1b[2J", r"y\u202e")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_outcomes(outcome, text):
     assert describe_outcome(outcome) == text
 
 
-def test_islands():
+def test_fp32_sets():
     fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")), minimal=True)
     search = Fp32SetSearch(
         sets=(fp32_set, replace(fp32_set, modules=(Fp32Module(module="c"),))),
@@ -148,7 +151,7 @@ def test_islands():
     assert describe_fp32_sets(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
     names = [(Fp32Module(module=name, children=False),) for name in ("", "x")]
     own = replace(search, sets=tuple(replace(fp32_set, modules=modules) for modules in names))
-    assert describe_fp32_sets(own) == "the own ops of the model; or the own ops of x (found in 5 runs)"
+    assert describe_fp32_sets(own) == "the model without its submodules; or x without its submodules (found in 5 runs)"
 
 
 USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)

@@ -28,7 +28,7 @@ def test_every_verdict(make):
 def test_patches_are_in_fences():
     text = report_markdown(factory.cured())
     assert "```diff\n- return x / torch.sqrt(variance + 1e-8)\n+ return x" in text
-    assert "**Clamp what add returns** (tried in vain: still non-finite)" in text
+    assert "**Clamp what add returns** (not a fix: still non-finite)" in text
 
 
 def test_a_patch_cannot_leave_its_fence():

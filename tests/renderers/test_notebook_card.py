@@ -46,7 +46,7 @@ def test_every_verdict_makes_one_well_formed_fragment(make):
 
 def test_the_first_layer_and_its_neighbours_are_there():
     text = Balanced(report_html(factory.precision())).text
-    assert "81,234: 24 % above what fp16 can hold (65,504)" in text
+    assert "computes 81,234 here: 24 % above what fp16 can hold (65,504)" in text
     row = text.index("encoder.blocks.2.attention")
     assert text[row - 1 : row + 6] == [
         ">",

@@ -53,10 +53,10 @@ def test_every_verdict_makes_a_well_formed_page(make):
 def test_the_story_comes_first_and_in_order(page):
     headings = re.findall(r'<h2 id="([\w-]+)"', page)
     assert headings == [
-        "h-cures", "h-chain", "h-exam", "h-origin", "h-trials", "layers-heading", "h-ranges", "h-divergence",
+        "h-fixes", "h-chain", "h-evidence", "h-origin", "h-variations", "layers-heading", "h-ranges", "h-divergence",
         "h-near", "h-eps", "h-file", "h-next",
     ]  # fmt: skip
-    assert page.index("<h1>") < page.index("h-cures")
+    assert page.index("<h1>") < page.index("h-fixes")
 
 
 def test_bad_state_is_listed():

@@ -1,0 +1,48 @@
+"""The one environment of all HTML templates: every string is made printable and escaped, whoever wrote it.
+
+In: the name of a template and its values. Out: text.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.renderers.fix_facts import describe_fp32_sets
+from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text
+
+
+def render(template: str, **values: Any) -> str:
+    """The template of this name in `templates/`, filled in."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("nandoctor.renderers"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (
+        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor, bar_width
+    )  # fmt: skip
+    environment.filters.update({function.__name__: function for function in filters})
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def bar_width(headroom: float, low: FloatFormat) -> int:
+    """The headroom in per cent of a full bar, which values near one have."""
+    return round(100 * min(max(headroom / (low.max_exponent + 1), 0.0), 1.0))
