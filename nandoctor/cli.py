@@ -5,17 +5,26 @@ In: arguments. Out: text on standard output, notes and progress on standard erro
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from nandoctor import __version__
-from nandoctor.cli_options import MODEL_AND_STEP, GroupedCommand, check_files, settings_options
+from nandoctor.cli_options import (
+    MODEL_AND_STEP,
+    GroupedCommand,
+    check_files,
+    check_replaceable,
+    force_option,
+    settings_options,
+)
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
@@ -33,6 +42,7 @@ EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 DumpPath = click.Path(path_type=Path)
 
 EXIT_INTERRUPTED = 130
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
 
 _trust_option = click.option(
     "--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."
@@ -53,6 +63,13 @@ class _Verbs(click.Group):
         except KeyboardInterrupt:
             click.echo("nandoctor: interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
+        except OSError as error:
+            if error.errno not in _OUTPUT_ERRORS:
+                raise
+            # Python would try to write the rest once more when it ends, and complain.
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+            click.echo(f"nandoctor: the output could not be written ({error.strerror}).", err=True)
+            sys.exit(1)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -70,7 +87,8 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("dump", type=DumpPath)
+@click.argument("dump", type=DumpPath, is_eager=True)
+@force_option
 @click.option(
     "-o",
     "outputs",
@@ -115,7 +133,8 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 
 
 @main.command()
-@click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath)
+@click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
+@force_option
 @click.option(
     "-o",
     "file",
@@ -134,8 +153,10 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
 
     if PLOTS[kind].per_sample:
         options["per_sample"] = True
+    if file is None:
+        file = Path(f"{source.stem}.{kind}.png")
+        check_replaceable(file)
     report = _read_or_replay(source, options)
-    file = file or Path(f"{source.stem}.{kind}.png")
     save_figure(draw(report, kind), file)
     click.echo(f"Wrote {file}", err=True)
 
@@ -191,13 +212,14 @@ def explain(code: str | None) -> None:
 
 
 @main.command()
-@click.argument("dump", type=DumpPath)
+@click.argument("dump", type=DumpPath, is_eager=True)
+@force_option
 @click.option(
     "-o",
     "file",
     metavar="FILE",
     type=DumpPath,
-    callback=check_files(),
+    callback=check_files(".py"),
     help="Write the script there instead of printing it.",
 )
 @_trust_option
@@ -346,10 +368,11 @@ def _progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda *_: None
+        with redirect_stdout(sys.stderr):  # what a model prints is no part of a report
+            yield lambda *_: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("module calls"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, redirect_stdout(sys.stderr):
         task = bar.add_task("loading", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 

@@ -13,11 +13,13 @@ from typing import Any
 import click
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.atomic_write import is_replaceable
 from nandoctor.renderers.save import check_ending
 from nandoctor.replaying.settings import OPTIONS, Group, Option, check_setting
 
 Verb = Callable[..., None]
 
+_FORCE = "nandoctor.force"
 MODEL_AND_STEP: tuple[Group, ...] = ("model", "step")
 
 _HEADINGS: dict[Group, str] = {
@@ -106,19 +108,39 @@ def _parse_argument(text: str) -> tuple[str, Any]:
         raise click.BadParameter(f"{text!r} is not K=V.")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return name, value
 
 
+def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:
+    context.meta[_FORCE] = force
+
+
+force_option = click.option(
+    "--force", is_flag=True, is_eager=True, expose_value=False, callback=_keep_force, help="Write over any other file."
+)
+
+
+def check_replaceable(file: Path) -> None:
+    """Refuse to write over what the verb reads, and over what nandoctor did not write unless --force is given."""
+    context = click.get_current_context()
+    for value in context.params.values():
+        if isinstance(value, Path) and value.exists() and file.exists() and value.samefile(file):
+            raise click.BadParameter(f"{file} is the file that is read.")
+    if not context.meta.get(_FORCE) and not is_replaceable(file):
+        raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or add --force.")
+
+
 def check_files(*endings: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """What refuses a file that could not be written before the replay, not after; any ending where none is given."""
+    """What refuses a file that could not be written, or should not be, before the replay and not after."""
 
     def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
         for file in files if isinstance(files, tuple) else filter(None, [files]):
             try:
-                check_ending(file, endings or (file.suffix,))
+                check_ending(file, endings)
             except NanDoctorError as error:
                 raise click.BadParameter(error.message) from error
+            check_replaceable(file)
             if not file.parent.is_dir():
                 raise click.BadParameter(f"there is no folder {file.parent}.")
         return files

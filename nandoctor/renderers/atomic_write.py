@@ -1,26 +1,53 @@
-"""Writes a text file whole or not at all.
+"""Writes a file whole or not at all, and knows the files that nandoctor wrote.
 
-In: text and a path. Out: the file, in UTF-8.
+In: text or bytes, and a path. Out: the file; text is in UTF-8.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
 
+MARK = "nandoctor"
+"""Stands near the beginning or the end of every file that nandoctor writes."""
+
+_LOOKED_AT = 1 << 14
+
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Write the file; a reader sees the old one or the whole new one. Raises NanDoctorError if it cannot."""
+    write_bytes(text.encode("utf-8", "backslashreplace"), path)
+
+
+def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write the file; a reader sees the old one or the whole new one. Raises NanDoctorError if it cannot."""
     target = Path(path).resolve()  # through links: the file they name is replaced, not the link
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = target.with_name(f".nandoctor-{secrets.token_hex(8)}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("xb") as file:
+            file.write(data)
         draft.replace(target)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise NanDoctorError(
-            f"The report cannot be written to {path}: {error.strerror or error}.",
+            f"{path} cannot be written: {error.strerror or error}.",
             remedy="Name a file in a folder that exists and that you may write to.",
         ) from error
+
+
+def is_replaceable(path: Path) -> bool:
+    """Tell whether nothing is lost where this file is written: there is none, or nandoctor wrote it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_LOOKED_AT)
+            file.seek(max(file.seek(0, os.SEEK_END) - _LOOKED_AT, 0))
+            return MARK.encode() in head + file.read()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.facts import Fact, list_facts
 from nandoctor.renderers.fix_facts import ShownFix, describe_fp32_sets, list_constants, list_fixes, list_variations
 from nandoctor.renderers.table import LayerTable, make_table
@@ -25,7 +25,7 @@ _FENCE = re.compile(r"`{3,}")
 
 def write_markdown(report: Report, path: Path) -> None:
     """Write the report. Raises NanDoctorError if the file cannot be written."""
-    write_text(report_markdown(report), path)
+    write_text(f"{report_markdown(report)}\n<!-- {MARK} -->\n", path)
 
 
 def report_markdown(report: Report) -> str:

@@ -62,8 +62,7 @@ def save_report(report: Report, path: Path) -> None:
 def check_ending(path: Path, endings: Sequence[str]) -> None:
     """Raise NanDoctorError if the path ends in none of `endings`."""
     if path.suffix.lower() not in endings:
-        *others, last = endings
+        choice = " or ".join(filter(None, (", ".join(endings[:-1]), endings[-1])))
         raise NanDoctorError(
-            f"{path}: unknown ending; use {', '.join(others)} or {last}.",
-            remedy="The ending of the name says what is written.",
+            f"{path}: unknown ending; use {choice}.", remedy="The ending of the name says what is written."
         )

@@ -121,9 +121,9 @@ _SEED = _about(
     "--seed",
     "For dropout and the like (default: 0, then a few more).",
     metavar="N",
-    holds="a whole number",
+    holds="a whole number from 0 to 2**31 - 1",
     reads=int,
-    accepts=lambda value: type(value) is int,
+    accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits, and a few more are tried
 )
 _MAX_TRIALS = _about(
     "fixes",

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import FirstNonfinite, Report
+from nandoctor.renderers.atomic_write import MARK, write_bytes
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS, draw_panel
 from nandoctor.renderers.plots.ticks import name_layers
@@ -95,14 +96,10 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         NanDoctorError: the suffix is another one, or the file cannot be written.
     """
     check_ending(Path(path), PICTURE_ENDINGS)
-    try:
-        with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-            figure.savefig(path, format=Path(path).suffix[1:].lower(), dpi=_DPI)
-    except OSError as error:
-        raise NanDoctorError(
-            f"The plot cannot be written to {path}: {error.strerror or error}.",
-            remedy="Name a file in a folder that exists and that you may write to.",
-        ) from error
+    suffix, image = Path(path).suffix[1:].lower(), io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(image, format=suffix, dpi=_DPI, metadata={"Software" if suffix == "png" else "Creator": MARK})
+    write_bytes(image.getvalue(), path)
 
 
 def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: str) -> Figure:
