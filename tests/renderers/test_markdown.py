@@ -58,4 +58,5 @@ def test_escaping_keeps_what_is_read():
 
 def test_the_file_is_utf8(tmp_path):
     write_markdown(factory.cured(), tmp_path / "report.md")
-    assert (tmp_path / "report.md").read_text(encoding="utf-8") == report_markdown(factory.cured())
+    text = report_markdown(factory.cured())
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == f"{text}\n<!-- nandoctor -->\n"
