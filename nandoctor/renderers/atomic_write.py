@@ -35,7 +35,7 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise NanDoctorError(
-            f"{path} cannot be written: {error.strerror or error}.",
+            f"The file cannot be written to {path}: {error.strerror or error}.",
             remedy="Name a file in a folder that exists and that you may write to.",
         ) from error
 

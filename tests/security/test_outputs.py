@@ -79,7 +79,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     result = run(*REPLAY, "-o", "report.md")
     assert result.exit_code == 1
-    assert "report.md cannot be written: No space left on device" in result.stderr
+    assert "cannot be written to report.md: No space left on device" in result.stderr
     assert Path("report.md").read_text() == "nandoctor: old"
     assert not list(folder.glob(".nandoctor*"))
 
