@@ -86,6 +86,8 @@ NEEDED: dict[str, str] = {
     "torch.nn.modules.batchnorm._NormBase": "telling which buffers a norm only writes",
     # `compile()` on a model in place leaves its hooks inside the graph; only the call itself is outside.
     "torch.nn.Module._compiled_call_impl": "recording models that were compiled in place",
+    # Modules override it, also where `load_state_dict` itself is torch's.
+    "torch.nn.Module._load_from_state_dict": "loading weights into models of very many modules",
     "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
     "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
 }
@@ -353,6 +355,12 @@ def plain_torch() -> Iterator[None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The registry of a module's own buffers; `named_buffers` would skip those that are None, and cannot be written."""
     return module._buffers
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Tell whether `load_state_dict` only copies tensors here: no method of the module's own, and no hooks."""
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict and not any(hooks)
 
 
 def is_running_norm(module: nn.Module) -> bool:

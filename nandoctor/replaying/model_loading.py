@@ -26,6 +26,7 @@ from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, stopped
 from nandoctor.text import brief
+from nandoctor.torch_compat import loads_plainly
 
 _CUT_SHORT = (
     " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
@@ -127,16 +128,40 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
             if num_fitting
             else "This is another model's state dict: check --model.",
         )
-    fitting = {name: state[name] for name in own if name in state and name not in reshaped}
+    left_out = {*missing, *reshaped}
+    _copy_state(model, {name: state[name] for name in own if name not in left_out}, "")
+    return notes + [f"--no-strict: {problem}" for problem in problems]
+
+
+def _copy_state(module: nn.Module, state: Mapping[str, torch.Tensor], path: str) -> None:
+    """`load_state_dict`, child by child: torch's own goes through all names once for each child.
+
+    A module that loads in a way of its own, or has hooks for it, is given all its names at once. As in torch, a
+    `load_state_dict` that a class overrides counts for the model itself alone.
+    """
+    load = nn.Module.load_state_dict if path else type(module).load_state_dict
+    plain = loads_plainly(module) and load is nn.Module.load_state_dict
+    children = dict(module.named_children()) if plain else {}
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in children}
+    own = {}
+    for name, tensor in state.items():
+        child, _, rest = name.partition(".")
+        if child in children and rest:
+            states[child][rest] = tensor
+        else:
+            own[name] = tensor
+    for name, child_state in states.items():
+        if child_state:
+            _copy_state(children[name], child_state, f"{path}.{name}".removeprefix("."))
     try:
-        model.load_state_dict(fitting, strict=False)
+        if own:
+            load(module, own, strict=False)
     except RuntimeError as error:
         reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
         raise ModelError(
-            f"The dump's weights cannot be copied into {type(model).__name__}: {reason}",
+            f"The dump's weights cannot be copied into {path or type(module).__name__}: {reason}",
             remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
         ) from error
-    return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
 def _copy(model: nn.Module, name: str) -> nn.Module:
@@ -237,22 +262,20 @@ def _fit_prefix(
     state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], list[str]]:
     """The state under the prefix, taken off or put on, that makes the most names fit."""
-
-    def renamed(prefix: str, *, add: bool) -> dict[str, torch.Tensor]:
-        if add:
-            return {prefix + name: tensor for name, tensor in state.items()}
-        return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-    choices: list[tuple[Mapping[str, torch.Tensor], list[str]]] = [(state, [])]
-    for prefix in _prefixes(state, own):
-        kept = renamed(prefix, add=False)
+    taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
+    put_on = {prefix: sum(prefix + name in own for name in state) for prefix in _prefixes(own, state)}
+    num_fitting = sum(name in own for name in state)
+    best = max(num_fitting, *taken_off.values(), *put_on.values(), 0)
+    if num_fitting == best:
+        return state, []
+    if best in taken_off.values():
+        prefix = next(prefix for prefix, num in taken_off.items() if num == best)
+        kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
-        choices.append((kept, [f"The prefix {prefix!r} was taken off the dump's names{dropped}."]))
-    choices += [
-        (renamed(prefix, add=True), [f"The prefix {prefix!r} was put before the dump's names."])
-        for prefix in _prefixes(own, state)
-    ]
-    return max(choices, key=lambda choice: sum(name in own for name in choice[0]))
+        return kept, [f"The prefix {prefix!r} was taken off the dump's names{dropped}."]
+    prefix = next(prefix for prefix, num in put_on.items() if num == best)
+    renamed = {prefix + name: tensor for name, tensor in state.items()}
+    return renamed, [f"The prefix {prefix!r} was put before the dump's names."]
 
 
 def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
