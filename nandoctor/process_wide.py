@@ -25,7 +25,7 @@ class Shared:
 
     @property
     def held(self) -> bool:
-        """Whether anybody holds the change."""
+        """Tell whether anybody holds the change."""
         return self._num_holders > 0
 
     def __enter__(self) -> None:

@@ -73,7 +73,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 def _in_reference() -> bool:
-    """Whether the thread's autocast computes in float32, which the model's code must not lower again."""
+    """Tell whether the thread's autocast computes in float32, which the model's code must not lower again."""
     return _replay.device is not None and torch.get_autocast_dtype("cuda") is torch.float32
 
 
@@ -165,7 +165,7 @@ _patches = Shared(partial(patched, _PATCHES))
 
 
 def _names_cuda(device: Any) -> bool:
-    """Whether a device argument means CUDA: "cuda:0", `torch.device("cuda")`, or a bare index."""
+    """Tell whether a device argument means CUDA: "cuda:0", `torch.device("cuda")`, or a bare index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):

@@ -41,7 +41,7 @@ def install_kernels(device_type: str) -> Iterator[None]:
 
 
 def is_emulating(device_type: str) -> bool:
-    """Whether the autocast of that device type follows CUDA's op lists just now."""
+    """Tell whether the autocast of that device type follows CUDA's op lists just now."""
     return _shared_kernels(device_type).held
 
 
@@ -92,7 +92,7 @@ class _Call:
         return torch.get_autocast_dtype(self.device_type)
 
     def is_eligible(self, value: Any) -> bool:
-        """Whether autocast casts this argument at all: `is_eligible` in torch's autocast_mode.h."""
+        """Tell whether autocast casts this argument at all: `is_eligible` in torch's autocast_mode.h."""
         return (
             isinstance(value, Tensor)
             and value.is_floating_point()

@@ -81,7 +81,7 @@ def _bytes_of(mapped: np.ndarray[Any, Any], member: Member) -> np.ndarray[Any, A
 
 
 class _Reading(threading.local):
-    """Whether this thread is reading a dump."""
+    """What this thread is doing."""
 
     under_way = False
 

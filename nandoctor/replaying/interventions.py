@@ -210,7 +210,7 @@ class _Regions:
         return _widen(output) if self._is_among_own_ops() else None
 
     def _is_among_own_ops(self) -> bool:
-        """Whether the innermost open call is of a module whose own ops are in fp32."""
+        """Tell whether the innermost open call is of a module whose own ops are in fp32."""
         return bool(self._open) and self._modes.get(id(self._open[-1].module)) is False
 
     def close(self) -> None:

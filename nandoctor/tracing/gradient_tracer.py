@@ -143,7 +143,7 @@ class GradientTracer:
 
 
 class _Checkpoints(threading.local):
-    """Whether this thread runs reentrant checkpoints as plain calls."""
+    """Tell whether this thread runs reentrant checkpoints as plain calls."""
 
     opened = False
 

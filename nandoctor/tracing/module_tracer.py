@@ -82,10 +82,9 @@ class Tracer:
 
     Without `measures` nothing but the calls is recorded, for runs whose output alone counts. With `examine` whatever
     asks for counts gets them, with `per_sample` every tensor, flushes judged against `counts_for`. `on_call` is told
-    after
-    each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes by the
-    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
-    them.
+    after each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes
+    by the first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced
+    through them.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class Tracer:
         return reading
 
     def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
-        """Whether no traced op has written to the tensor since, be it through `.data`, which counts other versions."""
+        """Tell whether no traced op has written to the tensor since, not even through `.data`, whose versions differ."""
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:

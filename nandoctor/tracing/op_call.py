@@ -33,7 +33,7 @@ class Invocation:
 
     @property
     def is_random(self) -> bool:
-        """Whether the op draws from torch's generator."""
+        """Tell whether the op draws from torch's generator."""
         return torch.Tag.nondeterministic_seeded in self.op.tags
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
@@ -104,7 +104,7 @@ def op_name(op: OpOverload) -> str:
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
+    """Tell whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
     is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
     return is_one and not tensor.is_complex() and not is_wrapped(tensor)
 

@@ -189,7 +189,7 @@ class OpTracer:
         return writer if writer is not None and writer.tensor() is tensor else None
 
     def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
-        """Whether the tensor was written to since; also through `.data`, which counts versions of its own."""
+        """Tell whether the tensor was written to since; also through `.data`, which counts versions of its own."""
         storage = self._find_storage(tensor)
         written = None if storage is None else storage.order
         if writer.version != _version(tensor) or written is None:

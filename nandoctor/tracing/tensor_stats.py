@@ -87,7 +87,7 @@ def measure(
 
 
 def is_finite(reading: Reading | None) -> bool:
-    """Whether no NaN and no infinity was read; this waits for the device."""
+    """Tell whether no NaN and no infinity was read; this waits for the device."""
     return reading is None or bool(torch.isfinite(reading.limits).all())
 
 
@@ -134,7 +134,7 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _dispatches_itself(tensor: torch.Tensor) -> bool:
-    """Whether a subclass (masked, fake, distributed) decides on each operation, and so may refuse any of ours."""
+    """Tell whether a subclass (masked, fake, distributed) decides on each operation, and so may refuse any of ours."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
