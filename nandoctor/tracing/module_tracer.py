@@ -218,7 +218,7 @@ class Tracer:
         return reading
 
     def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
-        """Tell whether no traced op has written to the tensor since, not even through `.data`, whose versions differ."""
+        """Tell whether no traced op has written to the tensor since, not even through `.data`."""
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
