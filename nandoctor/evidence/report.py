@@ -5,6 +5,7 @@ In: what the engine measured and the rules concluded. Out: `Report`, to and from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -201,17 +202,35 @@ class TrialOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One criterion of a fix: whether it was met, or was not checked, and the sentence that says so."""
+
+    name: str
+    status: Literal["passed", "failed", "not-checked"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
     """A change that was tried on the failing step.
 
-    `verified` means that the run with it is finite and agrees with fp32. `patch` is what a person would write, with
-    file and line where the trace knows them. The smallest change that cures has `rank` 0.
+    `patch` is what was run: of the `kind` "source" a unified diff for `git apply -p1` in the folder `patch_root`; of
+    "snippet" and "state" Python that runs with `model` in scope, after the weights are loaded and before the step; of
+    "data" Python with `batch`, a dict of tensors, in scope. It is empty for a "setting", whose `settings` are the dtype
+    of autocast, the loss scale or the optimizer's eps, and for "advice", which cannot be run. `verified` means that the
+    step with it is finite in output, loss and gradients and agrees with fp32, and that it holds on variations of the
+    batch; `checks` has each criterion. `edit` is how the engine changed the run when it searched. The smallest change
+    that holds has `rank` 0.
     """
 
+    kind: Literal["source", "snippet", "setting", "data", "state", "advice"]
     edit: Edit
     title: str
     patch: str
+    patch_root: str | None = None
+    settings: Mapping[str, str | float] | None = None
     verified: bool
+    checks: tuple[Check, ...] = ()
     outcome: TrialOutcome
     rank: int
 

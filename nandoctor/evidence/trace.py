@@ -177,11 +177,23 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLine:
-    """A line of the user's code: the innermost frame outside torch and nandoctor."""
+    """A line of the user's code: the innermost frame outside torch and nandoctor.
+
+    `column` to `end_line` and `end_column` delimit the expression that called the op: columns count from 0 in bytes of
+    UTF-8, as CPython does, and all three are None where the interpreter does not tell (before Python 3.11).
+    """
 
     file: str
     line: int
     text: str
+    column: int | None = None
+    end_line: int | None = None
+    end_column: int | None = None
+
+    @property
+    def whole(self) -> SourceLine:
+        """The line without the place of one expression in it."""
+        return SourceLine(file=self.file, line=self.line, text=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,15 +85,16 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """The op's line in fp32; where that is no cure the block's own ops, or the block."""
+    """The op in fp32, or its line; where neither is enough the block's own ops, or the block."""
     site = lead.site
     if site.module == LOSS:
         return
     if not _is_library(site, trials.step.model):
-        line = KeepOp(site=replace(site, op=""))
-        yield (line,)
-        if trials.cures(line):
-            return
+        source = site.source.whole if site.source is not None else None
+        for kept in (KeepOp(site=site), KeepOp(site=replace(site, op="", nth=0, source=source))):
+            yield (kept,)
+            if trials.cures(kept):
+                return
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
     elif site.module:

@@ -9,29 +9,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from nandoctor.causes.base import Candidate, site_of
 from nandoctor.diagnosis.findings import Findings
+from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
     KeepModule,
     KeepOp,
     KeepSamples,
+    OpSite,
     ScaleFirst,
     SetOptimizerEps,
     Together,
     UseFormat,
 )
-from nandoctor.evidence.report import Counterfactual, Fix, Fp32Module, Fp32Set, Fp32SetSearch, TrialOutcome
-from nandoctor.evidence.trace import LOSS, SourceLine, Trace
+from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Fp32Set, Fp32SetSearch, TrialOutcome
+from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
 from nandoctor.fixes.minimal_sets import find_minimal_sets
-from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
-from nandoctor.remedies.patches import Surroundings, write_patch, write_title
-from nandoctor.replaying.interventions import LOW
+from nandoctor.fixes.proof import verify_written
+from nandoctor.fixes.titles import write_title
+from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
+from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.replaying.runner import FailingStep
 
 _CHANGES = "changes of the operation"
@@ -56,7 +57,8 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
         return FixSearch()
     trials = Trials(step, budget, numerics=findings.verdict not in ("precision", "silent", "loss-scale"))
     if _blames_optimizer(findings):
-        return FixSearch(fixes=tuple(_fix_optimizer_eps(findings, trials)))
+        return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
+    writer = ChangeWriter(step.model, findings.trace.ops)
     tried: list[Fix] = []
     from_fp32_sets: list[Fix] = []
     varied: list[Counterfactual] = []
@@ -64,12 +66,12 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     untried = [_CHANGES, "sets of modules in fp32", "other settings"]
     with suppress(BudgetSpent):
         for candidate in propose(findings, trials):
-            tried += _try(candidate, findings, trials)
+            tried += _try(candidate, writer, trials)
         untried.remove(_CHANGES)
         if findings.verdict in ("precision", "silent"):
             search, found = _search_fp32_sets(findings, trials)
             for kept in found:
-                from_fp32_sets += _try((_refine(kept, findings, trials),), findings, trials)
+                from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
         guilty = guilty_samples(findings)
@@ -113,49 +115,66 @@ def _blames_optimizer(findings: Findings) -> bool:
     return any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1])
 
 
-def _fix_optimizer_eps(findings: Findings, trials: Trials) -> Iterator[Fix]:
+def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
     """The eps with which every parameter's step is within its bound, found by taking that step."""
     safe = [slot.safe_eps for slot in findings.slots]
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
-        outcome = TrialOutcome(finite=True, max_rel_err=None)
-        yield _make_fix(SetOptimizerEps(value=eps), outcome, findings, trials, verified=True)
+        edit = SetOptimizerEps(value=eps)
+        written = WrittenChange(kind="setting", title=write_title(edit), text="", settings={"optimizer_eps": eps})
+        proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), cures=True)
+        stepped = Check(name="optimizer step", status="passed", text="finite and within its bound for every parameter")
+        yield _make_fix(edit, written, proof, (stepped,))
 
 
-def _try(candidate: Candidate, findings: Findings, trials: Trials) -> list[Fix]:
-    """The first strength that cures, else the last."""
+def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix]:
+    """The first strength that passes as a probe and again as the text that is printed; else the last that was tried."""
     last: list[Fix] = []
     for edit in candidate:
-        judgement = trials.judge(edit)
-        last = [_make_fix(edit, judgement.outcome, findings, trials, verified=judgement.cures)]
-        if judgement.cures:
-            break
+        probe = trials.judge(edit)
+        if probe.cures:
+            for written in writer.write(edit):
+                proof, checks = verify_written(written, edit, trials)
+                if proof.cures:
+                    return [_make_fix(edit, written, proof, checks)]
+        last = [_make_fix(edit, next(writer.write(edit), _advice(edit)), replace(probe, cures=False), ())]
     return last
 
 
-def _make_fix(edit: Edit, outcome: TrialOutcome, findings: Findings, trials: Trials, *, verified: bool) -> Fix:
-    patch = write_patch(edit, _surroundings(findings.trace, trials.step.model))
-    return Fix(edit=edit, title=write_title(edit), patch=patch, verified=verified, outcome=outcome, rank=0)
+def _advice(edit: Edit) -> WrittenChange:
+    return WrittenChange(kind="advice", title=write_title(edit), text="")
 
 
-def _surroundings(trace: Trace, model: nn.Module) -> Surroundings:
-    def own_lines(path: str) -> list[SourceLine]:
-        sources = [op.source for op in trace.ops if op.module == path]
-        return sorted({source for source in sources if source is not None}, key=lambda source: source.line)
-
-    def is_called_by_torch(path: str) -> bool:
-        parent = model.get_submodule(path.rpartition(".")[0])
-        return bool(path) and type(parent).__module__.startswith("torch.")
-
-    def is_low(path: str) -> bool:
-        return any(tensor.dtype in LOW for tensor in model.get_submodule(path).parameters())
-
-    return Surroundings(own_lines=own_lines, is_called_by_torch=is_called_by_torch, is_low=is_low)
+def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
+    root = written.change.root if isinstance(written.change, SourcePatch) else None
+    return Fix(
+        kind=written.kind,
+        edit=edit,
+        title=written.title,
+        patch=written.text,
+        patch_root=root,
+        settings=written.settings,
+        verified=proof.cures,
+        checks=checks,
+        outcome=proof.outcome,
+        rank=0,
+    )
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """One of those that come to the same: a line is the same whichever module it was seen in."""
-    return list({item.patch: item for item in tried}.values())
+    """One of those that come to the same, without a whole line in fp32 where a part of it is enough."""
+    distinct = list({(item.kind, item.patch, item.title): item for item in tried}.values())
+    parts = {_line_in_fp32(item) for item in distinct if item.verified and not _is_whole_line(item)} - {None}
+    return [item for item in distinct if not (_is_whole_line(item) and _line_in_fp32(item) in parts)]
+
+
+def _line_in_fp32(fix: Fix) -> SourceLine | None:
+    source = fix.edit.site.source if isinstance(fix.edit, KeepOp) else None
+    return source.whole if source is not None else None
+
+
+def _is_whole_line(fix: Fix) -> bool:
+    return isinstance(fix.edit, KeepOp) and fix.edit.site.source is not None and fix.edit.site.source.column is None
 
 
 def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
@@ -211,14 +230,18 @@ def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) ->
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
-    lines = list(dict.fromkeys(KeepOp(site=replace(site_of(op), op="", nth=0)) for op in ops))
-    blamed = [replace(lead.site, op="", nth=0) for lead in findings.conclusion.suspects]
+    lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
+    blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
     guess = [line for line in lines if line.site in blamed]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
         sets = find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen), guess=guess)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
+
+
+def _line_of(site: OpSite) -> OpSite:
+    return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
 def _size(edit: Edit, findings: Findings) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -16,12 +17,14 @@ from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import ModelError
-from nandoctor.evidence.edits import Edit, KeepSamples, UseFormat
+from nandoctor.evidence.changes import Snippet, SourcePatch
+from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import TrialOutcome
+from nandoctor.fixes.variations import VARIATIONS, surrogate_loss
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.memory import is_out_of_memory
-from nandoctor.replaying.runner import FailingStep, Outcome, Watch
+from nandoctor.replaying.runner import Change, FailingStep, Outcome, Watch
 from nandoctor.tracing.module_tracer import walk_tensors
 
 TOLERANCE = 0.01
@@ -90,8 +93,25 @@ class Trials:
         self._budget = budget
         self._numerics = numerics
         self._gradient_tolerance = GRADIENT_TOLERANCE if step.loss_scale != 1 else math.inf
-        self._judgements: dict[frozenset[Edit], Judgement] = {}
-        self._references: dict[frozenset[Edit], _Result] = {}
+        self._judgements: dict[frozenset[Change], Judgement] = {}
+        self._references: dict[frozenset[Change], _Result] = {}
+
+    @cached_property
+    def with_gradients(self) -> Trials:
+        """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
+        if self.step.loss is not None:
+            return self
+        return Trials(replace(self.step, loss=surrogate_loss), self._budget, numerics=self._numerics)
+
+    @cached_property
+    def variations(self) -> Mapping[str, Trials]:
+        """The trials of the step, gradients included, on batches near to the one that failed."""
+        step = self.with_gradients.step
+        batches = {name: vary(step.batch, step.used) for name, vary in VARIATIONS.items()}
+        return {
+            name: Trials(replace(step, batch=batch), self._budget, numerics=self._numerics)
+            for name, batch in batches.items()
+        }
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """The trials of the same step in this mode and with this seed, out of the same budget."""
@@ -109,37 +129,37 @@ class Trials:
         """How many sets of edits were judged so far."""
         return len(self._judgements)
 
-    def look(self, *edits: Edit) -> TrialOutcome | None:
+    def look(self, *edits: Change) -> TrialOutcome | None:
         """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run.
 
         Raises:
             BudgetSpent: nothing more may be run.
         """
         made = self._execute(edits, "autocast")
-        samples = tuple(edit for edit in flatten(edits) if isinstance(edit, KeepSamples))
+        samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
         comparison = _compare(made, self._reference(samples))
         if not made.ran:
             return None
         finite = comparison.finite and (made.finite or not self._numerics)
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
-    def judge(self, *edits: Edit) -> Judgement:
+    def judge(self, *edits: Change) -> Judgement:
         """Run the step with the edits, and compare; what was judged before is not run again.
 
         Raises:
             BudgetSpent: nothing more may be run.
         """
-        key = frozenset(flatten(edits))
+        key = _key(edits)
         if key not in self._judgements:
             self._judgements[key] = self._judge(edits)
         return self._judgements[key]
 
-    def cures(self, *edits: Edit) -> bool:
+    def cures(self, *edits: Change) -> bool:
         """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
         return self.judge(*edits).cures
 
-    def _judge(self, edits: tuple[Edit, ...]) -> Judgement:
-        selects = any(isinstance(edit, KeepSamples) for edit in flatten(edits))
+    def _judge(self, edits: tuple[Change, ...]) -> Judgement:
+        selects = any(isinstance(edit, KeepSamples) for edit in _key(edits))
         reference = self._reference(edits if self._numerics or selects else ())
         made = self._execute(edits, "autocast")
         comparison = _compare(made, reference)
@@ -162,17 +182,17 @@ class Trials:
             cures=agrees and comparison.gradient_error <= self._gradient_tolerance,
         )
 
-    def _exact(self, edits: tuple[Edit, ...]) -> _Result:
+    def _exact(self, edits: tuple[Change, ...]) -> _Result:
         """The step in float64: what fp32 itself is unsure of, no cure has to agree with."""
         return self._reference((*edits, UseFormat(format=FP64)))
 
-    def _reference(self, edits: tuple[Edit, ...]) -> _Result:
-        key = frozenset(flatten(edits))
+    def _reference(self, edits: tuple[Change, ...]) -> _Result:
+        key = _key(edits)
         if key not in self._references:
             self._references[key] = self._execute(edits, "fp32")
         return self._references[key]
 
-    def _execute(self, edits: tuple[Edit, ...], precision: Precision) -> _Result:
+    def _execute(self, edits: tuple[Change, ...], precision: Precision) -> _Result:
         self._budget.spend()
         if _is_too_large(self.step.model, edits):
             return _keep(None)
@@ -187,9 +207,16 @@ class Trials:
             return _keep(None)  # a changed model may not run at all
 
 
-def _is_too_large(model: nn.Module, edits: tuple[Edit, ...]) -> bool:
+def _key(changes: Iterable[Change]) -> frozenset[Change]:
+    """What two sets of changes that do the same have in common."""
+    printed = {change for change in changes if isinstance(change, SourcePatch | Snippet)}
+    edits = (change for change in changes if not isinstance(change, SourcePatch | Snippet))
+    return frozenset(printed.union(flatten(edits)))
+
+
+def _is_too_large(model: nn.Module, edits: tuple[Change, ...]) -> bool:
     """Tell whether a float64 run was asked for that may not fit beside the model."""
-    in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in flatten(edits))
+    in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
     return in_fp64 and sum(parameter.numel() for parameter in model.parameters()) > MOST_FP64_PARAMETERS
 
 

@@ -34,9 +34,9 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
     UseFormat,
 )
-from nandoctor.evidence.trace import LOSS
+from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
-from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
+from nandoctor.tracing.dispatch_hook import Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import format_of
@@ -46,7 +46,7 @@ LOW = (torch.float16, torch.bfloat16)
 _CLOSE = 1e-6
 
 
-def flatten(edits: Sequence[Edit]) -> tuple[SingleEdit, ...]:
+def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
     """The edits one by one."""
     return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
@@ -290,7 +290,15 @@ class _OpChanges:
         if site.source is None:
             return site.module == module and self._counts[owner, call.name] == site.nth
         is_there = site.module == LOSS or site.type == type_name
-        return is_there and find_source() == (site.source.file, site.source.line)
+        return is_there and _is_at(site.source)
+
+
+def _is_at(source: SourceLine) -> bool:
+    """Tell whether the user's code is at this line, and in this expression of it where the source names one."""
+    place = find_place()
+    if place is None or (place[0].co_filename, place[2]) != (source.file, source.line):
+        return False
+    return source.column is None or to_source(place) == source
 
 
 class _Changed:

@@ -20,6 +20,7 @@ from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError
+from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
@@ -27,6 +28,7 @@ from nandoctor.replaying import interventions
 from nandoctor.replaying.isolation import in_mode, restored, seeded
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
+from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
@@ -38,6 +40,8 @@ from nandoctor.tracing.tensor_stats import collect, is_finite, measure
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
+Change = Edit | PrintedChange
+"""An edit of the search, or a change as it is printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,7 @@ class FailingStep:
         """The length of the batch, None where its arrays have none."""
         return interventions.batch_size(self.batch, self.used)
 
-    def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Edit] = ()) -> Outcome:
+    def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
         """Run the forward, the loss where there is one, and the backward pass where `watch` asks for it; record them.
 
         Every run starts from the same buffers, batch and random state, so that two runs differ in `policy` (None: the
@@ -132,13 +136,15 @@ class FailingStep:
             LossError: the loss that the dump names did.
         """
         policy = policy or self.policy
-        singles = interventions.flatten(changes)
+        printed = tuple(change for change in changes if isinstance(change, SourcePatch | Snippet))
+        singles = interventions.flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
         changed = replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale))
         run = _Run(
             step=changed,
             policy=interventions.choose_policy(singles, policy),
             watch=replace(watch, per_sample=watch.per_sample or (self.per_sample and watch.measures)),
             edits=singles,
+            printed=printed,
         )
         self.progress.begin(f"{watch.stage} {'in fp32' if policy is REFERENCE else 'under autocast'}")
         with self.project.running():
@@ -155,6 +161,7 @@ class _Run:
     policy: Policy
     watch: Watch
     edits: tuple[SingleEdit, ...]
+    printed: tuple[PrintedChange, ...] = ()
     grad: bool = False
 
 
@@ -223,12 +230,13 @@ def _run(run: _Run) -> Outcome:
 def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
     step, policy = run.step, run.policy
-    chosen = interventions.select_samples(run.edits, step.batch, step.used)
+    chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: _in_own_format(tensor, policy).clone() for name, tensor in chosen.items()}
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
         with ExitStack() as stack:
             stack.enter_context(restored(step.model))
+            stack.enter_context(printed_changes(run.printed, step.model))
             if policy is EXACT:
                 stack.enter_context(_state_in_fp64(step.model))
             draws = stack.enter_context(seeded(step.seed, step.device, step.rng_states, step.recorded))

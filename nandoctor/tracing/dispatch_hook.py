@@ -5,17 +5,20 @@ In: handlers. Out: `intercepting`, a context in which they see each op as the us
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nandoctor.evidence.trace import SourceLine
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, unobserved
 from nandoctor.tracing.op_call import Invocation, op_name
@@ -72,11 +75,30 @@ def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     return handlers[0](call, lambda changed: _hand_on(handlers[1:], changed))
 
 
-def find_source(frame: FrameType | None = None) -> tuple[str, int] | None:
-    """File and line of the user's innermost frame; None where torch's own modules call each other throughout."""
+Place = tuple[CodeType, int, int]
+"""A code object, the instruction in it that is running, and its line."""
+
+
+def find_place(frame: FrameType | None = None) -> Place | None:
+    """Where the user's innermost frame is; None where torch's own modules call each other throughout."""
     frame = frame or sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
         if frame.f_code.co_filename == _RUNNER:
             return None  # further out is whoever called nandoctor
         frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else (frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+def to_source(place: Place | None) -> SourceLine | None:
+    """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11)."""
+    if place is None:
+        return None
+    code, instruction, line = place
+    text = linecache.getline(code.co_filename, line).strip()
+    positions: Any = getattr(code, "co_positions", None)
+    if positions is None:
+        return SourceLine(file=code.co_filename, line=line, text=text)
+    _, end_line, column, end_column = next(itertools.islice(positions(), instruction // 2, None))
+    return SourceLine(
+        file=code.co_filename, line=line, text=text, column=column, end_line=end_line, end_column=end_column
+    )

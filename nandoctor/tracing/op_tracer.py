@@ -5,7 +5,6 @@ In: the aten calls of one thread. Out: `OpCall` records, each op as the user wro
 
 from __future__ import annotations
 
-import linecache
 import math
 import weakref
 from collections import Counter
@@ -17,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
 from nandoctor.ops import UNFILLED
 from nandoctor.torch_compat import schema_of, tree_leaves, unwrap, version_of
-from nandoctor.tracing.dispatch_hook import Proceed, find_source, intercepting
+from nandoctor.tracing.dispatch_hook import Place, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
@@ -56,7 +55,7 @@ class _Recording:
     owner: Owner
     nth: int
     phase: Phase
-    source: tuple[str, int] | None
+    source: Place | None
     inputs: list[_Tensor]
     outputs: list[Reading]
     scalars: tuple[tuple[str, float], ...]
@@ -225,7 +224,7 @@ class OpTracer:
                 owner=owner,
                 nth=self._counts[owner, call.name],
                 phase=self.phase,
-                source=find_source(),
+                source=find_place(),
                 inputs=inputs,
                 outputs=[reading for reading in readings if reading is not None],
                 scalars=tuple(call.scalars()),
@@ -285,7 +284,7 @@ def _to_call(
         call=call,
         nth=recording.nth,
         phase=recording.phase,
-        source=_to_source(recording.source),
+        source=to_source(recording.source),
         inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
         outputs=outputs,
         scalars=recording.scalars,
@@ -302,10 +301,3 @@ def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
         origin=kind,  # type: ignore[arg-type]
         path=path,
     )
-
-
-def _to_source(source: tuple[str, int] | None) -> SourceLine | None:
-    if source is None:
-        return None
-    file, line = source
-    return SourceLine(file=file, line=line, text=linecache.getline(file, line).strip())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nandoctor.tracing import dispatch_hook
-from nandoctor.tracing.dispatch_hook import find_source, intercepting
+from nandoctor.tracing.dispatch_hook import find_place, intercepting
 
 LAYER = "import torch\n\n\ndef forward(tensor):\n    return torch.exp(tensor)\n"
 
@@ -32,7 +32,8 @@ def lines_of(forward):
     found, tensor = [], torch.ones(2)
 
     def note(call, proceed):
-        found.append(find_source(sys._getframe().f_back))
+        code, _, line = find_place(sys._getframe().f_back)
+        found.append((code.co_filename, line))
         return proceed(call)
 
     with intercepting(note):

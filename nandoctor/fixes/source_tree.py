@@ -1,0 +1,222 @@
+"""A source file as a concrete syntax tree, in which the expressions that a trace names are found and replaced.
+
+In: a file's text, and places as Python's line and column numbers. Out: nodes, and the text with some of them replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
+
+from nandoctor.evidence.trace import SourceLine
+
+_OWN_SCOPE = (cst.Lambda, cst.CompFor, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
+_CONDITIONAL = (cst.IfExp, cst.BooleanOperation)
+_STANDS_ALONE = (cst.Assign, cst.AnnAssign, cst.Arg, cst.Expr, cst.Return)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """What stands in the place of an expression, and the statements that have to come right before its own."""
+
+    node: cst.CSTNode
+    text: str
+    before: tuple[str, ...] = ()
+
+
+class SourceTree:
+    """One parsed file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._lines = text.splitlines()
+        wrapper = MetadataWrapper(cst.parse_module(text))
+        self.module = wrapper.module
+        self._ranges: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
+        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The source of a node, without the parentheses around it."""
+        bare = node.with_changes(lpar=(), rpar=()) if isinstance(node, cst.BaseExpression) else node
+        return self.module.code_for_node(bare)
+
+    def find(self, source: SourceLine) -> cst.BaseExpression | cst.AugAssign | None:
+        """The expression at the place that the trace gives, None where the place is only a line."""
+        if source.column is None or source.end_column is None or source.end_line is None:
+            return None
+        start = source.line, self._characters(source.line, source.column)
+        end = source.end_line, self._characters(source.end_line, source.end_column)
+        holding = [
+            node
+            for node, where in self._ranges.items()
+            if isinstance(node, (cst.BaseExpression, cst.AugAssign))
+            and (where.start.line, where.start.column) <= start
+            and end <= (where.end.line, where.end.column)
+        ]
+        return min(holding, key=self._extent, default=None)
+
+    def _characters(self, line: int, column: int) -> int:
+        """CPython counts the bytes of UTF-8, a tree the characters."""
+        text = self._lines[line - 1] if line <= len(self._lines) else ""
+        return len(text.encode()[:column].decode(errors="ignore"))
+
+    def _extent(self, node: cst.CSTNode) -> tuple[int, int]:
+        where = self._ranges[node]
+        return len(self.code(node)), where.end.line - where.start.line
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes that hold this one, nearest first."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def statement_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
+        """The simple statement, alone on its line, whose value the expression is part of in every run of it.
+
+        None inside a lambda, a comprehension, a condition's branch or the head of a compound statement: what stands
+        before such a statement would not run as often, or not with the same names.
+        """
+        for parent in self.ancestors(node):
+            if isinstance(parent, (*_OWN_SCOPE, *_CONDITIONAL)):
+                return None
+            if isinstance(parent, cst.SimpleStatementLine):
+                holder = self._parents.get(parent)
+                return parent if len(parent.body) == 1 and isinstance(holder, cst.IndentedBlock) else None
+            if isinstance(parent, cst.BaseCompoundStatement):
+                return None
+        return None
+
+    def statement_at(self, line: int) -> cst.SimpleStatementLine | None:
+        """The simple statement that a line belongs to, where a block can be put around it."""
+        for node, where in self._ranges.items():
+            if isinstance(node, cst.SimpleStatementLine) and where.start.line <= line <= where.end.line:
+                return node if isinstance(self._parents.get(node), cst.IndentedBlock) else None
+        return None
+
+    def module_arguments(self, statement: cst.SimpleStatementLine) -> list[cst.Name]:
+        """The names that a statement hands to submodules: the `x` of `self.norm(x)`."""
+        found: list[cst.Name] = []
+
+        class Calls(cst.CSTVisitor):
+            def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 - libcst's own
+                function = node.func
+                while isinstance(function, (cst.Attribute, cst.Subscript)):
+                    function = function.value
+                if isinstance(function, cst.Name) and function.value == "self":
+                    found.extend(arg.value for arg in node.args if isinstance(arg.value, cst.Name))
+
+        statement.visit(Calls())
+        return found
+
+    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function whose body the node is in."""
+        return next((item for item in self.ancestors(node) if isinstance(item, cst.FunctionDef)), None)
+
+    def names_in(self, node: cst.CSTNode) -> set[str]:
+        """Every name that occurs below a node."""
+        found: set[str] = set()
+
+        class Names(cst.CSTVisitor):
+            def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 - libcst's own
+                found.add(node.value)
+
+        node.visit(Names())
+        return found
+
+    def free_name(self, wanted: str, node: cst.CSTNode) -> str:
+        """A name that the function around a node does not use."""
+        scope = self.function_of(node) or self.module
+        taken, name, number = self.names_in(scope), wanted, 2
+        while name in taken:
+            name, number = f"{wanted}_{number}", number + 1
+        return name
+
+    def imported_modules(self) -> set[str]:
+        """The names that the file's own import statements bind, at any level."""
+        found: set[str] = set()
+
+        class Imports(cst.CSTVisitor):
+            def visit_ImportAlias(self, node: cst.ImportAlias) -> None:  # noqa: N802 - libcst's own
+                name = node.evaluated_alias or node.evaluated_name
+                found.add(name.partition(".")[0])
+
+        self.module.visit(Imports())
+        return found
+
+    def replaced(self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = ()) -> str | None:
+        """The text with every replacement made; None where two of them overlap."""
+        chosen = {item.node: item for item in replacements}
+        if any(parent in chosen for node in chosen for parent in self.ancestors(node)):
+            return None
+        hoisted: dict[cst.CSTNode, list[str]] = {}
+        for item in chosen.values():
+            statement = self.statement_of(item.node)
+            if item.before and statement is None:
+                return None
+            if statement is not None:
+                hoisted.setdefault(statement, []).extend(item.before)
+        wrapped: dict[cst.CSTNode, str] = {item.statement: item.header for item in wrap}
+        alone = {node for node in chosen if isinstance(self._parents.get(node), _STANDS_ALONE)}
+        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone)).code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrap:
+    """A statement to be put into the block of a `with` statement."""
+
+    statement: cst.SimpleStatementLine
+    header: str
+
+
+class _Rewriter(cst.CSTTransformer):
+    def __init__(
+        self,
+        chosen: Mapping[cst.CSTNode, Replacement],
+        hoisted: Mapping[cst.CSTNode, Sequence[str]],
+        wrapped: Mapping[cst.CSTNode, str],
+        alone: set[cst.CSTNode],
+    ) -> None:
+        self._chosen, self._hoisted, self._wrapped, self._alone = chosen, hoisted, wrapped, alone
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        """Replace what was chosen; put statements before, and blocks around, those that were named."""
+        if original_node in self._chosen:
+            return self._replace(original_node, self._chosen[original_node].text)
+        if original_node in self._wrapped and isinstance(updated_node, cst.SimpleStatementLine):
+            updated_node = self._wrap(updated_node, self._wrapped[original_node])
+        before = self._hoisted.get(original_node)
+        if not before:
+            return updated_node
+        first, *more = [cst.parse_statement(text) for text in before]
+        leading = getattr(updated_node, "leading_lines", ())
+        first = first.with_changes(leading_lines=leading)
+        return cst.FlattenSentinel([first, *more, updated_node.with_changes(leading_lines=())])
+
+    def _replace(self, node: cst.CSTNode, text: str) -> cst.CSTNode:
+        if isinstance(node, cst.AugAssign):
+            statement = cst.parse_statement(text)
+            assert isinstance(statement, cst.SimpleStatementLine)
+            return statement.body[0]
+        made = cst.parse_expression(f"({text})")
+        if isinstance(node, cst.BaseExpression) and node.lpar:
+            return made
+        bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
+        return bare if node in self._alone or _binds_as_tightly(bare, node) else made
+
+    def _wrap(self, statement: cst.SimpleStatementLine, header: str) -> cst.With:
+        template = cst.parse_statement(f"{header}\n    pass\n")
+        assert isinstance(template, cst.With)
+        body = cst.IndentedBlock(body=[statement.with_changes(leading_lines=())])
+        return template.with_changes(body=body, leading_lines=statement.leading_lines)
+
+
+def _binds_as_tightly(node: cst.BaseExpression, other: cst.CSTNode) -> bool:
+    """Tell whether an expression may stand where the other one did without parentheses."""
+    if isinstance(node, cst.BinaryOperation) and isinstance(other, cst.BinaryOperation):
+        return type(node.operator) is type(other.operator)
+    return isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.BaseString))

@@ -1,0 +1,149 @@
+"""Says in one short sentence what a change does.
+
+In: an `Edit`. Out: text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from nandoctor.evidence.edits import (
+    ClampArgument,
+    Edit,
+    KeepModule,
+    KeepOp,
+    OpSite,
+    ResetBuffers,
+    ScaleFirst,
+    SetArgument,
+    SetAttribute,
+    StableLog,
+    Together,
+)
+from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.trace import LOSS
+
+_SMALL, _LARGE = 1e-3, 1e6
+_BINARY = frozenset({"add", "sub", "mul", "div"})
+
+
+def write_title(edit: Edit) -> str:
+    """Describe an edit in one short sentence."""
+    if isinstance(edit, Together):
+        if all(isinstance(single, KeepModule) for single in edit.edits):
+            return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
+        return "; ".join(write_title(single) for single in edit.edits)
+    return str(_TITLES[edit.kind](edit))
+
+
+def _module_name(edit: Any) -> str:
+    name = edit.module or "the whole model"
+    return name if edit.children else f"the own ops of {edit.module or 'the model'}"
+
+
+def _title_module(edit: KeepModule) -> str:
+    return "Compute the loss in fp32" if edit.module == LOSS else f"Keep {_module_name(edit)} in fp32"
+
+
+def _title_op(edit: KeepOp) -> str:
+    where = _place(edit.site) or f"{edit.site.op} in {edit.site.module or 'the model'}"
+    if edit.site.op and edit.site.source is not None and edit.site.source.column is not None:
+        where = f"{edit.site.op} in {where}"
+    return f"Compute {where} in fp32"
+
+
+def _title_attribute(edit: SetAttribute) -> str:
+    return f"Set {edit.name} of {edit.type} to {code_number(edit.value)} (was {code_number(edit.was)})"
+
+
+def _title_argument(edit: SetArgument) -> str:
+    new = "the lowest number of its format" if edit.value is None else code_number(edit.value)
+    what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
+    return f"Use {what}{new} instead of {code_number(edit.was)}{_where(edit.site)}"
+
+
+def _where(site: OpSite) -> str:
+    return f" in {_place(site)}" if site.source else f" in {site.op}"
+
+
+def _where_if_known(site: OpSite) -> str:
+    return _where(site) if site.source else ""
+
+
+def code_number(value: float) -> str:
+    """A number as people write it in code: 1e-8 and not 1e-08, 1e-4 and not 0.0001."""
+    if 0 < abs(value) < _SMALL or _LARGE <= abs(value) < math.inf:
+        digits, _, exponent = f"{value:.5e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:g}"
+
+
+def _title_clamp(edit: ClampArgument) -> str:
+    return f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}"
+
+
+def _clamp_in_words(edit: ClampArgument) -> str:
+    what = _argument_in_words(edit)
+    if edit.nan:
+        return f"Take 0 where {edit.site.op} has no value"
+    return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
+
+
+def _argument_in_words(edit: ClampArgument) -> str:
+    if edit.argument == "other":
+        return "the divisor" if edit.site.op in ("div", "true_divide") else "the second argument"
+    if edit.argument in ("", "self", "input"):
+        return "the first argument" if edit.site.op in _BINARY else "the argument"
+    return edit.argument
+
+
+def _bounds_in_words(edit: ClampArgument) -> str:
+    low, high = edit.low, edit.high
+    if low is not None and high is not None:
+        return f"{code_number(low)} to {code_number(high)}"
+    return f"at least {code_number(low)}" if low is not None else f"at most {high:g}"
+
+
+def _title_scale(edit: ScaleFirst) -> str:
+    where = _where_if_known(edit.product)
+    return f"Scale by {edit.factor:.4g} before {edit.product.op}{where} instead of after it"
+
+
+def _title_log(edit: StableLog) -> str:
+    return f"Take the logarithm and the {edit.inner.op} in one function, {_stable_name(edit)}"
+
+
+def _stable_name(edit: StableLog) -> str:
+    return "log_softmax" if edit.inner.op == "softmax" else "logsigmoid"
+
+
+def _title_buffers(edit: ResetBuffers) -> str:
+    noun = "buffers" if len(edit.names) > 1 else "buffer"
+    return f"Reset {len(edit.names)} {noun}: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+
+
+_TITLES: dict[str, Callable[[Any], str]] = {
+    "keep-module": _title_module,
+    "keep-op": _title_op,
+    "set-attribute": _title_attribute,
+    "set-argument": _title_argument,
+    "clamp": _title_clamp,
+    "scale-first": _title_scale,
+    "unmask-rows": lambda _: "Open the rows that are masked throughout, and take zeros for them",
+    "stable-log": _title_log,
+    "use-format": lambda edit: f"Run autocast in {edit.format.label}",
+    "loss-scale": lambda edit: f"Lower the loss scale to {edit.value:g}",
+    "reset-buffers": _title_buffers,
+    "keep-samples": lambda _: "Leave the affected samples out of the batch",
+    "optimizer-eps": lambda edit: f"Give the optimizer an eps of {code_number(edit.value)}",
+}
+
+
+def _place(site: OpSite) -> str:
+    return f"line {site.source.line} of {_file_name(site.source.file)}" if site.source else ""
+
+
+def _file_name(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]

@@ -1,0 +1,149 @@
+"""Writes an edit that the search tried as what a person can use: a patch, a snippet, a setting.
+
+In: an edit that holds, and the traced ops. Out: `WrittenChange`s, the smallest first; each is run before it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from nandoctor.evidence.changes import PrintedChange, Snippet
+from nandoctor.evidence.edits import (
+    Edit,
+    KeepModule,
+    KeepSamples,
+    ResetBuffers,
+    SetAttribute,
+    SetLossScale,
+    SingleEdit,
+    Together,
+    UseFormat,
+)
+from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.fixes.source_changes import SourceWriter
+from nandoctor.fixes.titles import code_number, write_title
+
+ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]
+_WIDEN = """def widen(module, args, kwargs):
+    def cast(value):
+        return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenChange:
+    """A change in words and as text; `change` is that text as a run takes it, None for a setting and for advice.
+
+    `settings` are the loss scale and the dtype of autocast, where the change is one of them.
+    """
+
+    kind: ChangeKind
+    title: str
+    text: str
+    change: PrintedChange | None = None
+    settings: Mapping[str, str | float] | None = None
+
+
+class ChangeWriter:
+    """Writes the changes of one step."""
+
+    def __init__(self, model: nn.Module, ops: Sequence[OpCall]) -> None:
+        self._low = {path for path, module in model.named_modules() if _is_low(module)}
+        self._source = SourceWriter(ops)
+
+    def write(self, edit: Edit) -> Iterator[WrittenChange]:
+        """Every way to write an edit that a program can run, the one that asks for least first; none for the rest."""
+        singles = edit.edits if isinstance(edit, Together) else (edit,)
+        title = write_title(edit)
+        patch = self._source.write(singles)
+        if patch is not None:
+            yield WrittenChange(kind="source", title=title, text=patch.diff, change=patch)
+        settings = _settings_of(singles)
+        if settings is not None:
+            yield WrittenChange(kind="setting", title=title, text="", settings=settings)
+        snippet = self._snippet(singles)
+        if snippet is not None:
+            yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
+
+    def _snippet(self, edits: Sequence[SingleEdit]) -> Snippet | None:
+        modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
+        if len(modules) == len(edits):
+            return Snippet(kind="snippet", text=self._modules_in_fp32([edit.module for edit in modules]))
+        (first, *others) = edits
+        if others:
+            return None
+        if isinstance(first, SetAttribute):
+            return Snippet(kind="snippet", text=_set_attribute(first))
+        if isinstance(first, ResetBuffers):
+            return Snippet(kind="state", text=_reset_buffers(first))
+        if isinstance(first, KeepSamples):
+            return Snippet(kind="data", text=_keep_samples(first))
+        return None
+
+    def _modules_in_fp32(self, paths: Sequence[str]) -> str:
+        lines = [
+            "import torch\n\n",
+            _WIDEN,
+            f"\nfor name in {_listed(paths)}:",
+            "    module = model.get_submodule(name)",
+            '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)',
+            "    module.register_forward_pre_hook(widen, with_kwargs=True)",
+        ]
+        if self._low.intersection(paths):
+            lines.append("    module.float()  # its weights are stored in half precision")
+        return "\n".join(lines) + "\n"
+
+
+def _is_low(module: nn.Module) -> bool:
+    return any(tensor.is_floating_point() and tensor.element_size() == 2 for tensor in module.parameters())
+
+
+def _settings_of(edits: Sequence[SingleEdit]) -> Mapping[str, str | float] | None:
+    settings: dict[str, str | float] = {}
+    for edit in edits:
+        if isinstance(edit, UseFormat) and edit.format is BF16:
+            settings["amp_dtype"] = "bfloat16"
+        elif isinstance(edit, SetLossScale):
+            settings["loss_scale"] = edit.value
+        else:
+            return None
+    return settings
+
+
+def _set_attribute(edit: SetAttribute) -> str:
+    return (
+        "for module in model.modules():\n"
+        f"    if type(module).__name__ == {edit.type!r} and module.{edit.name} == {code_number(edit.was)}:\n"
+        f"        module.{edit.name} = {code_number(edit.value)}\n"
+    )
+
+
+def _reset_buffers(edit: ResetBuffers) -> str:
+    return (
+        "import torch\n\n"
+        "buffers = dict(model.named_buffers())\n"
+        f"for name in {_listed(edit.names)}:\n"
+        '    buffers[name].data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)\n'
+        "# a few batches in train mode, without an optimizer step, give the statistics back\n"
+    )
+
+
+def _keep_samples(edit: KeepSamples) -> str:
+    return (
+        f"kept = {list(edit.samples)}\n"
+        "size = max(len(value) for value in batch.values() if value.dim())\n"
+        "for name, value in batch.items():\n"
+        "    if value.dim() and len(value) == size:\n"
+        "        batch[name] = value[kept]\n"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

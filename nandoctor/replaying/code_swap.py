@@ -1,0 +1,111 @@
+"""Runs changed source: every live function of a file takes the code that the new text gives it.
+
+In: a file's text as it was imported and as it is to be. Out: a context in which the functions have their new code.
+
+A function keeps its identity, its closure and its defaults, so that modules, decorators and hooks that hold it need not
+be built again; see `function.__code__` in https://docs.python.org/3/reference/datamodel.html.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.changes import ChangedFile
+
+
+class CannotSwapError(NanDoctorError):
+    """The changed text cannot be run in this process: it would take a new import of the module."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, remedy="Apply the patch and run `nandoctor verify` in a new process.")
+
+
+@contextmanager
+def swapped_code(files: Sequence[ChangedFile]) -> Iterator[None]:
+    """Give every live function of `files` its new code, and put the old code back, whatever is raised.
+
+    Raises:
+        CannotSwapError: no function that is alive has the changed code, or its closure or the module's own statements
+            change as well.
+    """
+    swaps = [swap for file in files for swap in _find_swaps(file)]
+    names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
+    before = [(function, function.__code__) for function, _ in swaps]
+    try:
+        for function, code in swaps:
+            function.__code__ = code
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+        for namespace, name in names:
+            del namespace[name]
+
+
+def _find_swaps(file: ChangedFile) -> list[tuple[FunctionType, CodeType]]:
+    old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+    changed = {_key(was): now for was, now in _changed_pairs(old, new)}
+    # Not isinstance: that asks lazy objects for their class, and some of them warn or import.
+    alive = (item for item in gc.get_objects() if type(item) is FunctionType)
+    found = [item for item in alive if item.__code__.co_filename == file.path and _key(item.__code__) in changed]
+    if not found:
+        raise CannotSwapError(f"No function that is loaded comes from the changed lines of {file.path}.")
+    swaps = [(function, changed[_key(function.__code__)]) for function in found]
+    for function, code in swaps:
+        if code.co_freevars != function.__code__.co_freevars:
+            raise CannotSwapError(f"The change gives {function.__qualname__} other closure variables.")
+    return swaps
+
+
+def _key(code: CodeType) -> tuple[object, ...]:
+    """Place and content: a function of another text, or another lambda of the same line, is not taken for this one."""
+    return code.co_name, code.co_firstlineno, repr(_own(code))
+
+
+def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Function codes that differ, or hold one that does; the module's and the classes' own are left out."""
+    ours, theirs = _inner(old), _inner(new)
+    if [code.co_name for code in ours] != [code.co_name for code in theirs]:
+        raise CannotSwapError("The change adds or removes a function.")
+    for was, now in zip(ours, theirs, strict=True):
+        if _differs(was, now):
+            yield was, now
+        yield from _changed_pairs(was, now)
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _differs(was: CodeType, now: CodeType) -> bool:
+    pairs = zip(_inner(was), _inner(now), strict=False)
+    return _own(was) != _own(now) or any(_differs(*pair) for pair in pairs)
+
+
+def _own(code: CodeType) -> tuple[object, ...]:
+    """What a code object does, without its place in the file: 0.0 and -0.0 or 1 and True are told apart by repr."""
+    constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+
+
+def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
+    """Run the imports that the new text adds, in the globals of its functions; the names that were not there before."""
+    known = {ast.dump(node) for node in ast.parse(file.before).body}
+    body = ast.parse(file.after).body
+    added: list[ast.stmt] = [
+        node for node in body if isinstance(node, ast.Import | ast.ImportFrom) and ast.dump(node) not in known
+    ]
+    spaces = {id(function.__globals__): function.__globals__ for function in functions}
+    made = []
+    for namespace in spaces.values() if added else ():
+        own: dict[str, object] = {}
+        exec(compile(ast.Module(body=added, type_ignores=[]), file.path, "exec"), own)
+        for name in own.keys() - {"__builtins__"} - namespace.keys():
+            namespace[name] = own[name]
+            made.append((namespace, name))
+    return made
