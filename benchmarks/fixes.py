@@ -1,6 +1,6 @@
 """What is cured on the corpus of sick models, how many runs it takes, and what the search for fp32 sets costs.
 
-In: `python benchmarks/remedies.py`. Out: a table of every case, a summary, and the search on a network of 62 modules.
+In: `python benchmarks/fixes.py`. Out: a table of every case, a summary, and the search on a network of 62 modules.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "nandoctor").rglob("*.py"))
 SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py"))]
 LONG_FOR_NOW = {
-    "nandoctor/remedies/patches.py": "fixes that are written as source changes replace it",
     "nandoctor/fixes/search.py": "the same change takes its candidates over",
     "nandoctor/replaying/runner.py": "becomes FailingStep.run, with its preparation in a file of its own",
     "nandoctor/replaying/interventions.py": "loses what source changes do instead",

@@ -132,7 +132,7 @@ def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix
     last: list[Fix] = []
     for edit in candidate:
         probe = trials.judge(edit)
-        if probe.cures:
+        if probe.cures or isinstance(edit, KeepOp):  # the probe cannot widen an op that writes to its argument
             for written in writer.write(edit):
                 proof, checks = verify_written(written, edit, trials)
                 if proof.cures:
