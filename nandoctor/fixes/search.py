@@ -132,12 +132,14 @@ def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix
     last: list[Fix] = []
     for edit in candidate:
         probe = trials.judge(edit)
-        if probe.cures or isinstance(edit, KeepOp):  # the probe cannot widen an op that writes to its argument
-            for written in writer.write(edit):
-                proof, checks = verify_written(written, edit, trials)
-                if proof.cures:
-                    return [_make_fix(edit, written, proof, checks)]
-        last = [_make_fix(edit, next(writer.write(edit), _advice(edit)), replace(probe, cures=False), ())]
+        written = list(writer.write(edit))
+        last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, cures=False), ())]
+        # The probe cannot widen an op that writes to its argument; the text can.
+        for text in written if probe.cures or isinstance(edit, KeepOp) else ():
+            proof, checks = verify_written(text, edit, trials)
+            last = [_make_fix(edit, text, proof, checks)]
+            if proof.cures:
+                return last
     return last
 
 

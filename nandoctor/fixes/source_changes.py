@@ -101,7 +101,10 @@ class SourceWriter:
         node = change.tree.find(source)
         if node is None:
             raise _CannotWriteError
-        return change, _Expression(change.tree, node, self._op_at(site, source))
+        expression = _Expression(change.tree, node, self._op_at(site, source))
+        if expression.calls_module():
+            raise _CannotWriteError  # the op stands in a module of torch, not in this line
+        return change, expression
 
     def _file(self, source: SourceLine) -> _FileChange:
         if source.file not in self._files:
@@ -165,7 +168,8 @@ class SourceWriter:
         for op in self._ops:
             if op.source is None or op.source.whole != source or (node := tree.find(op.source)) is None:
                 continue
-            found.update(_Expression(tree, node, op).tensors())
+            written = {_target(node)} if isinstance(node, cst.AugAssign) else set()
+            found.update(set(_Expression(tree, node, op).tensors()) - written)
         return {node for node in found if isinstance(node, (cst.Name, cst.Attribute))}
 
     def _clamp(self, edit: ClampArgument) -> None:
@@ -245,13 +249,14 @@ class _Expression:
             raise _CannotWriteError
         given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in self.node.args]
         function = self.node.func
-        if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self._calls_module():
+        if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self.calls_module():
             given.insert(0, (None, function.value))
         return given
 
-    def _calls_module(self) -> bool:
+    def calls_module(self) -> bool:
         """Tell whether the call is of the very submodule that made the op: `self.norm(x)` hands over x alone."""
-        assert isinstance(self.node, cst.Call)
+        if not isinstance(self.node, cst.Call):
+            return False
         path = self.tree.code(self.node.func).partition(".")[2]
         return bool(path) and self.op is not None and f".{self.op.module}".endswith(f".{path}")
 

@@ -22,6 +22,7 @@ from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.fixes.variations import VARIATIONS, surrogate_loss
+from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.runner import Change, FailingStep, Outcome, Watch
@@ -199,8 +200,10 @@ class Trials:
         has_loss = self.step.loss is not None
         watch = Watch(stage=f"trial {self.num_run}", measures=False, backward=has_loss, keep=has_loss)
         try:
-            return _keep(self.step.run(REFERENCE if precision == "fp32" else None, watch, edits))
-        except (ModelError, RuntimeError, MemoryError) as error:
+            outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
+            # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
+            return _keep(replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome)
+        except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):  # says nothing about the change, and the next one would fare no better
                 self._budget.out_of_memory = True
                 raise BudgetSpent from error

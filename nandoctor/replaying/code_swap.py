@@ -18,7 +18,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.changes import ChangedFile
 
 
-class CannotSwapError(NanDoctorError):
+class CannotRunError(NanDoctorError):
     """The changed text cannot be run in this process: it would take a new import of the module."""
 
     def __init__(self, why: str) -> None:
@@ -30,7 +30,7 @@ def swapped_code(files: Sequence[ChangedFile]) -> Iterator[None]:
     """Give every live function of `files` its new code, and put the old code back, whatever is raised.
 
     Raises:
-        CannotSwapError: no function that is alive has the changed code, or its closure or the module's own statements
+        CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
             change as well.
     """
     swaps = [swap for file in files for swap in _find_swaps(file)]
@@ -48,17 +48,20 @@ def swapped_code(files: Sequence[ChangedFile]) -> Iterator[None]:
 
 
 def _find_swaps(file: ChangedFile) -> list[tuple[FunctionType, CodeType]]:
-    old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+    try:
+        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+    except SyntaxError as error:
+        raise CannotRunError(f"The changed text is not Python: {error}") from error
     changed = {_key(was): now for was, now in _changed_pairs(old, new)}
     # Not isinstance: that asks lazy objects for their class, and some of them warn or import.
     alive = (item for item in gc.get_objects() if type(item) is FunctionType)
     found = [item for item in alive if item.__code__.co_filename == file.path and _key(item.__code__) in changed]
     if not found:
-        raise CannotSwapError(f"No function that is loaded comes from the changed lines of {file.path}.")
+        raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
     for function, code in swaps:
         if code.co_freevars != function.__code__.co_freevars:
-            raise CannotSwapError(f"The change gives {function.__qualname__} other closure variables.")
+            raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
     return swaps
 
 
@@ -71,7 +74,7 @@ def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, Cod
     """Function codes that differ, or hold one that does; the module's and the classes' own are left out."""
     ours, theirs = _inner(old), _inner(new)
     if [code.co_name for code in ours] != [code.co_name for code in theirs]:
-        raise CannotSwapError("The change adds or removes a function.")
+        raise CannotRunError("The change adds or removes a function.")
     for was, now in zip(ours, theirs, strict=True):
         if _differs(was, now):
             yield was, now

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
-from nandoctor.replaying.code_swap import swapped_code
+from nandoctor.replaying.code_swap import CannotRunError, swapped_code
 
 _HOOKS = (
     "_forward_hooks",
@@ -30,7 +31,7 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module) -> Itera
     """Run with `changes` made to the source and the model, and leave both as they were.
 
     Raises:
-        CannotSwapError: changed source cannot be run in this process.
+        CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
     with ExitStack() as stack:
         stack.enter_context(swapped_code([file for c in changes if isinstance(c, SourcePatch) for file in c.files]))
@@ -38,7 +39,7 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module) -> Itera
         if snippets:
             stack.enter_context(_model_kept(model))
         for snippet in snippets:
-            exec(compile(snippet.text, "<fix>", "exec"), {"model": model, "torch": torch})
+            _execute(snippet, {"model": model})
         yield
 
 
@@ -47,8 +48,15 @@ def changed_batch(changes: Sequence[PrintedChange], batch: Mapping[str, torch.Te
     made = dict(batch)
     for change in changes:
         if isinstance(change, Snippet) and change.kind == "data":
-            exec(compile(change.text, "<fix>", "exec"), {"batch": made, "torch": torch})
+            _execute(change, {"batch": made})
     return made
+
+
+def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:
+    try:
+        exec(compile(snippet.text, "<fix>", "exec"), {"torch": torch, **scope})
+    except Exception as error:
+        raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error
 
 
 @contextmanager
