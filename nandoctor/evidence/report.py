@@ -5,7 +5,6 @@ In: what the engine measured and the rules concluded. Out: `Report`, to and from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -211,6 +210,15 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FixSettings:
+    """What a fix sets in the training loop; None is left alone."""
+
+    amp_dtype: Literal["bfloat16"] | None = None
+    loss_scale: float | None = None
+    optimizer_eps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
     """A change that was tried on the failing step.
 
@@ -228,7 +236,7 @@ class Fix:
     title: str
     patch: str
     patch_root: str | None = None
-    settings: Mapping[str, str | float] | None = None
+    settings: FixSettings | None = None
     verified: bool
     checks: tuple[Check, ...] = ()
     outcome: TrialOutcome

@@ -24,7 +24,16 @@ from nandoctor.evidence.edits import (
     Together,
     UseFormat,
 )
-from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Fp32Set, Fp32SetSearch, TrialOutcome
+from nandoctor.evidence.report import (
+    Check,
+    Counterfactual,
+    Fix,
+    FixSettings,
+    Fp32Module,
+    Fp32Set,
+    Fp32SetSearch,
+    TrialOutcome,
+)
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
@@ -121,7 +130,9 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
         edit = SetOptimizerEps(value=eps)
-        written = WrittenChange(kind="setting", title=write_title(edit), text="", settings={"optimizer_eps": eps})
+        written = WrittenChange(
+            kind="setting", title=write_title(edit), text="", settings=FixSettings(optimizer_eps=eps)
+        )
         proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), cures=True)
         stepped = Check(name="optimizer step", status="passed", text="finite and within its bound for every parameter")
         yield _make_fix(edit, written, proof, (stepped,))

@@ -5,8 +5,8 @@ In: an edit that holds, and the traced ops. Out: `WrittenChange`s, the smallest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import (
     UseFormat,
 )
 from nandoctor.evidence.formats import BF16
+from nandoctor.evidence.report import FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.fixes.source_changes import SourceWriter
 from nandoctor.fixes.titles import code_number, write_title
@@ -48,7 +49,7 @@ class WrittenChange:
     title: str
     text: str
     change: PrintedChange | None = None
-    settings: Mapping[str, str | float] | None = None
+    settings: FixSettings | None = None
 
 
 class ChangeWriter:
@@ -105,13 +106,13 @@ def _is_low(module: nn.Module) -> bool:
     return any(tensor.is_floating_point() and tensor.element_size() == 2 for tensor in module.parameters())
 
 
-def _settings_of(edits: Sequence[SingleEdit]) -> Mapping[str, str | float] | None:
-    settings: dict[str, str | float] = {}
+def _settings_of(edits: Sequence[SingleEdit]) -> FixSettings | None:
+    settings = FixSettings()
     for edit in edits:
         if isinstance(edit, UseFormat) and edit.format is BF16:
-            settings["amp_dtype"] = "bfloat16"
+            settings = replace(settings, amp_dtype="bfloat16")
         elif isinstance(edit, SetLossScale):
-            settings["loss_scale"] = edit.value
+            settings = replace(settings, loss_scale=edit.value)
         else:
             return None
     return settings

@@ -23,7 +23,7 @@ from nandoctor.text import brief, constant, file_line, join_first, number, perce
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 12
+_MAX_PATCH_LINES = 7
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a fix may be says by how much."""
 
@@ -32,6 +32,7 @@ _VISIBLE_ERROR = 0.01
 class ShownFix:
     """A fix as people read it; `patch` holds its lines, and all text is printable."""
 
+    kind: str
     title: str
     patch: tuple[str, ...]
     outcome: str
@@ -46,6 +47,7 @@ def list_fixes(report: Report) -> tuple[ShownFix, ...]:
 
 def _show_fix(fix: Fix) -> ShownFix:
     return ShownFix(
+        kind=fix.kind,
         title=printable(fix.title),
         patch=tuple(printable(line.rstrip()) for line in fix.patch.expandtabs(4).splitlines()),
         outcome=describe_outcome(fix.outcome),
@@ -93,7 +95,7 @@ def _first_facts(report: Report) -> Iterator[Fact]:
         return
     first, *others = verified
     yield Fact(label="fix", text=f"{first.title}: tried, {first.outcome}")
-    yield from patch_facts(first.patch)
+    yield from patch_facts(_changed_lines(first))
     if others:
         more = f"; {len(others) - 1} more in the report (-o report.html)" if len(others) > 1 else ""
         yield Fact(label="or", text=f"{others[0].title}: {others[0].outcome}{more}")
@@ -104,6 +106,11 @@ def _describe_failure(fixes: Sequence[ShownFix]) -> str:
     if len(fixes) == 1:
         return f"the one change that was tried did not help: {titles}"
     return f"none of the {len(fixes)} changes that were tried helped: {titles}"
+
+
+def _changed_lines(fix: ShownFix) -> list[str]:
+    """A diff without its context, which a terminal has no room for: the report has it whole."""
+    return [line for line in fix.patch if fix.kind != "source" or (line and not line.startswith(" "))]
 
 
 def patch_facts(patch: Sequence[str]) -> Iterator[Fact]:

@@ -71,7 +71,7 @@ def _fix(fix: ShownFix) -> Iterator[str]:
     yield from ("", f"**{escape(fix.title)}** ({'tried' if fix.verified else 'not a fix'}: {fix.outcome})", "")
     fence = "`" * max([3, *(len(run) + 1 for line in fix.patch for run in _FENCE.findall(line))])
     if fix.patch:
-        yield from (f"{fence}diff" if _is_diff(fix.patch) else f"{fence}python", *fix.patch, fence)
+        yield from (f"{fence}diff" if fix.kind == "source" else f"{fence}python", *fix.patch, fence)
 
 
 def _each(fixes: Sequence[ShownFix]) -> Iterator[str]:
@@ -91,10 +91,6 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[s
     yield "|---" * len(headings) + "|"
     for row in rows:
         yield f"| {' | '.join(map(escape, row))} |"
-
-
-def _is_diff(patch: Sequence[str]) -> bool:
-    return any(line.startswith(("+", "-")) for line in patch)
 
 
 def _fold(summary: str, lines: Iterator[str]) -> Iterator[str]:

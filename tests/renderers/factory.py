@@ -342,6 +342,7 @@ def cured():
         ),
         fixes=tuple(
             Fix(
+            kind="source",
                 edit=edit,
                 title=title,
                 patch=patch if rank == 0 else "",

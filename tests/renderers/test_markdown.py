@@ -33,7 +33,7 @@ def test_patches_are_in_fences():
 
 def test_a_patch_cannot_leave_its_fence():
     made = factory.cured()
-    patch = replace(made.fixes[0], patch="x\n```\n# out\n````")
+    patch = replace(made.fixes[0], kind="snippet", patch="x\n```\n# out\n````")
     text = report_markdown(replace(made, fixes=(patch,)))
     assert "`````python\nx\n```\n# out\n````\n`````" in text
 
