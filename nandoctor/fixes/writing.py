@@ -83,7 +83,7 @@ class ChangeWriter:
         if isinstance(first, SetAttribute):
             return Snippet(kind="snippet", text=_set_attribute(first))
         if isinstance(first, ResetBuffers):
-            return Snippet(kind="state", text=_reset_buffers(first))
+            return Snippet(kind="state", text=_RESET_BUFFERS)
         if isinstance(first, KeepSamples):
             return Snippet(kind="data", text=_keep_samples(first))
         return None
@@ -126,14 +126,11 @@ def _set_attribute(edit: SetAttribute) -> str:
     )
 
 
-def _reset_buffers(edit: ResetBuffers) -> str:
-    return (
-        "import torch\n\n"
-        "buffers = dict(model.named_buffers())\n"
-        f"for name in {_listed(edit.names)}:\n"
-        '    buffers[name].data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)\n'
-        "# a few batches in train mode, without an optimizer step, give the statistics back\n"
-    )
+_RESET_BUFFERS = """for name, buffer in model.named_buffers():
+    if not buffer.isfinite().all():
+        buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
+# a few batches in train mode, without an optimizer step, give the statistics back
+"""
 
 
 def _keep_samples(edit: KeepSamples) -> str:

@@ -109,8 +109,8 @@ def _describe_failure(fixes: Sequence[ShownFix]) -> str:
 
 
 def _changed_lines(fix: ShownFix) -> list[str]:
-    """A diff without its context, which a terminal has no room for: the report has it whole."""
-    return [line for line in fix.patch if fix.kind != "source" or (line and not line.startswith(" "))]
+    """A diff without its context and line numbers, for which a terminal has no room: the report has it whole."""
+    return [line for line in fix.patch if fix.kind != "source" or (line and not line.startswith((" ", "@@")))]
 
 
 def patch_facts(patch: Sequence[str]) -> Iterator[Fact]:
