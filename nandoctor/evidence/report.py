@@ -1,6 +1,6 @@
 """The report: everything a renderer may look at, and the JSON contract `nandoctor.report/2`.
 
-In: what the engine measured and the rules concluded. Out: `Report`, to and from plain JSON data.
+In: what was measured and concluded. Out: `Report`, to and from plain JSON data.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Reproduction:
 
     `exact`: equal in every bit (all NaNs count as one). `same-mask`: the same elements are non-finite; `max_rel_err`
     is the largest difference of the finite ones over the largest saved magnitude. `elsewhere`: other elements are.
-    `finite`: the saved output is non-finite and the replay is not. `no-reference`: nothing to compare with.
-    `attempts` are the replays in order; the last is the one reported.
+    `finite`: the replay alone is finite. `no-reference`: nothing to compare with. The last of `attempts` is reported.
     """
 
     grade: Grade
@@ -54,8 +53,8 @@ class NonfiniteElements:
     """How many elements of a tensor are non-finite, and which.
 
     `num_bad` of the `numel` elements are, of the `kinds` "nan", "+inf" and "-inf"; `first_index` is the first of them
-    in row-major order, None where it is not known. `samples` are indexes into the batch, the first 64; None where
-    dimension 0 of the tensor is not known to be the batch's.
+    in row-major order, None where unknown. `samples` are indexes into the batch, the first 64; None where dimension 0
+    is not known to be the batch's.
     """
 
     kinds: tuple[str, ...]
@@ -70,8 +69,8 @@ class FirstNonfinite:
     """The first place where a non-finite value came to light.
 
     `where` tells what it was: a module's own `output`; a value made `between` modules, in the forward that `module`
-    names, and first seen as an input of the call `seen_in`; the `batch` itself; or the `loss`. `inputs` are the tensors
-    that the module call took, `value` is the non-finite one.
+    names, and first seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are what the module
+    call took, `value` is the non-finite one.
     """
 
     run: str
@@ -190,10 +189,9 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """What a run with an edit gave: whether everything that matters is finite, and how far it is from fp32.
+    """What a changed run gave; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
 
-    `max_rel_err` is the largest difference of output or loss over the largest magnitude of the fp32 run's, in the worst
-    sample and where fp32 is finite; None where the run is not finite there.
+    It is that of the worst sample, of output and loss where fp32 is finite; None where the run is not finite there.
     """
 
     finite: bool
@@ -222,13 +220,10 @@ class FixSettings:
 class Fix:
     """A change that was tried on the failing step.
 
-    `patch` is what was run: of the `kind` "source" a unified diff for `git apply -p1` in the folder `patch_root`; of
-    "snippet" and "state" Python that runs with `model` in scope, after the weights are loaded and before the step; of
-    "data" Python with `batch`, a dict of tensors, in scope. It is empty for a "setting", whose `settings` are the dtype
-    of autocast, the loss scale or the optimizer's eps, and for "advice", which cannot be run. `verified` means that the
-    step with it is finite in output, loss and gradients and agrees with fp32, and that it holds on variations of the
-    batch; `checks` has each criterion. `edit` is how the engine changed the run when it searched. The smallest change
-    that holds has `rank` 0.
+    `patch` is what was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "snippet" and "state",
+    Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A "setting" has
+    `settings` instead, and "advice" cannot be run. `verified`: every check that was made was passed. `edit` is what the
+    search changed in the run. The smallest change that holds has `rank` 0.
     """
 
     kind: Literal["source", "snippet", "setting", "data", "state", "advice"]

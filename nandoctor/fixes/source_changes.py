@@ -8,9 +8,8 @@ What is written here is not trusted: the step is run with the text itself before
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import libcst as cst
@@ -27,17 +26,23 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
+from nandoctor.fixes.source_expression import (
+    CannotWriteError,
+    Expression,
+    attribute_text,
+    grouped,
+    nodes_below,
+    number_in,
+    operand_text,
+    target_of,
+    text_with,
+)
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap
 from nandoctor.fixes.titles import code_number
 from nandoctor.ops import PRODUCTS
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Autocast off for the ops inside, under the name of the device that the training runs on."""
-_SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
-
-
-class _CannotWriteError(Exception):
-    """No text is known that does what the edit does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class SourceWriter:
             for edit in edits:
                 self._write_one(edit)
             files = tuple(self._changed_files())
-        except (_CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError, OSError, UnicodeDecodeError):
+        except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError, OSError, UnicodeDecodeError):
             return None
         return SourcePatch(root=_root_of([file.path for file in files]), files=files) if files else None
 
@@ -81,29 +86,29 @@ class SourceWriter:
         elif isinstance(edit, UnmaskRows):
             self._unmask(edit)
         else:
-            raise _CannotWriteError
+            raise CannotWriteError
 
     def _changed_files(self) -> Iterator[ChangedFile]:
         for path, change in self._files.items():
             text = change.tree.replaced(change.replacements, wrap=change.wraps)
             if text is None or text == change.tree.text:
-                raise _CannotWriteError
+                raise CannotWriteError
             if "torch" not in change.tree.imported_modules():
                 text = _with_import(change.tree, text)
             yield ChangedFile(path=path, before=change.tree.text, after=text)
 
-    def _open(self, site: OpSite) -> tuple[_FileChange, _Expression]:
+    def _open(self, site: OpSite) -> tuple[_FileChange, Expression]:
         """The file of a site, and the expression that called its op."""
         source = site.source
         if source is None or not Path(source.file).is_file():
-            raise _CannotWriteError
+            raise CannotWriteError
         change = self._file(source)
         node = change.tree.find(source)
         if node is None:
-            raise _CannotWriteError
-        expression = _Expression(change.tree, node, self._op_at(site, source))
+            raise CannotWriteError
+        expression = Expression(change.tree, node, self._op_at(site, source))
         if expression.calls_module():
-            raise _CannotWriteError  # the op stands in a module of torch, not in this line
+            raise CannotWriteError  # the op stands in a module of torch, not in this line
         return change, expression
 
     def _file(self, source: SourceLine) -> _FileChange:
@@ -118,7 +123,7 @@ class SourceWriter:
 
     def _set_argument(self, edit: SetArgument) -> None:
         change, expression = self._open(edit.site)
-        constants = [node for node in expression.constants() if _number(node) == edit.was]
+        constants = [node for node in expression.constants() if number_in(node) == edit.was]
         if edit.value is None:
             value = f"torch.finfo({expression.argument('self')}.dtype).min"
         else:
@@ -129,7 +134,7 @@ class SourceWriter:
         elif not constants and isinstance(named, (cst.Name, cst.Attribute)):
             change.replacements.append(Replacement(node=named, text=value))
         else:
-            raise _CannotWriteError
+            raise CannotWriteError
 
     def _keep_op(self, edit: KeepOp) -> None:
         if edit.site.source is not None and edit.site.source.column is None:
@@ -142,7 +147,7 @@ class SourceWriter:
             return
         statement = tree.statement_of(expression.node)
         if statement is None:
-            raise _CannotWriteError
+            raise CannotWriteError
         if expression.is_whole(statement):
             change.replacements.append(Replacement(node=expression.node, text=widened))
             change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
@@ -156,10 +161,10 @@ class SourceWriter:
         change = self._file(source)
         statement = change.tree.statement_at(source.line)
         if statement is None:
-            raise _CannotWriteError
+            raise CannotWriteError
         names = self._tensor_names(change.tree, source) | set(change.tree.module_arguments(statement))
         for node in names:
-            change.replacements.append(Replacement(node=node, text=_attribute(change.tree, node, "float()")))
+            change.replacements.append(Replacement(node=node, text=attribute_text(change.tree, node, "float()")))
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
     def _tensor_names(self, tree: SourceTree, source: SourceLine) -> set[cst.BaseExpression]:
@@ -168,8 +173,8 @@ class SourceWriter:
         for op in self._ops:
             if op.source is None or op.source.whole != source or (node := tree.find(op.source)) is None:
                 continue
-            written = {_target(node)} if isinstance(node, cst.AugAssign) else set()
-            found.update(set(_Expression(tree, node, op).tensors()) - written)
+            written = {target_of(node)} if isinstance(node, cst.AugAssign) else set()
+            found.update(set(Expression(tree, node, op).tensors()) - written)
         return {node for node in found if isinstance(node, (cst.Name, cst.Attribute))}
 
     def _clamp(self, edit: ClampArgument) -> None:
@@ -179,22 +184,22 @@ class SourceWriter:
         call = "nan_to_num(0.0)" if edit.nan else f"clamp({given})"
         target = expression.argument_node(edit.argument) if edit.argument else expression.node
         if not isinstance(target, cst.BaseExpression):
-            raise _CannotWriteError
-        text = _attribute(change.tree, target, call)
+            raise CannotWriteError
+        text = attribute_text(change.tree, target, call)
         change.replacements.append(Replacement(node=target, text=text))
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
         other, product = self._open(edit.product)
         if not isinstance(scale.node, cst.BinaryOperation):
-            raise _CannotWriteError
+            raise CannotWriteError
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
-        scaled = f"{_operand(other.tree, first)} {operator} {factor}"
-        inside = product.node in set(_nodes_below(scale.node.left)) | {scale.node.left}
+        scaled = f"{operand_text(other.tree, first)} {operator} {factor}"
+        inside = product.node in set(nodes_below(scale.node.left)) | {scale.node.left}
         left = other.tree.code(scale.node.left)
         if inside:
-            text = _text_with(other.tree, scale.node.left, {first: f"({scaled})"})
+            text = text_with(other.tree, scale.node.left, {first: f"({scaled})"})
             change.replacements.append(Replacement(node=scale.node, text=text))
             return
         other.replacements.append(Replacement(node=first, text=scaled))
@@ -208,7 +213,7 @@ class SourceWriter:
             text = f"torch.log_softmax({taken}.float(), {inner.argument('dim')})"
         else:
             sign = "-" if edit.complement else ""
-            text = f"torch.nn.functional.logsigmoid({sign}{_grouped(taken)}.float())"
+            text = f"torch.nn.functional.logsigmoid({sign}{grouped(taken)}.float())"
         change.replacements.append(Replacement(node=logarithm.node, text=text))
 
     def _unmask(self, edit: UnmaskRows) -> None:
@@ -217,163 +222,17 @@ class SourceWriter:
         if edit.site.op == "scaled_dot_product_attention":
             mask = expression.argument_node("attn_mask")
             text = tree.code(mask)
-            empty = f"~{_grouped(text)}.any(-1, keepdim=True)"
-            whole = _text_with(tree, expression.node, {mask: f"{_grouped(text)} | {empty}"})
+            empty = f"~{grouped(text)}.any(-1, keepdim=True)"
+            whole = text_with(tree, expression.node, {mask: f"{grouped(text)} | {empty}"})
             made = f"{whole}.masked_fill({empty}, 0.0)"
             change.replacements.append(Replacement(node=expression.node, text=made))
             return
         scores = expression.argument_node("self")
         name = tree.free_name("empty", expression.node)
         before = f"{name} = torch.isneginf({tree.code(scores)}).all(-1, keepdim=True)"
-        opened = f"{_operand(tree, scores)}.masked_fill({name}, 0.0)"
-        text = f"{_text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
+        opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
+        text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
-
-
-class _Expression:
-    """The expression of one op: an operator, or a call of a function or a method."""
-
-    def __init__(self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None) -> None:
-        self.tree, self.node, self.op = tree, node, op
-
-    @cached_property
-    def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
-        """The arguments in the order of the op's schema, each with the keyword it was given by."""
-        if isinstance(self.node, cst.BinaryOperation):
-            return [(None, self.node.left), (None, self.node.right)]
-        if isinstance(self.node, cst.AugAssign):
-            return [(None, _target(self.node)), (None, self.node.value)]
-        if isinstance(self.node, cst.UnaryOperation):
-            return [(None, self.node.expression)]
-        if not isinstance(self.node, cst.Call):
-            raise _CannotWriteError
-        given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in self.node.args]
-        function = self.node.func
-        if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self.calls_module():
-            given.insert(0, (None, function.value))
-        return given
-
-    def calls_module(self) -> bool:
-        """Tell whether the call is of the very submodule that made the op: `self.norm(x)` hands over x alone."""
-        if not isinstance(self.node, cst.Call):
-            return False
-        path = self.tree.code(self.node.func).partition(".")[2]
-        return bool(path) and self.op is not None and f".{self.op.module}".endswith(f".{path}")
-
-    def _is_namespace(self, node: cst.BaseExpression) -> bool:
-        while isinstance(node, cst.Attribute):
-            node = node.value
-        return isinstance(node, cst.Name) and node.value in self.tree.imported_modules()
-
-    def argument_node(self, name: str) -> cst.BaseExpression:
-        """The argument of this name in the op's schema."""
-        for keyword, value in self._given:
-            if keyword == name:
-                return value
-        place = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1}.get(name, 1 if name in _SECOND else None)
-        positional = [value for keyword, value in self._given if keyword is None]
-        if place is None or place >= len(positional):
-            raise _CannotWriteError
-        return positional[place]
-
-    def argument(self, name: str) -> str:
-        """The text of that argument."""
-        return self.tree.code(self.argument_node(name))
-
-    def constants(self) -> Iterator[cst.BaseExpression]:
-        """The numbers written in the arguments themselves."""
-        yield from (value for _, value in self._given if _number(value) is not None)
-
-    def is_whole(self, statement: cst.SimpleStatementLine) -> bool:
-        """Tell whether the statement does nothing but name or return the value of the expression."""
-        (small,) = statement.body
-        value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return, cst.Expr)) else None
-        return value is self.node
-
-    def widened(self) -> str:
-        """The expression with its low-precision tensors cast to fp32: of an operator one is enough, torch promotes."""
-        tensors = list(self.tensors())
-        if not tensors:
-            raise _CannotWriteError
-        promotes = isinstance(self.node, (cst.BinaryOperation, cst.AugAssign))
-        if promotes and (self.op is None or self.op.op not in PRODUCTS):
-            tensors = tensors[:1]
-        if isinstance(self.node, cst.AugAssign):
-            operator = self.tree.module.code_for_node(self.node.operator).strip().removesuffix("=")
-            target = self.tree.code(_target(self.node))
-            wide = _attribute(self.tree, _target(self.node), "float()")
-            return f"{target} = {wide} {operator} {_operand(self.tree, self.node.value)}"
-        return _text_with(self.tree, self.node, {value: _attribute(self.tree, value, "float()") for value in tensors})
-
-    def tensors(self) -> Iterator[cst.BaseExpression]:
-        """The arguments that were floating-point tensors in the trace, as far as it can be told."""
-        if self.op is None:
-            return
-        left = sum(tensor.stats is not None for tensor in self.op.inputs)
-        names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
-        numbers = {name for name, _ in self.op.scalars}
-        for place, (keyword, value) in enumerate(self._given):
-            schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
-            literal = isinstance(value, (cst.BaseString, cst.BaseNumber)) or _number(value) is not None
-            if literal or (schema_name in numbers and schema_name not in names):
-                continue
-            if left and (keyword is None or keyword in names):
-                left -= 1
-                yield value
-
-
-class _Substitution(cst.CSTTransformer):
-    """Puts new nodes in the place of some of a tree's own."""
-
-    def __init__(self, new_nodes: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
-        self._new_nodes = new_nodes
-
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
-        return self._new_nodes.get(original_node, updated_node)
-
-
-def _text_with(tree: SourceTree, node: cst.CSTNode, texts: Mapping[cst.CSTNode, str]) -> str:
-    """The source of an expression with other text for some of the nodes below it."""
-    changed = node.visit(_Substitution({old: cst.parse_expression(text) for old, text in texts.items()}))
-    assert isinstance(changed, cst.BaseExpression)
-    return tree.code(changed)
-
-
-def _target(node: cst.AugAssign) -> cst.BaseExpression:
-    if not isinstance(node.target, cst.BaseExpression):
-        raise _CannotWriteError
-    return node.target
-
-
-def _nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for child in node.children:
-        yield child
-        yield from _nodes_below(child)
-
-
-def _number(node: cst.CSTNode) -> float | None:
-    """The number that an expression writes down, with its sign."""
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
-        inner = _number(node.expression)
-        return None if inner is None else -inner
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return float(node.evaluated_value)
-    return None
-
-
-def _grouped(text: str) -> str:
-    """The text of an expression, in parentheses where an attribute could not follow it."""
-    node = cst.parse_expression(text)
-    plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    return text if plain else f"({text})"
-
-
-def _operand(tree: SourceTree, node: cst.BaseExpression) -> str:
-    return _grouped(tree.code(node))
-
-
-def _attribute(tree: SourceTree, node: cst.BaseExpression, call: str) -> str:
-    return f"{_operand(tree, node)}.{call}"
 
 
 def _with_import(tree: SourceTree, text: str) -> str:

@@ -14,7 +14,7 @@ from nandoctor.tracing.module_tracer import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]
 _NOISE = 1e-3
-"""A share of each array's own spread: less than a training changes a batch by, more than fp16 rounds."""
+"""A share of each value: less than the next batch differs by, more than fp16 rounds."""
 
 
 def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
@@ -36,12 +36,11 @@ def _rolled(value: torch.Tensor) -> torch.Tensor:
 
 
 def _noisy(value: torch.Tensor) -> torch.Tensor:
-    if not value.is_floating_point() or value.numel() < 2:
+    """Every value changed by a share of itself, so that the zeros of a mask stay zeros."""
+    if not value.is_floating_point():
         return value
-    finite = value[torch.isfinite(value)]
-    spread = float(finite.float().std()) if finite.numel() > 1 else 0.0
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-    return value + _NOISE * spread * noise
+    return value * (1 + _NOISE * noise)
 
 
 VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tensor]]] = {

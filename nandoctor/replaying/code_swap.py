@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import ast
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from torch import nn
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.changes import ChangedFile
+
+_HOLDERS = (FunctionType, type, property, staticmethod, classmethod)
+_EMPTY_CELL = CellType()
 
 
 class CannotRunError(NanDoctorError):
@@ -26,14 +33,17 @@ class CannotRunError(NanDoctorError):
 
 
 @contextmanager
-def swapped_code(files: Sequence[ChangedFile]) -> Iterator[None]:
+def swapped_code(files: Sequence[ChangedFile], model: nn.Module) -> Iterator[None]:
     """Give every live function of `files` its new code, and put the old code back, whatever is raised.
+
+    Functions are found in the modules that are imported and in the classes of the model's modules, through decorators
+    and down to the functions that these have made.
 
     Raises:
         CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
             change as well.
     """
-    swaps = [swap for file in files for swap in _find_swaps(file)]
+    swaps = [swap for file in files for swap in _find_swaps(file, model)]
     names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
     before = [(function, function.__code__) for function, _ in swaps]
     try:
@@ -47,15 +57,13 @@ def swapped_code(files: Sequence[ChangedFile]) -> Iterator[None]:
             del namespace[name]
 
 
-def _find_swaps(file: ChangedFile) -> list[tuple[FunctionType, CodeType]]:
+def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType, CodeType]]:
     try:
         old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
     except SyntaxError as error:
         raise CannotRunError(f"The changed text is not Python: {error}") from error
     changed = {_key(was): now for was, now in _changed_pairs(old, new)}
-    # Not isinstance: that asks lazy objects for their class, and some of them warn or import.
-    alive = (item for item in gc.get_objects() if type(item) is FunctionType)
-    found = [item for item in alive if item.__code__.co_filename == file.path and _key(item.__code__) in changed]
+    found = [item for item in _functions_of(file.path, model) if _key(item.__code__) in changed]
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
@@ -63,6 +71,55 @@ def _find_swaps(file: ChangedFile) -> list[tuple[FunctionType, CodeType]]:
         if code.co_freevars != function.__code__.co_freevars:
             raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
     return swaps
+
+
+def _functions_of(path: str, model: nn.Module) -> list[FunctionType]:
+    """Every live function whose code is in the file.
+
+    Not by gc.get_objects(): it hands out tuples that another thread is still building, which breaks that thread
+    (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely.
+    """
+    codes: dict[int, CodeType] = {}
+    for function in _reachable(path, model):
+        waiting = [function.__code__]
+        while waiting:
+            code = waiting.pop()
+            codes[id(code)] = code
+            waiting += _inner(code)
+    holders = gc.get_referrers(*codes.values()) if codes else []
+    return [item for item in holders if type(item) is FunctionType and item.__code__.co_filename == path]
+
+
+def _reachable(path: str, model: nn.Module) -> Iterator[FunctionType]:
+    """The functions of the file that its modules and the model's classes hold, also inside decorators."""
+    modules = [
+        module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
+    ]
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    waiting: list[Any] = [*(vars(module) for module in modules), *classes]
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if type(item) is FunctionType and item.__code__.co_filename == path:
+            yield item
+        waiting += _parts(item)
+
+
+def _parts(item: Any) -> list[Any]:
+    """What may hold a function: a namespace, a class of the file or the model, a descriptor, a closure."""
+    if isinstance(item, dict):
+        return [value for value in item.values() if isinstance(value, _HOLDERS)]
+    if type(item) is FunctionType:
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY_CELL]
+        return [value for value in [*cells, vars(item).get("__wrapped__")] if isinstance(value, _HOLDERS)]
+    if isinstance(item, type):
+        return [value for value in vars(item).values() if isinstance(value, _HOLDERS)]
+    if isinstance(item, property):
+        return [item.fget, item.fset]
+    return [item.__func__] if isinstance(item, staticmethod | classmethod) else []
 
 
 def _key(code: CodeType) -> tuple[object, ...]:

@@ -34,7 +34,8 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module) -> Itera
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
     with ExitStack() as stack:
-        stack.enter_context(swapped_code([file for c in changes if isinstance(c, SourcePatch) for file in c.files]))
+        files = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
+        stack.enter_context(swapped_code(files, model))
         snippets = [change for change in changes if isinstance(change, Snippet) and change.kind != "data"]
         if snippets:
             stack.enter_context(_model_kept(model))

@@ -5,8 +5,13 @@ from sick_models import all_cases
 from sick_models.accepted import ACCEPTED
 from sick_models.judging import diagnose
 
+QUICK = {case.name for case in all_cases()[::9]}
 
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in all_cases()],
+)
 def test_what_can_be_fixed_has_a_verified_fix(case, tmp_path):
     report = diagnose(case, tmp_path, fixes=True)
     verified = [item for item in report.fixes if item.verified]
@@ -19,7 +24,7 @@ def test_what_can_be_fixed_has_a_verified_fix(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in all_cases() if case.verdict == "precision"][::4], ids=lambda c: c.name
+    "case", [case for case in all_cases() if case.verdict == "precision"][::9], ids=lambda c: c.name
 )
 def test_a_healthy_twin_gets_no_prescription(case, tmp_path):
     assert diagnose(case.twin(), tmp_path, fixes=True).fixes == ()

@@ -1,0 +1,187 @@
+"""The expression that called an op, as the source has it: its arguments by the names of the op's schema.
+
+In: a node of a `SourceTree`, and the traced op. Out: the nodes of its arguments, and changed text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+
+import libcst as cst
+
+from nandoctor.evidence.trace import OpCall
+from nandoctor.fixes.source_tree import SourceTree
+from nandoctor.ops import PRODUCTS
+
+_SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
+
+
+class CannotWriteError(Exception):
+    """No text is known that does what the edit does."""
+
+
+class Expression:
+    """The expression of one op: an operator, or a call of a function or a method."""
+
+    def __init__(self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None) -> None:
+        self.tree, self.node, self.op = tree, node, op
+
+    @cached_property
+    def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
+        """The arguments in the order of the op's schema, each with the keyword it was given by."""
+        if isinstance(self.node, cst.BinaryOperation):
+            return [(None, self.node.left), (None, self.node.right)]
+        if isinstance(self.node, cst.AugAssign):
+            return [(None, target_of(self.node)), (None, self.node.value)]
+        if isinstance(self.node, cst.UnaryOperation):
+            return [(None, self.node.expression)]
+        if not isinstance(self.node, cst.Call):
+            raise CannotWriteError
+        given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in self.node.args]
+        function = self.node.func
+        if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self.calls_module():
+            given.insert(0, (None, function.value))
+        return given
+
+    def calls_module(self) -> bool:
+        """Tell whether the call is of the very submodule that made the op: `self.norm(x)` hands over x alone."""
+        if not isinstance(self.node, cst.Call):
+            return False
+        path = self.tree.code(self.node.func).partition(".")[2]
+        return bool(path) and self.op is not None and f".{self.op.module}".endswith(f".{path}")
+
+    def _is_namespace(self, node: cst.BaseExpression) -> bool:
+        while isinstance(node, cst.Attribute):
+            node = node.value
+        return isinstance(node, cst.Name) and node.value in self.tree.imported_modules()
+
+    def argument_node(self, name: str) -> cst.BaseExpression:
+        """The argument of this name in the op's schema."""
+        for keyword, value in self._given:
+            if keyword == name:
+                return value
+        place = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1}.get(name, 1 if name in _SECOND else None)
+        positional = [value for keyword, value in self._given if keyword is None]
+        if place is None or place >= len(positional):
+            raise CannotWriteError
+        return positional[place]
+
+    def argument(self, name: str) -> str:
+        """The text of that argument."""
+        return self.tree.code(self.argument_node(name))
+
+    def constants(self) -> Iterator[cst.BaseExpression]:
+        """The numbers written in the arguments themselves."""
+        yield from (value for _, value in self._given if number_in(value) is not None)
+
+    def is_whole(self, statement: cst.SimpleStatementLine) -> bool:
+        """Tell whether the statement does nothing but name or return the value of the expression."""
+        (small,) = statement.body
+        value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return, cst.Expr)) else None
+        return value is self.node
+
+    def widened(self) -> str:
+        """The expression with its low-precision tensors cast to fp32: of an operator one is enough, torch promotes."""
+        tensors = list(self.tensors())
+        if not tensors:
+            raise CannotWriteError
+        promotes = isinstance(self.node, (cst.BinaryOperation, cst.AugAssign))
+        if promotes and (self.op is None or self.op.op not in PRODUCTS):
+            tensors = tensors[:1]
+        if isinstance(self.node, cst.AugAssign):
+            operator = self.tree.module.code_for_node(self.node.operator).strip().removesuffix("=")
+            target = self.tree.code(target_of(self.node))
+            wide = attribute_text(self.tree, target_of(self.node), "float()")
+            return f"{target} = {wide} {operator} {operand_text(self.tree, self.node.value)}"
+        return text_with(
+            self.tree, self.node, {value: attribute_text(self.tree, value, "float()") for value in tensors}
+        )
+
+    def tensors(self) -> Iterator[cst.BaseExpression]:
+        """The arguments that were floating-point tensors in the trace, as far as it can be told."""
+        if self.op is None:
+            return
+        left = sum(tensor.stats is not None for tensor in self.op.inputs)
+        names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
+        numbers = {name for name, _ in self.op.scalars}
+        for place, (keyword, value) in enumerate(self._given):
+            schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
+            literal = isinstance(value, (cst.BaseString, cst.BaseNumber)) or number_in(value) is not None
+            if literal or (schema_name in numbers and schema_name not in names):
+                continue
+            if left and (keyword is None or keyword in names):
+                left -= 1
+                yield value
+
+
+class _Substitution(cst.CSTTransformer):
+    """Puts new nodes in the place of some of a tree's own."""
+
+    def __init__(self, new_nodes: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
+        self._new_nodes = new_nodes
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        return self._new_nodes.get(original_node, updated_node)
+
+
+def text_with(tree: SourceTree, node: cst.CSTNode, texts: Mapping[cst.CSTNode, str]) -> str:
+    """The source of an expression with other text for some of the nodes below it."""
+    changed = node.visit(_Substitution({old: cst.parse_expression(text) for old, text in texts.items()}))
+    assert isinstance(changed, cst.BaseExpression)
+    return tree.code(changed)
+
+
+def target_of(node: cst.AugAssign) -> cst.BaseExpression:
+    """The expression that an augmented assignment writes to."""
+    if not isinstance(node.target, cst.BaseExpression):
+        raise CannotWriteError
+    return node.target
+
+
+def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Every node of the tree below a node."""
+    for child in node.children:
+        yield child
+        yield from nodes_below(child)
+
+
+def number_in(node: cst.CSTNode) -> float | None:
+    """The number that an expression writes down, with its sign."""
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+        inner = number_in(node.expression)
+        return None if inner is None else -inner
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return float(node.evaluated_value)
+    if isinstance(node, cst.Attribute) and node.attr.value == "inf":
+        return math.inf
+    return _number_in_text(node) if isinstance(node, cst.Call) else None
+
+
+def _number_in_text(node: cst.Call) -> float | None:
+    """The number of `float("-inf")`."""
+    given = node.args[0].value if len(node.args) == 1 else None
+    if not (isinstance(node.func, cst.Name) and node.func.value == "float" and isinstance(given, cst.SimpleString)):
+        return None
+    with suppress(ValueError):
+        return float(str(given.evaluated_value))
+    return None
+
+
+def grouped(text: str) -> str:
+    """The text of an expression, in parentheses where an attribute could not follow it."""
+    node = cst.parse_expression(text)
+    plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+    return text if plain else f"({text})"
+
+
+def operand_text(tree: SourceTree, node: cst.BaseExpression) -> str:
+    """The text of an expression as an operand or the owner of an attribute."""
+    return grouped(tree.code(node))
+
+
+def attribute_text(tree: SourceTree, node: cst.BaseExpression, call: str) -> str:
+    """The text of a method call on an expression."""
+    return f"{operand_text(tree, node)}.{call}"
