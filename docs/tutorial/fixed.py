@@ -1,4 +1,4 @@
-"""The same training with the norm in fp32: the cure of docs/tutorial.md. It needs torch and nandoctor, no GPU."""
+"""The same training with the norm in fp32: the fix of docs/tutorial.md. It needs torch and nandoctor, no GPU."""
 
 import torch
 from torch import nn
