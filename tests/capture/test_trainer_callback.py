@@ -14,6 +14,14 @@ pytest.importorskip("accelerate")
 from nandoctor.capture.transformers import RecorderCallback  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def no_accelerator_before():
+    """Forget the process-wide Accelerator that a Trainer of another test has made, whatever its precision."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 class MixedPrecisionTrainer(transformers.Trainer):
     """In fp16 as on a GPU; Trainer's own fp16 refuses a CPU."""
 
