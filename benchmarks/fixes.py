@@ -104,7 +104,7 @@ def search_fp32_sets() -> None:
     for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
         trials = Trials(step, TrialBudget(), numerics=False)
         started = time.perf_counter()
-        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.cures(*kept), guess=guess)
+        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guess=guess)
         elapsed_s = time.perf_counter() - started
         bound = 4 * len(first) * math.log2(len(members))
         print(

@@ -237,7 +237,7 @@ class Case:
 
     @property
     def fixes(self) -> tuple[Fix, ...]:
-        """The changes that were tried on the failing step, what cures first."""
+        """The changes that were tried on the failing step, verified ones first."""
         return self.report.fixes
 
     def table(self) -> Any:

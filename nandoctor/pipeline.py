@@ -93,7 +93,7 @@ def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, prog
 
 
 def _take_picture(report: Report, step: FailingStep) -> Picture | None:
-    """The first sample that the origin is bad in."""
+    """The first sample that the origin is non-finite in."""
     samples = report.origin.elements.samples if report.origin is not None else None
     used = {name: array for name, array in step.batch.items() if name in step.used}
     return take_picture(used, samples[0]) if samples else None
@@ -235,8 +235,8 @@ def _gradients_at_scale_one(step: FailingStep, watch: Watch) -> tuple[TensorStat
 def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
     """An optimizer that divides by zero spoils the weights after a step in which all was finite.
 
-    In a file from after that step the weights are bad already, and it is to blame for those that it owns. `update` is
-    what the recorder saw of an update that spoiled the weights.
+    A file from after that step has non-finite weights already; the optimizer is to blame for those that it owns.
+    `update` is what the recorder saw of an update that spoiled the weights.
     """
     diagnoses = diagnose_optimizer(findings.slots, findings.trace)
     if diagnoses and findings.verdict == "healthy":
@@ -253,9 +253,9 @@ def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> F
 
 
 def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Report:
-    """The report on a file that holds no batch: its weights are bad, or there is nothing to say."""
-    bad = (*summary.bad_weights, *summary.bad_buffers)
-    if not bad:
+    """The report on a file that holds no batch: its weights are non-finite, or there is nothing to say."""
+    nonfinite = (*summary.bad_weights, *summary.bad_buffers)
+    if not nonfinite:
         raise DumpError(
             "The file holds weights and no batch, and every weight is finite: there is nothing to replay.",
             remedy="Save the failing batch beside the weights next time, or give --call file.py:function, a "
@@ -266,10 +266,10 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
         for group in (summary.bad_weights, summary.bad_buffers)
     )
     first, *others = diagnose_state(weights, buffers) or (None,)
-    names = join_first([array.name for array in bad], 3)
+    names = join_first([array.name for array in nonfinite], 3)
     return Report(
         verdict="state",
-        headline=f"{part_of(len(bad), summary.num_weights)} saved tensors are non-finite: {names}.",
+        headline=f"{part_of(len(nonfinite), summary.num_weights)} saved tensors are non-finite: {names}.",
         reproduction=Reproduction(grade="no-reference"),
         first_nonfinite=None,
         origin=first.origin if first else None,

@@ -72,6 +72,6 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
             self.recorder.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save a bad step that ended in an error of its own, and take the hooks off."""
+        """Save a non-finite step that ended in an error of its own, and take the hooks off."""
         if self.recorder is not None:
             self.recorder.__exit__(type(exception), exception, None)

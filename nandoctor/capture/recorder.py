@@ -40,17 +40,18 @@ class Recorder:
 
     `recorder = Recorder(model, scaler=scaler)`, and in the loop `recorder.watch(loss, batch)` before the backward pass.
     A step then begins with the model's forward in train mode and ends with the next one; `with recorder.step(batch):`
-    around the whole step says it outright, and also saves a bad step that ends in an exception of the loop's own.
+    around the whole step says it outright, and also saves a non-finite step that ends in an exception of the loop.
 
     The model may be compiled, or wrapped for distribution: give the one that the loop calls. `scaler` is the
     GradScaler, if there is one. `loss` is a function `(output, batch) -> scalar`, or its SPEC, for the replay of the
     backward pass. `arguments` are what the model's class was called with, `builder` the function that was called in its
     stead.
 
-    A file is written at the first bad step of an episode, and when training is stopped. `folder` holds the last `keep`
-    of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set. `threshold`, `window`
-    and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its scale has fallen below 1.
-    Up to `undo_nbytes` of weights are copied before each update, so that one which spoils them can be saved as well.
+    A file is written at the first non-finite step of an episode, and when training is stopped. `folder` holds the
+    last `keep` of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set.
+    `threshold`, `window` and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its
+    scale has fallen below 1. Up to `undo_nbytes` of weights are copied before each update, so that one which spoils
+    them can be saved as well.
 
     `epoch` and `next_step` may be set: they number what is recorded next.
 

@@ -55,7 +55,7 @@ class StepResult:
 
     @property
     def spoils_weights(self) -> bool:
-        """True if the update writes non-finite weights, from bad gradients or by itself."""
+        """True if the update writes non-finite weights, from non-finite gradients or by itself."""
         return self.gradients_nonfinite or self.weights_nonfinite
 
     @property

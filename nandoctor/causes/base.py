@@ -26,7 +26,7 @@ op swallowed; a tensor that the code made of numbers, or that the model, the bat
 optimizer's update."""
 
 Candidate = tuple[Edit, ...]
-"""One change in several strengths, the first that cures being the one to take."""
+"""One change in several strengths, the first that passes being the one to take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +180,8 @@ def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     """Tell whether the infinities of `written` reach a product along `ops`: a mask's are gone by then."""
     carriers = {written.order}
     for op in ops:
-        bad = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
-        if any(tensor.producer in carriers for tensor in bad):
+        nonfinite = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
+        if any(tensor.producer in carriers for tensor in nonfinite):
             if op.op in PRODUCTS:
                 return True
             carriers.add(op.order)

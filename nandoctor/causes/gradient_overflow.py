@@ -6,13 +6,13 @@ What it is
     The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
     scale is too small for the other gradients.
 How nandoctor tells
-    Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that cures it.
+    Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that helps.
 Why it happens
     A loss that is a sum and no mean, a division by something small, a recurrence that multiplies gradients.
 Fix
     Run this op in fp32, average the loss, clip inside the recurrence.
 When it is wrong
-    Where scale 1 cures it, loss-scale-overflow says so.
+    Where scale 1 helps, loss-scale-overflow says so.
 """
 
 from __future__ import annotations

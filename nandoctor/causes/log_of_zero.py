@@ -80,12 +80,12 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     text = f"the argument is exactly {constant(edge)}"
     if edge == 0:
         text = f"{zeros:,} of the argument's elements are exactly zero"
-    bad = part_of(finding.analysis.num_bad, finding.analysis.numel)
+    nonfinite = part_of(finding.analysis.num_bad, finding.analysis.numel)
     in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {bad} elements "
+        explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} elements "
         f"infinite{in_fp32}.",
         evidence=(
             Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),

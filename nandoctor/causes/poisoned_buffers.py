@@ -27,7 +27,7 @@ PHASES = ("buffer",)
 
 
 def diagnose(finding: OutsideTensor) -> Cause | None:
-    """A buffer that is bad before anything runs."""
+    """A buffer that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None

@@ -26,7 +26,7 @@ PHASES = ("input",)
 
 
 def diagnose(finding: OutsideTensor) -> Cause | None:
-    """An input that is bad before anything runs."""
+    """An input that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None

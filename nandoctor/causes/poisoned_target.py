@@ -25,7 +25,7 @@ PHASES = ("target",)
 
 
 def diagnose(finding: OutsideTensor) -> Cause | None:
-    """A target that is bad before the loss reads it."""
+    """A target that is non-finite before the loss reads it."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None

@@ -30,7 +30,7 @@ ABSURD = 65504.0
 
 
 def diagnose(finding: OutsideTensor) -> Cause | None:
-    """A weight that is bad before anything runs."""
+    """A weight that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite and (stats.absmax or 0.0) <= ABSURD:
         return None

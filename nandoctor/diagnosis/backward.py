@@ -81,6 +81,6 @@ def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
 
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:
-    """The op that meets a bad gradient first, where no op makes it, as when a hook of the user's does."""
+    """The op that meets a non-finite gradient first, where no op makes it, as when a hook of the user's does."""
     hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
     return tuple(Diagnosis(origin=origin_taken(op, tensor), cause=None) for op, tensor in hits)[:1]

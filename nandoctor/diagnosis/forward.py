@@ -48,7 +48,7 @@ def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
 
 
 def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
-    """What module calls alone can tell: an array of the batch or the state of the first module to show it is bad."""
+    """Diagnose from module calls alone: a non-finite array of the batch, or state of the first module to show it."""
     if not places:
         return Conclusion(complete=False)
     first = places[0]
@@ -95,7 +95,7 @@ def _conclude_traced(
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
-    """What was bad before it met the traced ops, with the order of the op that took it first."""
+    """What was non-finite before it met the traced ops, with the order of the op that took it first."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(found_trace.outside) if tensor.origin != "unknown"}
     for op, tensor in found_trace.outside:
         if tensor.origin == "unknown" and not is_constant(tensor):

@@ -20,7 +20,7 @@ Kind = Literal["weight", "buffer", "input", "target"]
 
 
 def diagnose_outside(kind: Kind, name: str, stats: TensorStats, trace: Trace | None = None) -> tuple[Diagnosis, ...]:
-    """Diagnose a tensor that was bad from the start; nothing where it was not."""
+    """Diagnose a tensor that was non-finite from the start; nothing where it was not."""
     cause = find_cause(kind, OutsideTensor(name=name, stats=stats, low=trace.format if trace else None))
     if cause is None:
         return ()
@@ -42,7 +42,7 @@ def diagnose_outside(kind: Kind, name: str, stats: TensorStats, trace: Trace | N
 def diagnose_state(
     weights: Sequence[tuple[str, TensorStats]], buffers: Sequence[tuple[str, TensorStats]]
 ) -> tuple[Diagnosis, ...]:
-    """Diagnose bad tensors of which nothing but the name is known, as in a file of weights alone."""
+    """Diagnose non-finite tensors of which nothing but the name is known, as in a file of weights alone."""
     found = [diagnose_outside("weight", *item) for item in weights]
     found += [diagnose_outside("buffer", *item) for item in buffers]
     return tuple(diagnosis for diagnoses in found for diagnosis in diagnoses)

@@ -61,7 +61,7 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> st
         "numerics": "fp32 goes non-finite as well.",
         "silent": f"it is swallowed later, and the finite {low} output is wrong.",
     }[verdict]
-    what = describe_bad(nonfinite_place.value, trace)
+    what = describe_nonfinite(nonfinite_place.value, trace)
     return f"{_describe_place(nonfinite_place)} is the first to go non-finite under {low} autocast: {what}; {ending}"
 
 
@@ -85,7 +85,7 @@ def _headline_of_cause(first: Diagnosis, low: str) -> str:
     return first.cause.explanation
 
 
-def describe_bad(stats: TensorStats, trace: Trace) -> str:
+def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = count_nonfinite(stats, trace)
     kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
@@ -120,6 +120,6 @@ _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "Try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
     "healthy": "If training did fail at this step, look at the loss and the backward pass: the forward is sound.",
     "input": "Look at how this batch is loaded and normalised; skip or mend the samples named above.",
-    "state": "Go back to a checkpoint from before the state went bad, and replay the step that broke it.",
+    "state": "Go back to a checkpoint from before the state became non-finite, and replay the step that broke it.",
     "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",
 }

@@ -30,7 +30,7 @@ class Dump:
     dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer and
     `optimizer_eps` the eps of each of its groups of parameters. `left_out` names what the file holds besides: other
     weights, schedules, arrays of text. `recorded` is what a file of the recorder's own format says of the call and its
-    circumstances, and `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold.
+    environment, and `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold.
     """
 
     path: Path

@@ -27,8 +27,10 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 def summarize(dump: Dump) -> DumpSummary:
     """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor."""
     arrays = _summarize_arrays(dump.arrays)
-    bad = [entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad]
-    bad_buffers = tuple(entry for entry in bad if is_buffer(entry.name))
+    nonfinite = [
+        entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
+    ]
+    bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
         path=brief(str(dump.path), 1000),
         nbytes=dump.nbytes,
@@ -38,7 +40,7 @@ def summarize(dump: Dump) -> DumpSummary:
         prefix=dump.prefix,
         arrays=arrays,
         scalars=tuple((name, brief(str(value))) for name, value in dump.scalars.items()),
-        bad_weights=tuple(entry for entry in bad if not is_buffer(entry.name)),
+        bad_weights=tuple(entry for entry in nonfinite if not is_buffer(entry.name)),
         bad_buffers=bad_buffers,
         missing=tuple(_missing(dump, arrays, bad_buffers)),
         notes=tuple(_notes(dump)),

@@ -33,7 +33,7 @@ class Slot:
 class Packed:
     """A tree of plain containers; `notes` tell what could not go in, or changed its type.
 
-    `tensors` are its tensors, each with its version at that moment: a later one was overwritten.
+    `tensors` are its tensors, each with its version at that time: a later one was overwritten.
     """
 
     tree: Any

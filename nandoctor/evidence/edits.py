@@ -141,7 +141,7 @@ class SetLossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetBuffers:
-    """Give buffers the values of a fresh model: running means 0, running variances 1, whatever else is bad 0."""
+    """Give buffers the values of a fresh model: running means 0, running variances 1, whatever else is non-finite 0."""
 
     kind: Literal["reset-buffers"] = "reset-buffers"
     names: tuple[str, ...]

@@ -89,10 +89,10 @@ class FirstNonfinite:
 class Origin:
     """The operation, the state or the array that the damage comes from.
 
-    It stands in the module whose forward called the op; bad state in the one that owns it. `op` is the aten name, None
+    It stands in the module whose forward called the op, or that owns the non-finite state. `op` is the aten name, None
     where no op is to blame; `nth` counts the calls of it from that forward, from 0.
     `would_be` is what the worst element would have been with unlimited range, from the same inputs; None where the op
-    has no finite value there. `grid` tells where in the tensor the bad elements are.
+    has no finite value there. `grid` tells where in the tensor the non-finite elements are.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -272,7 +272,7 @@ class Fp32Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Set:
-    """A set of modules that, kept in fp32, cures the step, and of which none can be left out.
+    """A set of modules that, kept in fp32, makes the step pass, and of which none can be left out.
 
     `minimal` tells that every member was left out once, and the failure came back each time.
     """

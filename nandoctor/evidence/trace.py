@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Where in a tensor the bad elements are: their number over one or two of its dimensions, the others summed up.
+    """Counts of a tensor's non-finite elements over one or two of its dimensions, the others summed up.
 
     `dims` are those dimensions and `sizes` their lengths; `numel` is the whole tensor's. Each is cut into at most 32
     cells as equal as can be (place p of `size` lies in cell `p * cells // size`). `counts` holds the rows of cells,
@@ -70,7 +70,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStats:
-    """One index along dimension 0: how many elements are bad, and the largest finite magnitude, None without one."""
+    """One index along dimension 0: its non-finite elements, and its largest finite magnitude, None without one."""
 
     num_bad: int
     absmax: float | None
@@ -83,10 +83,9 @@ class NonfiniteCounts:
     `smallest` is the smallest non-zero finite magnitude, None where there is none. `flushed_share` is the share of
     elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format.
     `samples` lists the indices along dimension 0 that hold a NaN or an infinity, at most 64 of them.
-    `by_sample` has the first 64 of all of them, where something is bad or per-sample statistics were asked for;
-    `exponents`, only with
-    `--per-sample`, pairs each binary exponent with the number of its finite non-zero elements; `grid` is there for bad
-    arrays of the batch and for the outputs of examined ops.
+    `by_sample` has the first 64 of all of them, where one is non-finite or per-sample statistics were asked for;
+    `exponents`, only with `--per-sample`, pairs each binary exponent with the number of its finite non-zero elements;
+    `grid` is there for non-finite arrays of the batch and for the outputs of examined ops.
     """
 
     num_nan: int

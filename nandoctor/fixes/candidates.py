@@ -85,7 +85,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """The op in fp32, or its line; where neither is enough the block's own ops, or the block."""
+    """The op in fp32, or its line; where neither is enough the code of the block's forward, or the block."""
     site = lead.site
     if site.module == LOSS:
         return
@@ -93,7 +93,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
         source = site.source.whole if site.source is not None else None
         for kept in (KeepOp(site=site), KeepOp(site=replace(site, op="", nth=0, source=source))):
             yield (kept,)
-            if trials.cures(kept):
+            if trials.passes(kept):
                 return
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
@@ -139,25 +139,25 @@ def join(edits: Sequence[Edit]) -> Edit:
 
 
 def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """For each origin its first change that cures while the others' blocks are in fp32; then all of these at once."""
+    """For each origin its first change that passes while the others' blocks are in fp32; then all of these at once."""
     strong = [
         KeepModule(module=lead.site.module, children=not _has_children(lead.site.module, findings.trace))
         for lead in leads
     ]
-    if not trials.cures(*dict.fromkeys(strong)):
+    if not trials.passes(*dict.fromkeys(strong)):
         return
     chosen: list[Edit] = []
     for place, lead in enumerate(leads):
         others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
         groups = chain(_specific(lead, trials.step.model), _in_fp32(lead, findings, trials))
         proposals = (edit for candidate in groups for edit in candidate)
-        chosen.append(next((edit for edit in proposals if trials.cures(edit, *others)), strong[place]))
+        chosen.append(next((edit for edit in proposals if trials.passes(edit, *others)), strong[place]))
     yield (join(chosen),)
     yield (join(list(dict.fromkeys(strong))),)
 
 
 def _without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
-    """The batch without the samples that are bad as they came in."""
+    """The batch without the samples that are non-finite as they came in."""
     guilty = guilty_samples(findings)
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if guilty and kept:

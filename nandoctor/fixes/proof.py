@@ -27,14 +27,14 @@ def verify_written(written: WrittenChange, edit: Edit, trials: Trials) -> tuple[
     proof = trials.with_gradients.judge(change)
     checks = [
         Check(name="output", status=_status(proof.outcome.finite), text=_say_output(proof)),
-        Check(name="gradients", status=_status(proof.cures), text=_say_gradients(trials, proof)),
+        Check(name="gradients", status=_status(proof.passes), text=_say_gradients(trials, proof)),
     ]
-    if not proof.cures:
+    if not proof.passes:
         return proof, tuple(checks)
     for check in _vary(change, trials) if written.kind != "data" else ():
         checks.append(check)
         if check.status == "failed":
-            return Judgement(outcome=proof.outcome, cures=False), tuple(checks)
+            return Judgement(outcome=proof.outcome, passes=False), tuple(checks)
     if written.kind == "data":
         checks.append(Check(name="variations", status="not-checked", text="the change is of this batch alone"))
     return proof, tuple(checks)
@@ -60,4 +60,4 @@ def _say_output(judgement: Judgement) -> str:
 
 def _say_gradients(trials: Trials, proof: Judgement) -> str:
     of = "of the loss" if trials.step.loss is not None else "of a surrogate loss, for none is known"
-    return f"{'finite' if proof.cures else 'not all finite, or far from fp32'}, {of}"
+    return f"{'finite' if proof.passes else 'not all finite, or far from fp32'}, {of}"

@@ -1,4 +1,4 @@
-"""From a diagnosis to changes that cure, each proved by running it.
+"""From a diagnosis to changes that fix the step, each proved by running it.
 
 In: the failing step, the findings and a budget. Out: `FixSearch`.
 """
@@ -49,7 +49,7 @@ _CHANGES = "changes of the operation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSearch:
-    """What was tried, the cures first and the smallest of them first; `notes` tell what a budget left untried."""
+    """What was tried, verified fixes first and the smallest of them first; `notes` tell what a budget left untried."""
 
     fixes: tuple[Fix, ...] = ()
     fp32_sets: Fp32SetSearch | None = None
@@ -97,7 +97,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
-    """Cures first: changes at the origin, then sets found by search, then another format or batch; each by size."""
+    """Verified fixes first: changes at the origin, then sets found by search, then another format or batch; by size."""
 
     def key(item: Fix) -> tuple[bool, bool, bool, int]:
         size = _size(item.edit, findings)
@@ -113,9 +113,9 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     elif untried:
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
     if findings.verdict == "numerics":
-        yield "fp32 is non-finite as well, so no precision cures this: what was tried changes the operation itself."
+        yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):
-        yield f"None of the {len(ranked)} changes that were tried cures it."
+        yield f"None of the {len(ranked)} changes that were tried fixes it."
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
 
@@ -133,7 +133,7 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
         written = WrittenChange(
             kind="setting", title=write_title(edit), text="", settings=FixSettings(optimizer_eps=eps)
         )
-        proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), cures=True)
+        proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), passes=True)
         stepped = Check(name="optimizer step", status="passed", text="finite and within its bound for every parameter")
         yield _make_fix(edit, written, proof, (stepped,))
 
@@ -144,12 +144,12 @@ def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix
     for edit in candidate:
         probe = trials.judge(edit)
         written = list(writer.write(edit))
-        last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, cures=False), ())]
+        last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
         # The probe cannot widen an op that writes to its argument; the text can.
-        for text in written if probe.cures or isinstance(edit, KeepOp) else ():
+        for text in written if probe.passes or isinstance(edit, KeepOp) else ():
             proof, checks = verify_written(text, edit, trials)
             last = [_make_fix(edit, text, proof, checks)]
-            if proof.cures:
+            if proof.passes:
                 return last
     return last
 
@@ -167,7 +167,7 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
         patch=written.text,
         patch_root=root,
         settings=written.settings,
-        verified=proof.cures,
+        verified=proof.passes,
         checks=checks,
         outcome=proof.outcome,
         rank=0,
@@ -197,11 +197,11 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
     guess = [member for member in members if member.module in blamed]
     before, found, complete = trials.num_judged, [], True
 
-    def cures(kept: tuple[KeepModule, ...]) -> bool:
-        return trials.cures(*kept)
+    def passes(kept: tuple[KeepModule, ...]) -> bool:
+        return trials.passes(*kept)
 
     try:
-        for kept in find_minimal_sets(members, cures, guess=guess):
+        for kept in find_minimal_sets(members, passes, guess=guess):
             found.append(kept)
     except BudgetSpent:
         complete = False
@@ -219,7 +219,7 @@ def _to_record(member: KeepModule) -> Fp32Module:
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
-    """What may be kept in fp32: modules without children, and the own ops of those that have some, as they ran."""
+    """What may be kept in fp32, as it ran: modules without children, and the forwards alone of the others."""
     traces = (findings.trace, findings.reference)
     calls = {call.module: call for trace in traces for call in trace.calls}
     at_work = {op.module for trace in traces for op in trace.ops}
@@ -239,7 +239,7 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> Edit:
-    """The set with "own ops" narrowed down to the fewest source lines, where lines are known and do it."""
+    """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
@@ -248,7 +248,7 @@ def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) ->
     guess = [line for line in lines if line.site in blamed]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
-        sets = find_minimal_sets(lines, lambda chosen: trials.cures(*whole, *chosen), guess=guess)
+        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guess=guess)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
 

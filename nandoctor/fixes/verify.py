@@ -29,7 +29,7 @@ from nandoctor.replaying.runner import Change, FailingStep, Outcome, Watch
 from nandoctor.tracing.module_tracer import walk_tensors
 
 TOLERANCE = 0.01
-"""In every sample a cure's output differs from fp32's by no more than this share of the largest magnitude there.
+"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there.
 
 fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
 model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
@@ -54,10 +54,10 @@ class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The outcome of a trial, and whether it is a cure: finite, and in agreement with fp32."""
+    """The outcome of a trial, and whether it passes: finite, and in agreement with fp32."""
 
     outcome: TrialOutcome
-    cures: bool
+    passes: bool
 
 
 class TrialBudget:
@@ -155,9 +155,9 @@ class Trials:
             self._judgements[key] = self._judge(edits)
         return self._judgements[key]
 
-    def cures(self, *edits: Change) -> bool:
+    def passes(self, *edits: Change) -> bool:
         """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
-        return self.judge(*edits).cures
+        return self.judge(*edits).passes
 
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
         selects = any(isinstance(edit, KeepSamples) for edit in _key(edits))
@@ -166,7 +166,7 @@ class Trials:
         comparison = _compare(made, reference)
         finite = comparison.finite and (reference.finite or not (self._numerics or selects))
         if not finite:
-            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), cures=False)
+            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
         agrees = comparison.agrees()
         if not agrees:
             exact = self._exact(edits if self._numerics or selects else ())
@@ -180,11 +180,11 @@ class Trials:
             max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(
             outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err),
-            cures=agrees and comparison.gradient_error <= self._gradient_tolerance,
+            passes=agrees and comparison.gradient_error <= self._gradient_tolerance,
         )
 
     def _exact(self, edits: tuple[Change, ...]) -> _Result:
-        """The step in float64: what fp32 itself is unsure of, no cure has to agree with."""
+        """The step in float64: what fp32 itself is unsure of, no fix has to agree with."""
         return self._reference((*edits, UseFormat(format=FP64)))
 
     def _reference(self, edits: tuple[Change, ...]) -> _Result:

@@ -15,14 +15,14 @@ from rich.text import Text
 from nandoctor.evidence.report_diff import Comparison, LayerChange
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
-from nandoctor.renderers.verdicts import BAD, GOOD, UNCLEAR
+from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number
 
 _MAX_LAYERS = 12
 _MAX_NAMED = 3
 _MIN_NAME_WIDTH = 16
 _NUMBERS_WIDTH = 44
-_TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken": BAD, "moved": BAD}
+_TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken": FAILED, "moved": FAILED}
 _NONE = "none"
 
 

@@ -128,7 +128,7 @@ def describe_origin(origin: Origin) -> str:
 
 
 def _describe_path(chain: Sequence[Link]) -> str:
-    """The modules that the damage went through, from where it was born to where it showed."""
+    """The modules that the damage went through, from its origin to where it showed."""
     stops = [f"{link.op} in {_name(link.place.in_words)}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
     return " -> ".join(shown)

@@ -59,13 +59,13 @@ def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
         table.add_column(heading, no_wrap=True)
     for array in arrays[:_MAX_ROWS]:
         name, dtype = brief(array.name, _NAME_WIDTH), shorten(array.dtype, _DTYPE_WIDTH)
-        cells = (name, shape_text(array.shape), dtype, array.role or "", _describe_bad(array))
+        cells = (name, shape_text(array.shape), dtype, array.role or "", _describe_nonfinite(array))
         table.add_row(*map(literal, cells), style="red" if array.num_bad else "")
     if len(arrays) > _MAX_ROWS:
         table.add_row(f"and {len(arrays) - _MAX_ROWS} more")
     return table
 
 
-def _describe_bad(array: ArraySummary) -> str:
+def _describe_nonfinite(array: ArraySummary) -> str:
     counts = ((array.num_nan, "NaN"), (array.num_posinf, "+Inf"), (array.num_neginf, "-Inf"))
     return ", ".join(f"{count:,} {kind}" for count, kind in counts if count) or "none"

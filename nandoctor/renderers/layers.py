@@ -1,6 +1,6 @@
 """The layers that a picture or a table shows, both runs side by side.
 
-In: a `Report`. Out: `LayerPair` records in the order in which the calls returned, and the place of the first bad one.
+In: a `Report`. Out: `LayerPair` records in the order in which the calls returned, and the first non-finite one.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class LayerPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers worth showing. `first_bad` is the index of the one where non-finite values first came to light.
+    """The layers worth showing. `first_nonfinite` is the index of the one where non-finite values first came to light.
 
-    `before_bad` is True where the value came to light on its way into that layer, not in its output.
+    `before_nonfinite` is True where the value came to light on its way into that layer, not in its output.
     """
 
     pairs: tuple[LayerPair, ...]
-    first_bad: int | None
-    before_bad: bool
+    first_nonfinite: int | None
+    before_nonfinite: bool
 
     @property
-    def first_bad_place(self) -> Place | None:
-        """The module call that is the first bad layer."""
-        return None if self.first_bad is None else self.pairs[self.first_bad].place
+    def first_nonfinite_place(self) -> Place | None:
+        """The module call that is the first non-finite layer."""
+        return None if self.first_nonfinite is None else self.pairs[self.first_nonfinite].place
 
     def window(self, center: int, before: int, after: int) -> range:
         """The indices around `center`, moved inwards at either end so that as many layers are shown there."""
@@ -88,22 +88,24 @@ def select_layers(report: Report) -> Layers:
     A container that computes something in its own forward (a residual add) is kept: its output is that of no child.
     """
     if report.runs is None:
-        return Layers(pairs=(), first_bad=None, before_bad=False)
+        return Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
     pairs = align_calls(report.runs)
-    bad = _find_bad(report, pairs)
-    repeats = _repeats(pairs) - {bad}
+    nonfinite = _find_first_nonfinite(report, pairs)
+    repeats = _repeats(pairs) - {nonfinite}
     shown = [index for index, pair in enumerate(pairs) if index not in repeats and _has_output(pair)]
-    first = next((place for place, index in enumerate(shown) if bad is not None and index >= bad), None)
+    first = next((place for place, index in enumerate(shown) if nonfinite is not None and index >= nonfinite), None)
     where = report.first_nonfinite.where if report.first_nonfinite else "output"
-    return Layers(pairs=tuple(pairs[index] for index in shown), first_bad=first, before_bad=where != "output")
+    return Layers(
+        pairs=tuple(pairs[index] for index in shown), first_nonfinite=first, before_nonfinite=where != "output"
+    )
 
 
 def _has_output(pair: LayerPair) -> bool:
     return any(row.outputs for row in pair.rows)
 
 
-def _find_bad(report: Report, pairs: Sequence[LayerPair]) -> int | None:
-    """The index of the call whose output was the first bad one, or of the first to return after it was seen."""
+def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | None:
+    """The index of the call whose output was the first non-finite one, or of the first to return after it was seen."""
     first = report.first_nonfinite
     if first is None or not pairs:
         return None

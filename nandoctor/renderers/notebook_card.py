@@ -18,7 +18,7 @@ _SHOWN_APART = ("fix", "patch", "or", "")
 
 
 def report_html(report: Report) -> str:
-    """The verdict, the facts, the first fix and the layers around the first bad one; names are escaped."""
+    """The verdict, the facts, the first fix and the layers around the first non-finite one; names are escaped."""
     fixes = [fix for fix in list_fixes(report) if fix.verified]
     others = [fact for fact in fix_facts(report) if fact.label not in _SHOWN_APART]
     return render(

@@ -21,7 +21,7 @@ LAYERS_AFTER = 2
 class TableRow:
     """One layer. `headroom_bits` is that of the fp32 value, or of autocast's where fp32 has none; inf for all zero.
 
-    `first_bad` marks the first non-finite layer, `unholdable` the first whose fp32 value the format cannot hold.
+    `first_nonfinite` marks the first non-finite layer, `unholdable` the first whose fp32 value the format cannot hold.
     """
 
     layer: str
@@ -32,13 +32,15 @@ class TableRow:
     inherited_err: str
     headroom_bits: float | None
     finite: bool
-    first_bad: bool
+    first_nonfinite: bool
     unholdable: bool
 
     @property
     def mark(self) -> str:
         """One letter: ">" first non-finite, "!" first that does not fit, "*" both at once."""
-        return {(True, True): "*", (True, False): ">", (False, True): "!"}.get((self.first_bad, self.unholdable), " ")
+        return {(True, True): "*", (True, False): ">", (False, True): "!"}.get(
+            (self.first_nonfinite, self.unholdable), " "
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +59,15 @@ class LayerTable:
 
 
 def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYERS_AFTER) -> LayerTable | None:
-    """The layers around the first bad one, or around the tightest where none is bad; None where nothing was run."""
+    """The layers around the first non-finite one, else around the tightest; None where nothing was run."""
     layers = select_layers(report)
-    center = layers.tightest() if layers.first_bad is None else layers.first_bad
+    center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
     if report.runs is None or center is None:
         return None
     shown = layers.window(center, before, after)
-    rows = tuple(make_row(report.runs, layers.pairs[index], first_bad=index == layers.first_bad) for index in shown)
+    rows = tuple(
+        make_row(report.runs, layers.pairs[index], first_nonfinite=index == layers.first_nonfinite) for index in shown
+    )
     low = report.runs.autocast.dtype
     part = part_of(shown.stop, len(layers.pairs))
     return LayerTable(
@@ -84,7 +88,7 @@ def _common_path(layers: Layers, shown: range) -> str:
     return printable("".join(f"{steps[0]}." for steps in shared))
 
 
-def make_row(runs: Runs, pair: LayerPair, *, first_bad: bool) -> TableRow:
+def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
     """One call in both runs."""
     row = pair.autocast
     return TableRow(
@@ -96,7 +100,7 @@ def make_row(runs: Runs, pair: LayerPair, *, first_bad: bool) -> TableRow:
         inherited_err=_error(row.inherited_err if row else None),
         headroom_bits=_headroom(pair),
         finite=all(row.finite for row in pair.rows),
-        first_bad=first_bad,
+        first_nonfinite=first_nonfinite,
         unholdable=pair.place == runs.first_unholdable,
     )
 
@@ -125,7 +129,7 @@ def _range(row: LayerRow | None) -> str:
 
 def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> Iterator[str]:
     marks = {row.mark for row in rows}
-    first = "first that receives a non-finite input" if layers.before_bad else "first non-finite"
+    first = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
     too_large = f"first whose fp32 value {runs.autocast.dtype} cannot hold"
     if ">" in marks:
         yield f"> {first}"

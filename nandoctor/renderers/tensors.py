@@ -14,7 +14,7 @@ def describe_tensor(stats: TensorStats) -> str:
     name = f"{printable(stats.path)}: " if stats.path else ""
     parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_describe_range(stats)]
     if stats.counts is not None and stats.counts.num_bad:
-        parts.append(_describe_bad(stats.counts, stats))
+        parts.append(_describe_nonfinite(stats.counts, stats))
     elif not stats.finite:
         parts.append("not all finite")
     if stats.counts is not None and stats.counts.num_zero:
@@ -31,7 +31,7 @@ def _describe_range(stats: TensorStats) -> list[str]:
     return [f"{number(stats.min)} to {number(stats.max)}{median}"]
 
 
-def _describe_bad(counts: NonfiniteCounts, stats: TensorStats) -> str:
+def _describe_nonfinite(counts: NonfiniteCounts, stats: TensorStats) -> str:
     text = f"{kinds_text(counts.kinds)} in {part_of(counts.num_bad, stats.numel)}"
     if not counts.samples or len(stats.shape) < 2 or len(counts.samples) == stats.shape[0]:
         return text

@@ -94,7 +94,7 @@ def _layers(layers: LayerTable, width: int) -> Table:
 
 
 def _row_style(row: TableRow) -> str:
-    if row.first_bad:
+    if row.first_nonfinite:
         return "bold red"
     return "" if row.finite else "red"
 

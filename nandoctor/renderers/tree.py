@@ -16,7 +16,7 @@ from nandoctor.text import printable
 
 MAX_ROWS = 3000
 UNFOLDED = 60
-"""As many rows are shown at once; of a larger model only the way to the first bad layer."""
+"""As many rows are shown at once; of a larger model only the way to the first non-finite layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TreeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTree:
-    """The rows, and how many calls there are in all: of very large models those around the first bad one are kept."""
+    """The rows, and how many calls there are in all; of very large models those around the first non-finite one."""
 
     rows: tuple[TreeRow, ...]
     num_calls: int
@@ -50,16 +50,16 @@ def make_tree(report: Report) -> LayerTree:
     if report.runs is None:
         return LayerTree(rows=(), num_calls=0)
     pairs = align_calls(report.runs)
-    bad = select_layers(report).first_bad_place
-    ordered = _order(_keep(pairs, bad))
-    cells = [make_row(report.runs, pair, first_bad=pair.place == bad) for pair in ordered]
+    nonfinite = select_layers(report).first_nonfinite_place
+    ordered = _order(_keep(pairs, nonfinite))
+    cells = [make_row(report.runs, pair, first_nonfinite=pair.place == nonfinite) for pair in ordered]
     return LayerTree(rows=_fold(_nest(ordered, cells)), num_calls=len(pairs))
 
 
-def _keep(pairs: Sequence[LayerPair], bad: Place | None) -> Sequence[LayerPair]:
+def _keep(pairs: Sequence[LayerPair], nonfinite: Place | None) -> Sequence[LayerPair]:
     if len(pairs) <= MAX_ROWS:
         return pairs
-    center = next((place for place, pair in enumerate(pairs) if pair.place == bad), 0)
+    center = next((place for place, pair in enumerate(pairs) if pair.place == nonfinite), 0)
     start = min(max(center - MAX_ROWS // 2, 0), len(pairs) - MAX_ROWS)
     return pairs[start : start + MAX_ROWS]
 
@@ -110,9 +110,9 @@ def _nest(pairs: Sequence[LayerPair], cells: Sequence[TableRow]) -> list[TreeRow
 
 
 def _fold(rows: Sequence[TreeRow]) -> tuple[TreeRow, ...]:
-    """Open everything in a small model, in a large one what leads to the first bad layer and the top."""
+    """Open everything in a small model, in a large one what leads to the first non-finite layer and the top."""
     way: set[int | None] = set()
-    place = next((row.number for row in rows if row.cells.first_bad), None)
+    place = next((row.number for row in rows if row.cells.first_nonfinite), None)
     while place is not None:
         way.add(place)
         place = rows[place].parent

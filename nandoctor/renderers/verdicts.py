@@ -25,7 +25,7 @@ class Tone:
 
 GOOD = Tone(name="good", badge="black on green", color="#00735a")
 UNCLEAR = Tone(name="unclear", badge="black on yellow", color="#8a6500")
-BAD = Tone(name="bad", badge="white on red", color="#b04a00")
+FAILED = Tone(name="failed", badge="white on red", color="#b04a00")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class ShownVerdict:
 
 
 VERDICTS: Mapping[Verdict, ShownVerdict] = {
-    "precision": ShownVerdict(meaning="non-finite under autocast only, fp32 stays finite", tone=BAD),
-    "numerics": ShownVerdict(meaning="non-finite in fp32 as well: not a matter of precision", tone=BAD),
-    "state": ShownVerdict(meaning="the saved weights or buffers are non-finite", tone=BAD),
-    "input": ShownVerdict(meaning="the saved batch is non-finite before any layer sees it", tone=BAD),
+    "precision": ShownVerdict(meaning="non-finite under autocast only, fp32 stays finite", tone=FAILED),
+    "numerics": ShownVerdict(meaning="non-finite in fp32 as well: not a matter of precision", tone=FAILED),
+    "state": ShownVerdict(meaning="the saved weights or buffers are non-finite", tone=FAILED),
+    "input": ShownVerdict(meaning="the saved batch is non-finite before any layer sees it", tone=FAILED),
     "loss-scale": ShownVerdict(
         meaning="the loss scale alone was too large; a GradScaler skips such a step", tone=UNCLEAR
     ),
-    "silent": ShownVerdict(meaning="a value overflowed, and the output is finite but wrong", tone=BAD),
+    "silent": ShownVerdict(meaning="a value overflowed, and the output is finite but wrong", tone=FAILED),
     "healthy": ShownVerdict(meaning="nothing is non-finite", tone=GOOD),
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
 }

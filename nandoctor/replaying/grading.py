@@ -77,13 +77,13 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     if path is None:
         return Reproduction(grade="no-reference", output=name)
     replayed = leaves[path].to("cpu", reference.dtype).reshape(reference.shape)
-    saved_bad, replayed_bad = ~torch.isfinite(reference), ~torch.isfinite(replayed)
-    both = ~(saved_bad | replayed_bad)
+    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(replayed)
+    both = ~(saved_nonfinite | replayed_nonfinite)
     return Reproduction(
-        grade=_judge(reference, replayed, saved_bad, replayed_bad),
+        grade=_judge(reference, replayed, saved_nonfinite, replayed_nonfinite),
         output=name,
-        num_bad_saved=int(saved_bad.sum()),
-        num_bad_replayed=int(replayed_bad.sum()),
+        num_bad_saved=int(saved_nonfinite.sum()),
+        num_bad_replayed=int(replayed_nonfinite.sum()),
         numel=reference.numel(),
         max_rel_err=_max_relative_error(replayed[both], reference[both]),
     )
@@ -103,12 +103,12 @@ def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _judge(
-    reference: torch.Tensor, replayed: torch.Tensor, saved_bad: torch.Tensor, replayed_bad: torch.Tensor
+    reference: torch.Tensor, replayed: torch.Tensor, saved_nonfinite: torch.Tensor, replayed_nonfinite: torch.Tensor
 ) -> Grade:
-    if torch.equal(saved_bad, replayed_bad):
+    if torch.equal(saved_nonfinite, replayed_nonfinite):
         same = torch.where(torch.isnan(reference), torch.isnan(replayed), replayed == reference)
         return "exact" if bool(same.all()) else "same-mask"
-    return "elsewhere" if bool(replayed_bad.any()) else "finite"
+    return "elsewhere" if bool(replayed_nonfinite.any()) else "finite"
 
 
 def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:

@@ -181,7 +181,7 @@ class _Open:
 class _Regions:
     """The autocast regions around the module calls that are open; `modes` tells by id which modules are in fp32.
 
-    True stands for a module with all below it, False for its own ops: these take what its children return as fp32.
+    True stands for a module with all below it, False for its forward alone, which gets its children's output in fp32.
     """
 
     def __init__(self, modes: Mapping[int, bool], device: torch.device) -> None:
@@ -193,7 +193,7 @@ class _Regions:
         name = self._device.type
         state = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
         region: AbstractContextManager[Any] | None = None
-        if self._is_among_own_ops() and self._open[-1].depth == _autocast_depth():
+        if self._is_in_kept_forward() and self._open[-1].depth == _autocast_depth():
             state = self._open[-1].state
             region = torch.autocast(name, dtype=state[1], enabled=state[0])
         if id(module) in self._modes:
@@ -207,10 +207,10 @@ class _Regions:
         if not self._open or self._open[-1].module is not module:
             return None
         self._close_last()
-        return _widen(output) if self._is_among_own_ops() else None
+        return _widen(output) if self._is_in_kept_forward() else None
 
-    def _is_among_own_ops(self) -> bool:
-        """Tell whether the innermost open call is of a module whose own ops are in fp32."""
+    def _is_in_kept_forward(self) -> bool:
+        """Tell whether the innermost open call is of a module whose forward alone is in fp32."""
         return bool(self._open) and self._modes.get(id(self._open[-1].module)) is False
 
     def close(self) -> None:

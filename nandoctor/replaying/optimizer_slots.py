@@ -21,7 +21,7 @@ _ROUNDING = 1.05
 
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
-    """Every second moment with an exact counts, flushes judged against `low`."""
+    """Every second moment with exact counts, flushes judged against `low`."""
     names = _names(moments, model)
     slots = []
     for moment in moments:

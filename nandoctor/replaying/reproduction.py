@@ -91,7 +91,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
     """Replay the first of `steps`, or the next where the model rejects the arguments themselves."""
     step, *others = steps
     try:
-        outcome = step.run(watch=replace(CLOSELY, stage="replay") if preparation.saved_bad else MODULES_ONLY)
+        outcome = step.run(watch=replace(CLOSELY, stage="replay") if preparation.saved_nonfinite else MODULES_ONLY)
     except ModelError as error:
         if others and isinstance(error.__cause__, _WRONG_CALL):
             with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show

@@ -218,7 +218,7 @@ def _run(run: _Run) -> Outcome:
         outcome, error = _record(run)
         if error is None or _shows_damage(outcome.trace):
             return outcome
-    # What is made and checked in one forward shows in its ops alone; and tensors that dispatch their own ops
+    # What is made and checked in one forward shows in its ops alone; and tensors that dispatch ops themselves
     # (jagged nested ones) cannot be watched op by op.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
@@ -248,7 +248,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
             result = _execute(run, batch, observers)
             output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             drew_random = draws()
-        calls = _with_bad_state(observers.modules.calls(), step.model, step.low)
+        calls = _with_nonfinite_state(observers.modules.calls(), step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
         policy=policy.name,
@@ -371,23 +371,23 @@ def _explain_forward_error(error: Exception) -> ModelError:
     )
 
 
-def _with_bad_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
-    """The calls, each with its module's bad state: that reads every weight, so only where something is bad."""
+def _with_nonfinite_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
+    """The calls, each with its module's non-finite state; it reads every weight, so only call it after a failure."""
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
-    state = _bad_state(model, low)
+    state = _nonfinite_state(model, low)
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def _bad_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
+def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
     """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
-    bad: dict[str, tuple[TensorStats, ...]] = {}
+    nonfinite: dict[str, tuple[TensorStats, ...]] = {}
     for path, module in model.named_modules():
         own = (*module.named_parameters(recurse=False), *_read_buffers(module))
         readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
         if readings:
-            bad[path] = collect([(name, reading) for name, reading in readings if reading is not None])
-    return bad
+            nonfinite[path] = collect([(name, reading) for name, reading in readings if reading is not None])
+    return nonfinite
 
 
 def _writes_only(module: nn.Module) -> bool:

@@ -53,7 +53,7 @@ class Preparation:
     notes: tuple[str, ...]
 
     @property
-    def saved_bad(self) -> bool:
+    def saved_nonfinite(self) -> bool:
         """Whether the saved output is non-finite, so that a failure is to be expected."""
         return self.saved is not None and not is_finite(self.saved[1])
 
@@ -195,8 +195,8 @@ def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 def _choose_output(outputs: Sequence[str], dump: Dump) -> str | None:
     """The saved output that the replay is graded by: of a recorded step's the first that is non-finite."""
-    bad = (name for name in outputs if dump.recorded and not is_finite(dump.arrays[name]))
-    return next(bad, outputs[0] if outputs else None)
+    nonfinite = (name for name in outputs if dump.recorded and not is_finite(dump.arrays[name]))
+    return next(nonfinite, outputs[0] if outputs else None)
 
 
 def _place_of(name: str) -> str:

@@ -52,7 +52,7 @@ def _find_program(
 ) -> tuple[Program, Failure]:
     origin = report.origin
     if step is None:
-        return _failing(_bad_weight(report, saved))
+        return _failing(_nonfinite_weight(report, saved))
     if origin is None:
         raise NanDoctorError("The report names no origin.", remedy=_SEE_REPLAY)
     if origin.phase == "optimizer":
@@ -88,7 +88,7 @@ def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
 
 
 def _reader_of(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    """The first op that takes the bad weight, buffer or array."""
+    """The first op that takes the non-finite weight, buffer or array."""
     takers = [
         (tensor.stats.finite, -(tensor.stats.absmax or 0.0) if tensor.stats.finite else 0.0, op.order)
         for op in ops
@@ -96,7 +96,7 @@ def _reader_of(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
         if tensor.origin in _OUTSIDE and tensor.stats is not None and _belongs(origin, tensor.origin, tensor.path)
     ]
     if not takers:
-        raise NanDoctorError("No op was seen to read what is bad.", remedy=_SEE_REPLAY)
+        raise NanDoctorError("No op was seen to read the non-finite tensor.", remedy=_SEE_REPLAY)
     return ops[min(takers)[2]]
 
 
@@ -131,7 +131,7 @@ def _grown(
                 yield [*orders, supplier], program, found
 
 
-def _bad_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
+def _nonfinite_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
     """A file of weights alone: the tensor as it was saved."""
     name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
     nodes = (_node("clone_1", "torch.clone", "saved"),)

@@ -32,7 +32,7 @@ class PassingCase:
 
 def mend(program: Program) -> PassingCase | None:
     """The first that passes of: a constant raised, a mask opened, a tensor scaled, its zeros raised, one row more."""
-    ways = (_numbers, _scalars, _masks, _bad_values, _scales, _floors, _indices, _rows)
+    ways = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _indices, _rows)
     return next((found for way in ways for found in way(program)), None)
 
 
@@ -109,10 +109,10 @@ def _masks(program: Program) -> Iterator[PassingCase]:
             yield from _try(program, {name: expression}, "with the mask opened")
 
 
-def _bad_values(program: Program) -> Iterator[PassingCase]:
+def _nonfinite_values(program: Program) -> Iterator[PassingCase]:
     """Zeros for what is non-finite in one tensor, else in all of them."""
-    bad = [name for name, leaf in program.leaves.items() if kinds_of((leaf,))]
-    for names in [*([name] for name in bad), bad] if bad else []:
+    nonfinite = [name for name, leaf in program.leaves.items() if kinds_of((leaf,))]
+    for names in [*([name] for name in nonfinite), nonfinite] if nonfinite else []:
         changes = {name: f"{name}.nan_to_num(0.0, 0.0, 0.0)" for name in names}
         yield from _try(program, changes, "with zeros for the non-finite values")
 

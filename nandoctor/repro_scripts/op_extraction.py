@@ -204,7 +204,7 @@ class _Assembly:
             assert gradient.values is not None
             name = self._free_name("grad")
             self._leaves[name] = gradient.values
-        item = gradient.item if gradient is not None else _bad_item(last)
+        item = gradient.item if gradient is not None else _unwritable_item(last)
         return Program(
             nodes=nodes,
             result=Ref(name=nodes[-1].name, item=item if len(last.given) > 1 else None),
@@ -290,9 +290,9 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
-def _bad_item(piece: _Piece) -> int:
-    bad = (item for item, tensor in enumerate(piece.given) if tensor.is_floating_point() and kinds_of((tensor,)))
-    return next(bad, 0)
+def _unwritable_item(piece: _Piece) -> int:
+    nonfinite = (item for item, tensor in enumerate(piece.given) if tensor.is_floating_point() and kinds_of((tensor,)))
+    return next(nonfinite, 0)
 
 
 def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:

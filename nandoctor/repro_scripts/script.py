@@ -182,8 +182,8 @@ def _expectation(program: Program, failure: Failure) -> str:
     if not failure.finite_in_fp32:
         return "The same in fp32, from the same inputs."
     got, exact = program.run(), program.run_in_fp32()
-    bad = [ours[~torch.isfinite(theirs)] for theirs, ours in zip(got, exact, strict=True)]
-    wanted = max(float(values.abs().max()) for values in bad if len(values))
+    nonfinite = [ours[~torch.isfinite(theirs)] for theirs, ours in zip(got, exact, strict=True)]
+    wanted = max(float(values.abs().max()) for values in nonfinite if len(values))
     limit = torch.finfo(got[0].dtype).max
     if wanted > limit:
         largest = f"the largest {_label(got[0].dtype)} is {number(limit)}"

@@ -21,7 +21,7 @@ from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.placement import place_bad
+from nandoctor.tracing.placement import place_nonfinite
 from nandoctor.tracing.tensor_stats import Reading, collect, measure
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -113,18 +113,18 @@ class GradientTracer:
                 made = [gradient for gradient in outgoing if gradient is not None]
                 before = [reading for gradient in given if (reading := measure(gradient)) is not None]
                 after = [reading for gradient in made if (reading := measure(gradient)) is not None]
-                born = _is_finite(before) and not _is_finite(after)
-                analysis = self._examine(given, made) if born else None
+                made_here = _is_finite(before) and not _is_finite(after)
+                analysis = self._examine(given, made) if made_here else None
             self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
         return on_gradients
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
-        bad = next(gradient for gradient in outgoing if not torch.isfinite(gradient).all())
-        made = describe_operand("grad_input", bad, None, bad, self._low)
+        nonfinite = next(gradient for gradient in outgoing if not torch.isfinite(gradient).all())
+        made = describe_operand("grad_input", nonfinite, None, nonfinite, self._low)
         return OpAnalysis(
             num_bad=made.counts.num_bad,
-            numel=bad.numel(),
+            numel=nonfinite.numel(),
             kinds=made.counts.kinds,
             samples=made.counts.samples,
             first_index=made.counts.first_bad_index,
@@ -135,10 +135,10 @@ class GradientTracer:
             length=None,
             num_full_rows=None,
             operands=tuple(
-                describe_operand("grad_output", gradient, made.counts.first_bad_index, bad, self._low)
+                describe_operand("grad_output", gradient, made.counts.first_bad_index, nonfinite, self._low)
                 for gradient in incoming
             ),
-            grid=place_bad(~torch.isfinite(bad)),
+            grid=place_nonfinite(~torch.isfinite(nonfinite)),
         )
 
 

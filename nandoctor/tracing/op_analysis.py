@@ -23,11 +23,11 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
-    bad = ~torch.isfinite(output)
+    nonfinite = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
     counts, _ = count_exactly(output, own, low, place=True)
     exact = recompute(call, place, like=output)
-    worst, num_exact_finite = _find_worst(bad, exact)
+    worst, num_exact_finite = _find_worst(nonfinite, exact)
     exact_at_worst = None if exact is None else float(exact[worst])
     taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
     operands = [(name, values) for name, values in taken if values is not None]
@@ -66,13 +66,13 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
     return None if values is None or values.shape != like.shape else values.double()
 
 
-def _find_worst(bad: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
-    """The bad element whose exact value is largest, else the first bad one; and how many are exactly finite."""
+def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
+    """The non-finite element whose exact value is largest, else the first; and how many are exactly finite."""
     if exact is not None:
-        magnitudes = torch.where(bad & torch.isfinite(exact), exact.abs(), -1.0)
+        magnitudes = torch.where(nonfinite & torch.isfinite(exact), exact.abs(), -1.0)
         if num_finite := int(torch.count_nonzero(magnitudes >= 0)):
-            return _unravel(magnitudes.argmax(), bad.shape), num_finite
-    return _unravel(bad.to(torch.uint8).argmax(), bad.shape), 0
+            return _unravel(magnitudes.argmax(), nonfinite.shape), num_finite
+    return _unravel(nonfinite.to(torch.uint8).argmax(), nonfinite.shape), 0
 
 
 def _unravel(flat: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:

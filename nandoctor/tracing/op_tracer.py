@@ -150,7 +150,7 @@ class OpTracer:
         if not any(readings) or call.name in UNFILLED:
             return output
         analysis = None
-        if self._num_analyses < MAX_ANALYSES and _makes_bad(inputs, readings):
+        if self._num_analyses < MAX_ANALYSES and _makes_nonfinite(inputs, readings):
             # An infinity that the code wrote down is a mask most of the time: every layer may have one.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(before, leaves, rng_state)
@@ -243,7 +243,7 @@ class OpTracer:
             torch.set_rng_state(after)
 
 
-def _makes_bad(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
+def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
     """Tell whether the op made non-finite values of finite ones, NaN of infinities, or both signs of one.
 
     The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.

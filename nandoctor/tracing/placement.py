@@ -1,6 +1,6 @@
 """Where in a tensor its values lie: over the samples, over two dimensions, over the exponents.
 
-In: one real, dense tensor, or the mask of its bad elements. Out: small records of at most a thousand counts.
+In: one real, dense tensor, or the mask of its non-finite elements. Out: small records of at most a thousand counts.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ MAX_CELLS = 32
 MAX_SAMPLES = 64
 
 
-def place_bad(bad: torch.Tensor) -> Grid | None:
-    """Where the True elements of `bad` are, over the two dimensions along which their number varies most.
+def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
+    """Where the True elements of `nonfinite` are, over the two dimensions along which their number varies most.
 
-    Dimension 0, the batch, is left out where two others are there: which samples are bad is told apart.
+    Dimension 0, the batch, is left out where two others are there: which samples are non-finite is told apart.
     """
-    if bad.dim() == 0:
+    if nonfinite.dim() == 0:
         return None
-    candidates = range(1, bad.dim()) if bad.dim() > 2 else range(bad.dim())
-    dims = tuple(sorted(sorted(candidates, key=lambda dim: (_unevenness(bad, dim), dim))[-2:]))
-    counts = _sum_others(bad, dims)
+    candidates = range(1, nonfinite.dim()) if nonfinite.dim() > 2 else range(nonfinite.dim())
+    dims = tuple(sorted(sorted(candidates, key=lambda dim: (_unevenness(nonfinite, dim), dim))[-2:]))
+    counts = _sum_others(nonfinite, dims)
     for axis in range(len(dims)):
         counts = _join_cells(counts, axis)
     table = counts.reshape(-1, counts.shape[-1])
     return Grid(
         dims=dims,
-        sizes=tuple(bad.shape[dim] for dim in dims),
-        numel=bad.numel(),
+        sizes=tuple(nonfinite.shape[dim] for dim in dims),
+        numel=nonfinite.numel(),
         counts=tuple(tuple(row) for row in table.tolist()),
     )
 
 
-def _unevenness(bad: torch.Tensor, dim: int) -> float:
-    """By how much the share of bad elements differs along a dimension; -1 where that has no second place."""
-    if bad.shape[dim] < 2:
+def _unevenness(nonfinite: torch.Tensor, dim: int) -> float:
+    """By how much the share of non-finite elements differs along a dimension; -1 where that has no second place."""
+    if nonfinite.shape[dim] < 2:
         return -1.0
-    counts = _sum_others(bad, (dim,))
-    return float(counts.max() - counts.min()) * bad.shape[dim] / bad.numel()
+    counts = _sum_others(nonfinite, (dim,))
+    return float(counts.max() - counts.min()) * nonfinite.shape[dim] / nonfinite.numel()
 
 
-def _sum_others(bad: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    others = [dim for dim in range(bad.dim()) if dim not in dims]
-    return bad.sum(dim=others) if others else bad.long()
+def _sum_others(nonfinite: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    others = [dim for dim in range(nonfinite.dim()) if dim not in dims]
+    return nonfinite.sum(dim=others) if others else nonfinite.long()
 
 
 def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
@@ -59,15 +59,15 @@ def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def count_samples(magnitudes: torch.Tensor, finite: torch.Tensor) -> tuple[SampleStats, ...]:
-    """The bad elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
+    """The non-finite elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
     if magnitudes.dim() < 2:
         return ()
     kept = finite[:MAX_SAMPLES].flatten(1)
     largest = torch.where(kept, magnitudes[:MAX_SAMPLES].flatten(1), -1.0).amax(1).tolist()
     num_bad = (kept.shape[1] - kept.sum(1)).tolist()
     return tuple(
-        SampleStats(num_bad=bad, absmax=absmax if absmax >= 0 else None)
-        for bad, absmax in zip(num_bad, largest, strict=True)
+        SampleStats(num_bad=nonfinite, absmax=absmax if absmax >= 0 else None)
+        for nonfinite, absmax in zip(num_bad, largest, strict=True)
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.torch_compat import unwrap
-from nandoctor.tracing.placement import count_exponents, count_samples, place_bad
+from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
 
 SAMPLE_SIZE = 1024
 MAX_SAMPLES_LISTED = 64
@@ -178,7 +178,7 @@ def count_exactly(
     """The counts of one strided tensor in format `own`, and the limits of its finite elements, None without any.
 
     Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch. `place` asks
-    where bad elements are, `per_sample` for the samples and exponents of any tensor.
+    where non-finite elements are, `per_sample` for the samples and exponents of any tensor.
     """
     # Everything is counted by comparisons, which are false for NaN: to pick out the finite elements first, by a mask
     # as index, takes ten times as long as all of the counting.
@@ -194,7 +194,7 @@ def count_exactly(
     def num_up_to(limit: float) -> int:
         return _count(magnitudes <= limit) - num_zero if smallest <= limit else 0
 
-    first_bad_index, bad_samples = _locate(~finite) if num_bad else (None, ())
+    first_bad_index, nonfinite_samples = _locate(~finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
@@ -204,10 +204,10 @@ def count_exactly(
         smallest=smallest if smallest < math.inf else None,
         flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
         first_bad_index=first_bad_index,
-        samples=bad_samples if samples else (),
+        samples=nonfinite_samples if samples else (),
         by_sample=count_samples(magnitudes, finite) if samples and (num_bad or per_sample) else (),
         exponents=count_exponents(magnitudes) if per_sample else (),
-        grid=place_bad(~finite) if place and num_bad else None,
+        grid=place_nonfinite(~finite) if place and num_bad else None,
     )
     return counts, _finite_limits(values, finite if num_bad else None) if num_finite else None
 
@@ -231,16 +231,16 @@ def _finite_limits(values: torch.Tensor, finite: torch.Tensor | None) -> tuple[f
     return float(low), float(high)
 
 
-def _locate(bad: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _locate(nonfinite: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The index of the first True, and the indices along dimension 0 that hold one."""
-    if bad.dim() == 0:
+    if nonfinite.dim() == 0:
         return (), ()
-    rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
-    bad_rows = rows.nonzero().flatten()
-    first_row = int(bad_rows[0])
-    inner = int(bad[first_row].flatten().to(torch.uint8).argmax())
-    first = (first_row, *(int(i) for i in np.unravel_index(inner, tuple(bad.shape[1:]))))
-    return first, tuple(bad_rows[:MAX_SAMPLES_LISTED].tolist())
+    rows = nonfinite.flatten(1).any(1) if nonfinite.dim() > 1 else nonfinite
+    nonfinite_rows = rows.nonzero().flatten()
+    first_row = int(nonfinite_rows[0])
+    inner = int(nonfinite[first_row].flatten().to(torch.uint8).argmax())
+    first = (first_row, *(int(i) for i in np.unravel_index(inner, tuple(nonfinite.shape[1:]))))
+    return first, tuple(nonfinite_rows[:MAX_SAMPLES_LISTED].tolist())
 
 
 def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.float32]) -> TensorStats:

@@ -7,7 +7,7 @@ from made_traces import INF, NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
-from nandoctor.diagnosis.verdict import advise, describe_bad, judge, judge_backward, write_headline
+from nandoctor.diagnosis.verdict import advise, describe_nonfinite, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
 from nandoctor.evidence.trace import Place
@@ -137,11 +137,11 @@ def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected)
     ],
 )
 def test_the_damage_names_the_samples_where_they_are_few(tensor, expected):
-    assert describe_bad(tensor, trace(num_samples=tensor.shape[0])) == expected
+    assert describe_nonfinite(tensor, trace(num_samples=tensor.shape[0])) == expected
 
 
 def test_samples_are_not_named_where_rows_are_not_samples():
-    assert describe_bad(stats(NAN, 1.0, 1.0, shape=(3, 1)), trace(num_samples=2)) == "NaN in 1 of 3 elements"
+    assert describe_nonfinite(stats(NAN, 1.0, 1.0, shape=(3, 1)), trace(num_samples=2)) == "NaN in 1 of 3 elements"
 
 
 SUMMARY = DumpSummary(

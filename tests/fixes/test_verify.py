@@ -65,7 +65,7 @@ def test_the_step_fails_and_fp32_of_the_scores_cures_it(step):
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     judgement = trials.judge(KeepOp(site=site_of(step, "matmul")))
-    assert judgement.cures
+    assert judgement.passes
     assert judgement.outcome.max_rel_err < 0.01
 
 
@@ -76,14 +76,14 @@ def test_nan_to_num_on_the_scores_is_finite_and_no_cure(step, op):
     edit = ClampArgument(site=site_of(step, op), argument=argument, low=-65504.0, high=65504.0, nan=True)
     judgement = make_trials(step).judge(edit)
     assert judgement.outcome.finite
-    assert not judgement.cures
+    assert not judgement.passes
 
 
 def test_a_clamp_that_never_binds_is_no_cure(step):
     edit = ClampArgument(site=site_of(step, "matmul"), argument="self", low=-1e30, high=1e30)
     judgement = make_trials(step).judge(edit)
     assert not judgement.outcome.finite
-    assert not judgement.cures
+    assert not judgement.passes
 
 
 def test_a_clamp_that_cuts_values_off_is_no_cure(step):
@@ -91,21 +91,21 @@ def test_a_clamp_that_cuts_values_off_is_no_cure(step):
     judgement = make_trials(step).judge(edit)
     assert judgement.outcome.finite
     assert judgement.outcome.max_rel_err > 0.1
-    assert not judgement.cures
+    assert not judgement.passes
 
 
 def test_leaving_a_sample_out_is_judged_against_fp32_without_it(step):
     judgement = make_trials(step).judge(KeepSamples(samples=(0,)))
-    assert judgement.cures
-    assert not make_trials(step).cures(KeepSamples(samples=(1,)))
+    assert judgement.passes
+    assert not make_trials(step).passes(KeepSamples(samples=(1,)))
 
 
 def test_nothing_is_run_twice(step):
     trials = make_trials(step)
     edit = KeepModule(module="", children=False)
-    assert trials.cures(edit)
+    assert trials.passes(edit)
     runs = trials.num_run
-    assert trials.cures(edit)
+    assert trials.passes(edit)
     assert trials.num_run == runs
     assert trials.num_judged == 1
 
@@ -155,7 +155,7 @@ def test_what_fp32_itself_is_unsure_of_need_not_agree():
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     edit = SetArgument(site=site_of(step, "add"), argument="other", was=1e-8, value=1e-4)
-    assert trials.cures(edit)
+    assert trials.passes(edit)
 
 
 def test_numerics_is_judged_against_fp32_with_the_same_change():
@@ -176,12 +176,12 @@ def test_numerics_is_judged_against_fp32_with_the_same_change():
     )
     site = site_of(step, "log")
     trials = make_trials(step, numerics=True)
-    assert trials.cures(ClampArgument(site=site, argument="self", low=1e-6))
+    assert trials.passes(ClampArgument(site=site, argument="self", low=1e-6))
     blunt = trials.judge(ClampArgument(site=site, argument="self", low=0.5))  # changes the log of 1e-3, which was fine
     assert blunt.outcome.finite
-    assert not blunt.cures
-    assert not trials.cures(KeepModule(module=""))
-    assert not trials.cures(UseFormat(format=BF16))
+    assert not blunt.passes
+    assert not trials.passes(KeepModule(module=""))
+    assert not trials.passes(UseFormat(format=BF16))
     assert math.isfinite(blunt.outcome.max_rel_err)
 
 

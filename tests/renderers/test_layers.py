@@ -55,8 +55,8 @@ def test_a_bad_container_is_shown_even_if_it_passes_on():
     seen = factory.first(replace(rows[2], outputs=(factory.tensor(bad=factory.counts(1)),)))
     layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
     assert labels(layers) == ["block.a", "block.b", "block"]
-    assert layers.first_bad == 2
-    assert not layers.before_bad
+    assert layers.first_nonfinite == 2
+    assert not layers.before_nonfinite
 
 
 def test_calls_without_numbers_are_left_out():
@@ -84,24 +84,24 @@ def test_a_value_going_into_a_container_marks_its_first_layer():
     second = tuple(factory.put(row, module=row.place.module.replace("block", "next")) for row in first_block)
     made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in=second[-1].place)
     layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
-    assert layers.pairs[layers.first_bad].label == "next.a"
-    assert layers.before_bad
+    assert layers.pairs[layers.first_nonfinite].label == "next.a"
+    assert layers.before_nonfinite
 
 
 def test_a_bad_batch_is_marked_before_the_first_layer():
     layers = select_layers(factory.bad_input())
-    assert (layers.first_bad, layers.before_bad) == (0, True)
+    assert (layers.first_nonfinite, layers.before_nonfinite) == (0, True)
 
 
 def test_a_first_bad_call_that_the_runs_lack_is_not_marked():
     report = factory.precision()
     lost = factory.put(report.first_nonfinite, module="gone")
-    assert select_layers(replace(report, first_nonfinite=lost)).first_bad is None
+    assert select_layers(replace(report, first_nonfinite=lost)).first_nonfinite is None
 
 
 def test_nothing_was_run():
     layers = select_layers(factory.weights_only())
-    assert layers == Layers(pairs=(), first_bad=None, before_bad=False)
+    assert layers == Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
     assert layers.tightest() is None
 
 

@@ -105,7 +105,7 @@ def test_searching_filters_by_name_and_type(opened):
     assert all("attention" in name for name in names)
     assert opened.run("said.textContent") == "5 of 26 calls shown"
     opened.run("search.value = ''; search.dispatchEvent(new Event('input'))")
-    opened.run(CLICK.format("#only-bad"))
+    opened.run(CLICK.format("#only-nonfinite"))
     assert opened.run(NAMES)[0] == "(UNet)"
     assert all(cell == "NaN" for cell in opened.run(CELLS.format(2)))
 

@@ -35,7 +35,7 @@ def test_a_large_model_is_folded_but_for_the_first_bad_layer():
     shown = [row for row in rows if row.shown]
     assert len(rows) == 501
     assert len(shown) == 1 + 100 + 4
-    first = next(row for row in rows if row.cells.first_bad)
+    first = next(row for row in rows if row.cells.first_nonfinite)
     assert first.shown
     assert first.cells.layer == "encoder.blocks.62.project"
 
@@ -55,7 +55,7 @@ def test_of_very_large_models_rows_near_the_first_bad_are_kept(monkeypatch):
     monkeypatch.setattr(tree, "MAX_ROWS", 50)
     made = make_tree(factory.precision(400, bad_from=250))
     assert (len(made.rows), made.num_calls) == (50, 501)
-    assert any(row.cells.first_bad for row in made.rows)
+    assert any(row.cells.first_nonfinite for row in made.rows)
 
 
 def test_nothing_was_run():

@@ -11,7 +11,7 @@ import torch
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import SampleStats
 from nandoctor.replaying.thumbnail import take_picture
-from nandoctor.tracing.placement import count_exponents, count_samples, place_bad
+from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
 from nandoctor.tracing.tensor_stats import collect, measure
 
 
@@ -23,13 +23,13 @@ def mask(shape, *places):
 
 
 def test_nothing_uneven_is_shown_over_the_last_two_dimensions():
-    grid = place_bad(mask((4, 8, 3, 5), 2))
+    grid = place_nonfinite(mask((4, 8, 3, 5), 2))
     assert (grid.dims, grid.sizes, grid.numel) == ((2, 3), (3, 5), 480)
     assert grid.counts == ((8,) * 5,) * 3
 
 
 def test_a_bad_channel_is_shown_rather_than_the_rows_it_fills():
-    grid = place_bad(mask((2, 6, 3, 5), (slice(None), 4)))
+    grid = place_nonfinite(mask((2, 6, 3, 5), (slice(None), 4)))
     assert grid.dims == (1, 3)
     assert [sum(row) for row in grid.counts] == [0, 0, 0, 0, 30, 0]
 
@@ -40,19 +40,19 @@ def test_a_bad_channel_is_shown_rather_than_the_rows_it_fills():
 )
 def test_few_dimensions(shape, dims, counts):
     bad = mask(shape, 1) if len(shape) < 3 else mask(shape, (1, 1))
-    grid = place_bad(bad)
+    grid = place_nonfinite(bad)
     assert (grid.dims, grid.counts) == (dims, counts)
 
 
 def test_a_scalar_has_no_place():
-    assert place_bad(torch.tensor(True)) is None
+    assert place_nonfinite(torch.tensor(True)) is None
 
 
 @pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
 def test_large_dimensions_are_joined_into_cells_without_loss(size):
     torch.manual_seed(0)
     bad = torch.rand(2, size, 50) < 0.3
-    grid = place_bad(bad)
+    grid = place_nonfinite(bad)
     assert max(len(grid.counts), len(grid.counts[0])) <= 32
     assert sum(map(sum, grid.counts)) == int(bad.sum())
     cells = torch.arange(size) * min(size, 32) // size

@@ -18,7 +18,7 @@ from nandoctor.diagnosis.layer_comparison import LARGE_ERROR, MADE_HERE
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import BAD_COLOR, BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_edges, fill_bars
+from nandoctor.renderers.plots.ranges import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_edges, fill_bars
 from nandoctor.text import percent
 
 _FLOOR, _CEILING = 1e-8, 10.0
@@ -45,8 +45,8 @@ def _write_finding(report: Report) -> str:
     rows = [pair.autocast for pair in select_layers(report).pairs if pair.autocast is not None]
     low = report.runs.autocast.dtype if report.runs else ""
     maker = next((row for row in rows if _makes_error(row)), None)
-    bad = next((row for row in rows if not row.finite), None)
-    ending = f" {bad.place.label} is the first to be non-finite." if bad else ""
+    nonfinite = next((row for row in rows if not row.finite), None)
+    ending = f" {nonfinite.place.label} is the first to be non-finite." if nonfinite else ""
     if maker is not None:
         inherited = f" of inputs within {percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
         made = f"{maker.place.label} makes an error of {percent(maker.rel_err)}"
@@ -79,7 +79,7 @@ def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Se
     )
     legend: list[Artist] = [_draw_bars(axes, *kind) for kind in kinds if any(error for _, error in kind[2])]
     _draw_lines(axes, rounding)
-    return [*legend, *_mark_bad(axes, rows)]
+    return [*legend, *_mark_nonfinite(axes, rows)]
 
 
 def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:
@@ -107,9 +107,11 @@ def _draw_lines(axes: Axes, rounding: float) -> None:
             axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
 
 
-def _mark_bad(axes: Axes, rows: Sequence[tuple[int, LayerRow]]) -> Iterator[Artist]:
+def _mark_nonfinite(axes: Axes, rows: Sequence[tuple[int, LayerRow]]) -> Iterator[Artist]:
     places = [x for x, row in rows if not row.finite]
     if places:
         heights = [_MARKS_AT] * len(places)
-        axes.scatter(places, heights, s=22, marker="v", color=BAD_COLOR, transform=axes.get_xaxis_transform(), zorder=5)
-        yield Line2D([], [], color=BAD_COLOR, marker="v", linestyle="", label="non-finite")
+        axes.scatter(
+            places, heights, s=22, marker="v", color=NONFINITE_COLOR, transform=axes.get_xaxis_transform(), zorder=5
+        )
+        yield Line2D([], [], color=NONFINITE_COLOR, marker="v", linestyle="", label="non-finite")

@@ -20,7 +20,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE
+from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE
 from nandoctor.text import percent, plural
 
 _COLORS = "cividis"
@@ -137,7 +137,7 @@ def _draw_limits(axes: Axes, low: FloatFormat) -> None:
     """Lines where the format ends; beyond a panel's own limits nothing is drawn."""
     bottom, top = axes.get_ylim()
     lines = (
-        (low.max_exponent + 0.5, BAD_COLOR, f"{low} overflow"),
+        (low.max_exponent + 0.5, NONFINITE_COLOR, f"{low} overflow"),
         (low.min_exponent - 0.5, ORANGE, "subnormal"),
         (_zero_exponent(low) - 0.5, ORANGE, "zero"),
     )

@@ -22,7 +22,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.atomic_write import MARK, write_bytes
 from nandoctor.renderers.layers import Layers, select_layers
-from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS, draw_panel
+from nandoctor.renderers.plots.ranges import MAX_BARS, NONFINITE_COLOR, draw_panel
 from nandoctor.renderers.plots.ticks import name_layers
 from nandoctor.renderers.save import PICTURE_ENDINGS, check_ending
 from nandoctor.text import brief, kinds_text, plural, printable
@@ -131,15 +131,15 @@ def _find_size(panels: Sequence[Axes], num_layers: int) -> tuple[float, float]:
 
 def _center(layers: Layers) -> int:
     """What the closer look is about."""
-    return layers.first_bad if layers.first_bad is not None else layers.tightest() or 0
+    return layers.first_nonfinite if layers.first_nonfinite is not None else layers.tightest() or 0
 
 
 def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> None:
-    """A line through the first bad layer, or before the layer that a bad value went into, with what it is."""
-    if first is None or layers.first_bad is None:
+    """A line through the first non-finite layer, or before the one that a non-finite value went into, with its name."""
+    if first is None or layers.first_nonfinite is None:
         return
-    place = layers.first_bad - (0.5 if layers.before_bad else 0)
-    axes.axvline(place, color=BAD_COLOR, linewidth=1.2, linestyle="--", zorder=4)
+    place = layers.first_nonfinite - (0.5 if layers.before_nonfinite else 0)
+    axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
@@ -150,7 +150,7 @@ def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> Non
         textcoords="offset points",
         ha=alignment,
         size=8.5,
-        color=BAD_COLOR,
+        color=NONFINITE_COLOR,
         weight="bold",
         parse_math=False,
     )

@@ -1,4 +1,4 @@
-"""The origin plot: where in the tensor the bad elements are, over the image where the input is one.
+"""The origin plot: where in the tensor the non-finite elements are, over the image where the input is one.
 
 In: a `Report`. Out: a matplotlib figure.
 """
@@ -23,10 +23,10 @@ from nandoctor.evidence.report import Origin, Picture, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.plots.figures import new_figure, write_finding
-from nandoctor.renderers.plots.ranges import BAD_COLOR
+from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
 from nandoctor.text import brief, shape_text
 
-_SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", BAD_COLOR, "#7A3300"])
+_SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
 _SIZE_IN = (8.0, 4.6)
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
@@ -37,15 +37,15 @@ _FLAT = 6.0
 
 
 def draw_origin(report: Report) -> Figure:
-    """The share of bad elements over two dimensions of the tensor where the damage was born, and the samples beside it.
+    """The share of non-finite elements over two dimensions of the origin's tensor, and the samples beside it.
 
     Raises:
-        NanDoctorError: the report knows no origin, or not where in its tensor the bad elements are.
+        NanDoctorError: the report knows no origin, or not where in its tensor the non-finite elements are.
     """
     origin = report.origin
     if origin is None or origin.grid is None:
         raise NanDoctorError(
-            f"The report on {report.dump.path} does not tell where in a tensor the damage was born.",
+            f"The report on {report.dump.path} does not tell where in a tensor the first non-finite values are.",
             remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
@@ -56,7 +56,7 @@ def draw_origin(report: Report) -> Figure:
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
         write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
-        legend = [Patch(color=_SHARES(share), label=f"{share:.0%} bad") for share in (0.01, 0.5, 1.0)]
+        legend = [Patch(color=_SHARES(share), label=f"{share:.0%} non-finite") for share in (0.01, 0.5, 1.0)]
         box = figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
         box.set_title(_describe_source(report, origin, picture))
         box.get_title().set(size=8, parse_math=False)
@@ -65,7 +65,7 @@ def draw_origin(report: Report) -> Figure:
 
 
 def describe_spread(grid: Grid) -> str:
-    """How far the bad elements reach along each dimension of the map, to within a cell."""
+    """How far the non-finite elements reach along each dimension of the map, to within a cell."""
     counts = np.array(grid.counts)
     reached = [np.flatnonzero(counts.any(axis=other)) for other in ((1, 0) if len(grid.dims) > 1 else (0,))]
     parts = []
@@ -114,7 +114,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
 
 
 def _share_of_samples(origin: Origin, grid: Grid) -> float:
-    """The share of the samples that are bad at all; 1 where that is not known, or the map shows the samples itself."""
+    """The share of samples that are affected; 1 where that is not known, or the map shows the samples itself."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples or ()
     told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
@@ -122,7 +122,7 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
 
 
 def _shares(grid: Grid, share_of_samples: float) -> NDArray[np.float64]:
-    """The bad elements of each cell over all that it has in the bad samples."""
+    """The non-finite elements of each cell over all that it has in the affected samples."""
     counts = np.array(grid.counts, dtype=np.float64)
     sizes = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
     lengths = [_cell_lengths(size, cells) for size, cells in zip(sizes, counts.shape, strict=True)]
@@ -140,19 +140,19 @@ def _pixels(picture: Picture) -> NDArray[np.uint8]:
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:
-    """A column of the samples, the bad ones filled; nothing where dimension 0 tells no samples."""
+    """A column of the samples, the affected ones filled; nothing where dimension 0 tells no samples."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples
     if not samples or len(shape) < 2:
         axes.set_axis_off()
         return
     shown = min(shape[0], _NUM_SAMPLES)
-    bad = np.isin(np.arange(shown), samples).astype(float)[:, None]
-    axes.imshow(np.ma.masked_equal(bad, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+    nonfinite = np.isin(np.arange(shown), samples).astype(float)[:, None]
+    axes.imshow(np.ma.masked_equal(nonfinite, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     axes.set_ylim(shown - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks(_ticks(samples, shown))
-    axes.set_title("bad samples", size=9)
+    axes.set_title("affected samples", size=9)
 
 
 def _ticks(samples: Sequence[int], shown: int) -> list[int]:
@@ -164,4 +164,6 @@ def _describe_source(report: Report, origin: Origin, picture: Picture | None) ->
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
     under = f", over {brief(picture.name, _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
-    return f"{source}: share of non-finite elements in {tensor}, bad samples alone, other dimensions summed up{under}"
+    return (
+        f"{source}: share of non-finite elements in {tensor}, only affected samples, other dimensions summed up{under}"
+    )

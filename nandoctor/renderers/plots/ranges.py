@@ -20,7 +20,7 @@ from nandoctor.text import number
 
 # Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
 SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
-BAD_COLOR = "#D55E00"
+NONFINITE_COLOR = "#D55E00"
 
 MAX_BARS = 56
 MAX_VECTORS = 1500
@@ -121,7 +121,7 @@ def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
 def _draw_bands(axes: Axes, low: FloatFormat) -> None:
     bottom, top = axes.get_ylim()
     bands = (
-        (low.max, top, BAD_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
+        (low.max, top, NONFINITE_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
         (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
         (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
     )
@@ -179,11 +179,13 @@ def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, co
 
 def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
     """Layers that a bar cannot show: triangles on top for non-finite outputs, circles below for all zeros."""
-    bad = [x for x, spread in spreads if not spread.finite]
+    nonfinite = [x for x, spread in spreads if not spread.finite]
     zero = [x for x, spread in spreads if spread.finite and spread.high is None]
-    at_bad, at_zero = style.marks_at
-    if bad:
-        yield _mark(axes, bad, at_bad, style, marker="v", color=BAD_COLOR, label=f"non-finite, {style.name}")
+    at_nonfinite, at_zero = style.marks_at
+    if nonfinite:
+        yield _mark(
+            axes, nonfinite, at_nonfinite, style, marker="v", color=NONFINITE_COLOR, label=f"non-finite, {style.name}"
+        )
     if zero:
         yield _mark(axes, zero, at_zero, style, marker="o", color=style.color, label=f"all zero, {style.name}")
 

@@ -1,4 +1,4 @@
-"""The samples plot: which samples of the batch are bad, or near the limit, in which layer.
+"""The samples plot: which samples of the batch are non-finite, or near the limit, in which layer.
 
 In: a `Report`. Out: a matplotlib figure.
 """
@@ -22,21 +22,21 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import BAD_COLOR, ORANGE, SKY
+from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE, SKY
 from nandoctor.text import samples_text
 
 MAX_SAMPLES = 64
 NEAR_BITS = 1.0
 ROOM_BITS = 4.0
 
-_BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _BAD = range(6)
-_COLORS = ("#FFFFFF", "#F0F0F0", "#D3EAF8", SKY, ORANGE, BAD_COLOR)
+_BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _NONFINITE = range(6)
+_COLORS = ("#FFFFFF", "#F0F0F0", "#D3EAF8", SKY, ORANGE, NONFINITE_COLOR)
 _NAMES = {
     _FINITE: "finite",
     _ROOM: f"more than {ROOM_BITS:.0f} bits of room",
     _CLOSE: f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room",
     _NEAR: "within a factor of two of the limit",
-    _BAD: "non-finite",
+    _NONFINITE: "non-finite",
 }
 
 
@@ -94,23 +94,25 @@ def _classify(row: LayerRow | None, num_samples: int, low: FloatFormat) -> list[
 
 def _class_of(sample: SampleStats, low: FloatFormat) -> int:
     if sample.num_bad:
-        return _BAD
+        return _NONFINITE
     room = low.headroom_bits(sample.absmax or 0.0)
     return _NEAR if room <= NEAR_BITS else _CLOSE if room <= ROOM_BITS else _ROOM
 
 
 def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], low: FloatFormat) -> str:
-    """The samples that go bad and where, and those that come near."""
+    """The samples that go non-finite and where, and those that come near."""
     num_samples = image.shape[0]
-    bad = [sample for sample in range(num_samples) if _BAD in image[sample]]
-    near = [sample for sample in range(num_samples) if sample not in bad and _NEAR in image[sample]]
+    nonfinite = [sample for sample in range(num_samples) if _NONFINITE in image[sample]]
+    near = [sample for sample in range(num_samples) if sample not in nonfinite and _NEAR in image[sample]]
     close = f"; {_list(near, num_samples)} near the limit" if near else ""
-    if not bad:
+    if not nonfinite:
         return f"No sample goes non-finite under {low} autocast{close}."
-    start = min(int(np.argmax(image[sample] == _BAD)) for sample in bad)
-    first = [sample for sample in bad if image[sample, start] == _BAD]
-    later = f", {_list([s for s in bad if s not in first], num_samples)} later" if len(first) < len(bad) else ""
-    rest = "" if len(bad) == num_samples else "; the others stay finite"
+    start = min(int(np.argmax(image[sample] == _NONFINITE)) for sample in nonfinite)
+    first = [sample for sample in nonfinite if image[sample, start] == _NONFINITE]
+    later = (
+        f", {_list([s for s in nonfinite if s not in first], num_samples)} later" if len(first) < len(nonfinite) else ""
+    )
+    rest = "" if len(nonfinite) == num_samples else "; the others stay finite"
     finding = f"{_list(first, num_samples)} non-finite from {layers.pairs[start].label} on{later}{rest}{close}."
     return finding[:1].upper() + finding[1:]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from matplotlib.axes import Axes
 
 from nandoctor.renderers.layers import LayerPair, Layers
-from nandoctor.renderers.plots.ranges import BAD_COLOR, MAX_BARS
+from nandoctor.renderers.plots.ranges import MAX_BARS, NONFINITE_COLOR
 from nandoctor.text import brief
 
 _NAME_WIDTH = 44
@@ -22,16 +22,16 @@ _MAX_DEPTH = 6
 def name_layers(axes: Axes, layers: Layers, shown: range) -> None:
     """Name the layers at the indices `shown`: each of them, or where they are too many the blocks they lie in."""
     if len(shown) > MAX_BARS:
-        _write(axes, _choose(layers), layers.first_bad)
+        _write(axes, _choose(layers), layers.first_nonfinite)
     else:
-        _write(axes, [(index, layers.pairs[index].label) for index in shown], layers.first_bad)
+        _write(axes, [(index, layers.pairs[index].label) for index in shown], layers.first_nonfinite)
 
 
 def _choose(layers: Layers) -> list[tuple[int, str]]:
-    """The first bad layer, and blocks of the model where they begin, as far as their names do not collide."""
+    """The first non-finite layer, and blocks of the model where they begin, as far as their names do not collide."""
     wanted = _block_starts(layers.pairs)
-    if layers.first_bad is not None:
-        wanted.insert(0, (layers.first_bad, layers.pairs[layers.first_bad].label))
+    if layers.first_nonfinite is not None:
+        wanted.insert(0, (layers.first_nonfinite, layers.pairs[layers.first_nonfinite].label))
     chosen: list[tuple[int, str]] = []
     for index, name in wanted:
         if all(abs(index - other) >= len(layers.pairs) / _MAX_NAMES for other, _ in chosen):
@@ -51,11 +51,11 @@ def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
     return starts
 
 
-def _write(axes: Axes, named: list[tuple[int, str]], first_bad: int | None) -> None:
+def _write(axes: Axes, named: list[tuple[int, str]], first_nonfinite: int | None) -> None:
     names = [brief(name, _NAME_WIDTH) for _, name in named]
     # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
     axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
     axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
     for (index, _), label in zip(named, axes.get_xticklabels(), strict=True):
-        if index == first_bad:
-            label.set(color=BAD_COLOR, weight="bold")
+        if index == first_nonfinite:
+            label.set(color=NONFINITE_COLOR, weight="bold")

@@ -29,20 +29,20 @@
   const rows = [...body.rows];               // as the page was written: parents before what they hold
   const texts = rows.map(row => row.dataset.search.toLowerCase());
   const search = document.getElementById("search");
-  const onlyBad = document.getElementById("only-bad");
+  const onlyNonfinite = document.getElementById("only-nonfinite");
   let sorted = null;                         // the column and direction, null for the tree
   const folds = rows.map(row => row.querySelector(".fold"));
   const parents = rows.map(row => row.dataset.parent === "" ? null : Number(row.dataset.parent));
 
   function show() {
     const wanted = search.value.trim().toLowerCase();
-    const flat = Boolean(wanted) || onlyBad.checked || sorted !== null;
+    const flat = Boolean(wanted) || onlyNonfinite.checked || sorted !== null;
     const open = [];
     let count = 0;
     rows.forEach((row, place) => {
       const parent = parents[place];
       open[place] = parent === null || (open[parent] && folds[parent].ariaExpanded === "true");
-      const found = texts[place].includes(wanted) && (!onlyBad.checked || row.classList.contains("nonfinite"));
+      const found = texts[place].includes(wanted) && (!onlyNonfinite.checked || row.classList.contains("nonfinite"));
       row.hidden = flat ? !found : !open[place];
       count += !row.hidden;
     });
@@ -97,7 +97,7 @@
     frame.scrollTop = first.offsetTop - frame.clientHeight / 2;
   }
   search.addEventListener("input", show);
-  onlyBad.addEventListener("change", show);
+  onlyNonfinite.addEventListener("change", show);
   document.addEventListener("keydown", event => {
     if (event.key === "/" && !/^(INPUT|TEXTAREA)$/.test(document.activeElement.tagName)) {
       event.preventDefault();
