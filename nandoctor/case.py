@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 from nandoctor.diagnosis.eps_audit import fold
 from nandoctor.diagnosis.run_summary import tabulate
@@ -19,12 +19,13 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
+from nandoctor.keywords import takes_options
 from nandoctor.pipeline import audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.progress import Progress
-from nandoctor.replaying.settings import OPTIONS, Settings, override, read_settings
+from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, override, read_settings
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
 
@@ -44,29 +45,13 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     return read_dump(path, trust=trust)
 
 
+@takes_options(ReplayOptions, meanings=MEANINGS)
 def replay(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
     *,
-    model_args: Mapping[str, Any] | None = None,
-    config: str | None = None,
-    method: str | None = None,
-    strict: bool | None = None,
-    inputs: str | Sequence[str] | None = None,
-    call: str | Callable[..., Any] | None = None,
-    loss: str | Callable[..., Any] | None = None,
-    loss_scale: float | None = None,
-    output: str | None = None,
-    amp_dtype: str | torch.dtype | None = None,
-    policy: Literal["cuda", "native"] | None = None,
-    mode: Literal["train", "eval"] | None = None,
-    device: str | torch.device | None = None,
-    seed: int | None = None,
-    per_sample: bool | None = None,
-    fixes: bool | None = None,
-    max_trials: float | None = None,
-    time: float | None = None,
     progress: Progress = lambda *_: None,
+    **options: Unpack[ReplayOptions],
 ) -> Case:
     """Replay a dump under autocast and in fp32, and search for fixes.
 
@@ -76,52 +61,23 @@ def replay(
     Args:
         dump: a path, or what `load` gives.
         model: what builds the model.
-        model_args: arguments for the builder.
-        config: SPEC of a configuration class of transformers, to fill with the dump's values.
-        method: the model's method that the dump holds calls of, where that is not forward.
-        strict: False loads the weights that fit and leaves the rest.
-        inputs: names of arrays, or `parameter=array` pairs.
-        call: `(model, batch) -> output`, a function or a SPEC of one.
-        loss: `(output, batch) -> scalar`, a function or a SPEC of one; replays the backward pass too.
-        loss_scale: what multiplied the loss before the backward pass.
-        output: the saved output to compare the replay with.
-        amp_dtype: "float16" or "bfloat16".
-        policy: "cuda" for CUDA's autocast lists on any device, "native" for torch's own.
-        mode: "train" or "eval".
-        device: "cpu", "cuda" or "cuda:N".
-        seed: for dropout and the like.
-        per_sample: count samples and exponents in every layer, and keep a thumbnail of the sample at fault.
-        fixes: False only diagnoses.
-        max_trials: runs to spend on the search for fixes; `math.inf` sets no limit.
-        time: seconds to spend on it; `math.inf` sets no limit.
+        **options: the settings.
         progress: told (stage, module calls done, calls in all or None).
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    dump, settings = _read(dump, _given(locals()))
+    dump, settings = _read(dump, options)
     return Case(replay_dump(dump, _anchor(model), settings, progress=progress).report)
 
 
+@takes_options(StepOptions)
 def repro(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
     *,
-    model_args: Mapping[str, Any] | None = None,
-    config: str | None = None,
-    method: str | None = None,
-    strict: bool | None = None,
-    inputs: str | Sequence[str] | None = None,
-    call: str | Callable[..., Any] | None = None,
-    loss: str | Callable[..., Any] | None = None,
-    loss_scale: float | None = None,
-    output: str | None = None,
-    amp_dtype: str | torch.dtype | None = None,
-    policy: Literal["cuda", "native"] | None = None,
-    mode: Literal["train", "eval"] | None = None,
-    device: str | torch.device | None = None,
-    seed: int | None = None,
     progress: Progress = lambda *_: None,
+    **options: Unpack[StepOptions],
 ) -> str:
     """Write a standalone script with the smallest tensors that still fail as the dump does, and a case that passes.
 
@@ -131,30 +87,18 @@ def repro(
         NanDoctorError: the dump, the model, the call or an option is wrong, or nothing can be shown without the
             project's own code.
     """
-    dump, settings = _read(dump, _given(locals()))
+    dump, settings = _read(dump, options)
     found = replay_dump(dump, _anchor(model), override(settings, {"fixes": False}), progress=progress)
     return make_script(found.report, found.step, dump.state)
 
 
+@takes_options(StepOptions)
 def list_eps(
     dump: Dump | str | os.PathLike[str] | None = None,
     model: ModelSource | None = None,
     *,
-    model_args: Mapping[str, Any] | None = None,
-    config: str | None = None,
-    method: str | None = None,
-    strict: bool | None = None,
-    inputs: str | Sequence[str] | None = None,
-    call: str | Callable[..., Any] | None = None,
-    loss: str | Callable[..., Any] | None = None,
-    loss_scale: float | None = None,
-    output: str | None = None,
-    amp_dtype: str | torch.dtype | None = None,
-    policy: Literal["cuda", "native"] | None = None,
-    mode: Literal["train", "eval"] | None = None,
-    device: str | torch.device | None = None,
-    seed: int | None = None,
     progress: Progress = lambda *_: None,
+    **options: Unpack[StepOptions],
 ) -> tuple[EpsUse, ...]:
     """List every eps of a model; with a dump, every small constant of its step, and what each was really used in.
 
@@ -163,29 +107,29 @@ def list_eps(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    given = _given(locals())
     if dump is None:
-        settings = override(read_settings(Path.cwd()), given)
+        settings = override(read_settings(Path.cwd()), _given(options))
         source = _anchor(model) if model is not None else settings.model
         if source is None:
             raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
         return fold(list_constants(build_model(source, settings.model_args, directory=settings.directory)))
-    dump, settings = _read(dump, given)
+    dump, settings = _read(dump, options)
     return audit_dump(dump, _anchor(model), settings, progress=progress)
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among a function's arguments that its caller gave."""
-    return {
-        name: value for name, value in arguments.items() if name in OPTIONS and name != "model" and value is not None
-    }
 
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
     """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
-    given = {name: _anchor(value) if name in ("call", "loss", "config") else value for name, value in options.items()}
-    return dump, override(read_settings(dump.path), given)
+    return dump, override(read_settings(dump.path), _given(options))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not left out, SPECs among them made absolute."""
+    return {
+        name: _anchor(value) if name in ("call", "loss", "config") else value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def _anchor(spec: Any) -> Any:

@@ -202,7 +202,7 @@ def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """The trace, with exact counts wherever it asks for them."""
     if not needs_counts(trace, step.low):
         return trace
-    return step.run(policy, Watch(stage="closer look", counts=True)).trace
+    return step.run(policy, Watch(stage="closer look", statistics="counts")).trace
 
 
 def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:

@@ -37,6 +37,27 @@ def test_files_are_short():
     assert {name_of(path): lengths[path] for path in limits if lengths[path] >= limits[path]} == {}
 
 
+MAX_PARAMETERS = 6
+
+
+def num_parameters(function):
+    """How many parameters a caller can give, `self` and `cls` not counted, `*args` and `**kwargs` as one each."""
+    given = function.args
+    names = [item.arg for item in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + bool(given.vararg) + bool(given.kwarg)
+
+
+def test_functions_take_few_parameters():
+    functions = [
+        (path, node)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 1000
+    assert [f"{name_of(path)}:{node.name}" for path, node in functions if num_parameters(node) > MAX_PARAMETERS] == []
+
+
 def test_names_of_tests_are_short():
     names = [
         node.name

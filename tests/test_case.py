@@ -80,6 +80,12 @@ def test_keywords_are_the_settings(function, groups):
     assert all(item.kind is not item.VAR_KEYWORD for item in parameters)
 
 
+@pytest.mark.parametrize("function", [nandoctor.repro, list_eps])
+def test_a_setting_that_is_not_acted_on_is_refused(function, path):
+    with pytest.raises(TypeError, match="per_sample"):
+        function(path, Overflowing(), per_sample=True)
+
+
 def test_every_setting_is_explained_to_a_notebook():
     assert all(
         f"\n        {name}: " in inspect.getdoc(nandoctor.replay).replace("\n    ", "\n        ") for name in OPTIONS

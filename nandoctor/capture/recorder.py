@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,44 @@ LOG = logging.getLogger("nandoctor")
 MAX_NBYTES = 8 << 30
 
 
-class Recorder:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RecorderSettings:
+    """What a recorder is told; `Recorder` says what each setting means."""
+
+    model: nn.Module = field(kw_only=False)
+    folder: str | os.PathLike[str] = "dumps"
+    scaler: Any = None
+    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
+    builder: Callable[..., nn.Module] | str | None = None
+    arguments: Mapping[str, Any] | None = None
+    threshold: float = 0.1
+    window: int = 100
+    in_a_row: int | None = None
+    keep: int = 5
+    max_nbytes: int = MAX_NBYTES
+    keep_optimizer: bool = False
+    undo_nbytes: int = UNDO_NBYTES
+    method: str = ""
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    from_output: bool = False
+
+    def __post_init__(self) -> None:
+        rule = self.stop_rule
+        counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
+        if not 0 <= rule.threshold <= 1 or min(counts) < 1:
+            raise NanDoctorError(
+                f"There is no stopping by threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
+                f"and keep={self.keep}.",
+                remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
+            )
+
+    @property
+    def stop_rule(self) -> StopRule:
+        """When the training is to be stopped."""
+        return StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)
+
+
+class Recorder(RecorderSettings):
     """Keeps each step of a training until its loss is known to be finite, and writes it to a file where it is not.
 
     `recorder = Recorder(model, scaler=scaler)`, and in the loop `recorder.watch(loss, batch)` before the backward pass.
@@ -59,60 +97,30 @@ class Recorder:
     autocast that this will run under; with `from_output` the loss is the one in the model's own output.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        folder: str | os.PathLike[str] = "dumps",
-        scaler: Any = None,
-        loss: Callable[[Any, Any], torch.Tensor] | str | None = None,
-        builder: Callable[..., nn.Module] | str | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        threshold: float = 0.1,
-        window: int = 100,
-        in_a_row: int | None = None,
-        keep: int = 5,
-        max_nbytes: int = MAX_NBYTES,
-        keep_optimizer: bool = False,
-        undo_nbytes: int = UNDO_NBYTES,
-        method: str = "",
-        ambient: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        from_output: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         stop_import()
-        rule = StopRule(threshold=threshold, window=window, in_a_row=in_a_row)
-        _check(rule, keep)
-        if not getattr(scaler, "is_enabled", lambda: True)():
-            scaler = None  # it scales nothing, and lets every update pass
-        self._ambient, self._from_output = ambient, from_output
-        self._observer = Observer(unwrap(model))
-        if isinstance(builder, functools.partial) and not builder.args:
-            arguments = {**builder.keywords, **(arguments or {})}
-            builder = builder.func
-        sources = ModelSources(
-            model=describe_source(builder or type(self._observer.model)),
-            loss=None if loss is None else describe_source(loss),
-            arguments=arguments or {},
-            built=builder is not None and not isinstance(builder, type),
-            method=method,
-        )
+        super().__post_init__()
+        enabled = getattr(self.scaler, "is_enabled", lambda: True)()
+        scaler = self.scaler if enabled else None  # a disabled one scales nothing, and lets every update pass
+        self._observer = Observer(unwrap(self.model))
+        sources = _describe_sources(self._observer.model, self)
         plan = plan_rebuild(
             self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss
         )
         for line in plan.advice:
             LOG.warning("%s", line)
         self._training = Training(
-            observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=keep_optimizer
+            observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=self.keep_optimizer
         )
         self._handles = ExitStack()
-        files = DumpFolder(Path(folder), keep=keep, max_nbytes=max_nbytes)
-        self._policy = StepPolicy(StepHistory(rule), files, self._make_contents, replay_flags=plan.flags)
+        files = DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes)
+        self._policy = StepPolicy(StepHistory(self.stop_rule), files, self._make_contents, replay_flags=plan.flags)
         self._tracker = StepTracker(
-            self._observer, self._policy, scaler, undo_nbytes=undo_nbytes, on_stop=self._handles.close
+            self._observer, self._policy, scaler, undo_nbytes=self.undo_nbytes, on_stop=self._handles.close
         )
         self._scouted = False
         self._warned: set[str] = set()
-        self._attach(model, method)
+        self._attach()
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
 
@@ -229,16 +237,16 @@ class Recorder:
         """Note that the model's `method` is about to be called with these arguments, between `begin` and `watch`."""
         step = self._tracker.current
         assert step is not None, "begin comes first"
-        with self._ambient():
+        with self.ambient():
             step.before = self._observer.look()
         step.calls.append(pack_call(args, kwargs))
 
-    def _attach(self, model: nn.Module, method: str) -> None:
+    def _attach(self) -> None:
         tracker = self._tracker
         self._handles.callback(register_optimizer_step_pre_hook(never_harm(tracker.before_step)).remove)
         self._handles.callback(register_optimizer_step_post_hook(never_harm(tracker.after_step)).remove)
-        if not method:
-            attach(model, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
+        if not self.method:
+            attach(self.model, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
             return
         for name, child in self._observer.model.named_children():
             attach(child, None, never_harm(self._keep_inside(name)), self._handles)
@@ -268,7 +276,7 @@ class Recorder:
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)
-        if step is None or not self._from_output:
+        if step is None or not self.from_output:
             return
         loss = step.own_loss()
         if loss is None and self._training.sources.loss is None:
@@ -295,10 +303,16 @@ class Recorder:
         return describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
 
 
-def _check(rule: StopRule, keep: int) -> None:
-    if not 0 <= rule.threshold <= 1 or rule.window < 1 or (rule.in_a_row is not None and rule.in_a_row < 1) or keep < 1:
-        raise NanDoctorError(
-            f"There is no stopping by threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} and "
-            f"keep={keep}.",
-            remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
-        )
+def _describe_sources(model: nn.Module, settings: RecorderSettings) -> ModelSources:
+    """How the model and the loss can be made again; what a partial was given are arguments."""
+    builder, arguments = settings.builder, settings.arguments or {}
+    if isinstance(builder, functools.partial) and not builder.args:
+        arguments = {**builder.keywords, **arguments}
+        builder = builder.func
+    return ModelSources(
+        model=describe_source(builder or type(model)),
+        loss=None if settings.loss is None else describe_source(settings.loss),
+        arguments=arguments,
+        built=builder is not None and not isinstance(builder, type),
+        method=settings.method,
+    )

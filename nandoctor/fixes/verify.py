@@ -198,7 +198,7 @@ class Trials:
         if _is_too_large(self.step.model, edits):
             return _keep(None)
         has_loss = self.step.loss is not None
-        watch = Watch(stage=f"trial {self.num_run}", measures=False, backward=has_loss, keep=has_loss)
+        watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=has_loss, keep=has_loss)
         try:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.

@@ -34,7 +34,7 @@ from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
 from nandoctor.torch_compat import is_running_norm
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
-from nandoctor.tracing.module_tracer import Tracer
+from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import Kind, OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect, is_finite, measure
 
@@ -48,16 +48,13 @@ Change = Edit | PrintedChange
 class Watch:
     """What to record beside every module call, and what to call the run while it is in progress.
 
-    `counts` counts exactly whatever asks for it, `per_sample` every tensor, with its samples and exponents. `ops`
-    records every operation. `backward` runs the backward pass of loss x the step's loss scale, recorded op by op with
-    `ops`; `keep` leaves the gradients themselves in the outcome. Without `measures` nothing is read of the module
-    calls, which is quicker in a model of many small ones. `on_op` is given each traced op with its tensors.
+    `statistics` are those of the tensors that modules take and return. `ops` records every operation. `backward` runs
+    the backward pass of loss x the step's loss scale, recorded op by op with `ops`; `keep` leaves the gradients
+    themselves in the outcome. `on_op` is given each traced op with its tensors.
     """
 
     stage: str = "replay"
-    measures: bool = True
-    counts: bool = False
-    per_sample: bool = False
+    statistics: Statistics = "ranges"
     ops: bool = False
     backward: bool = False
     keep: bool = False
@@ -65,7 +62,7 @@ class Watch:
 
 
 MODULES_ONLY = Watch()
-CLOSELY = Watch(stage="closer look", counts=True, ops=True)
+CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +139,7 @@ class FailingStep:
         run = _Run(
             step=changed,
             policy=interventions.choose_policy(singles, policy),
-            watch=replace(watch, per_sample=watch.per_sample or (self.per_sample and watch.measures)),
+            watch=replace(watch, statistics="per sample") if self.per_sample and watch.statistics != "none" else watch,
             edits=singles,
             printed=printed,
         )
@@ -190,9 +187,7 @@ class _Observers:
         self.modules = Tracer(
             step.model,
             counts_for=step.low,
-            examine=watch.counts,
-            per_sample=watch.per_sample,
-            measures=watch.measures,
+            statistics=watch.statistics,
             on_call=step.progress.on_call,
             producer_of=self.ops.producer_of if self.ops else None,
         )

@@ -9,13 +9,16 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from nandoctor.errors import NanDoctorError
+
+if TYPE_CHECKING:
+    import torch
 
 Group = Literal["model", "step", "statistics", "fixes"]
 """What a setting is about; a verb offers the groups that it acts on."""
@@ -199,11 +202,44 @@ class Settings:
     directory: Path = field(default_factory=Path.cwd)
 
 
+class StepOptions(TypedDict, total=False):
+    """The settings of the model and of the failing step as Python gives them; None for what is left out."""
+
+    model_args: Mapping[str, Any] | None
+    config: str | None
+    method: str | None
+    strict: bool | None
+    inputs: str | Sequence[str] | None
+    call: str | Callable[..., Any] | None
+    loss: str | Callable[..., Any] | None
+    loss_scale: float | None
+    output: str | None
+    amp_dtype: str | torch.dtype | None
+    policy: Literal["cuda", "native"] | None
+    mode: Literal["train", "eval"] | None
+    device: str | torch.device | None
+    seed: int | None
+
+
+class ReplayOptions(StepOptions, total=False):
+    """All settings of a replay but the model."""
+
+    per_sample: bool | None
+    fixes: bool | None
+    max_trials: float | None
+    time: float | None
+
+
 _UNLIMITED = ("max_trials", "time")
 
 OPTIONS: Mapping[str, Option] = {
     item.name: item.metadata["option"] for item in dataclasses.fields(Settings) if "option" in item.metadata
 }
+MEANINGS = {
+    name: f"False to {option.help[0].lower()}{option.help[1:]}" if option.flag.startswith("--no-") else option.help
+    for name, option in OPTIONS.items()
+}
+"""What each setting means to Python, where a switch that is on by itself has no flag of another name."""
 _DEFAULTS = {item.name: item.default for item in dataclasses.fields(Settings) if item.name in OPTIONS}
 
 

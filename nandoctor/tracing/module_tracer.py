@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from nandoctor.tracing.tensor_stats import Reading, Readings, collect, collect_a
 
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
+
+Statistics = Literal["none", "ranges", "counts", "per sample"]
+"""What is read of a tensor: nothing, which is quicker where the output alone matters; its limits; exact counts as well
+where it is non-finite or near the limits of the low format; or every tensor's counts with its samples and exponents."""
 
 _MAX_NESTING = 8
 
@@ -80,11 +84,9 @@ class _Recording:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    Without `measures` nothing but the calls is recorded, for runs whose output alone counts. With `examine` whatever
-    asks for counts gets them, with `per_sample` every tensor, flushes judged against `counts_for`. `on_call` is told
-    after each call how many have returned; `producer_of` finds the traced op that made a tensor. A shared module goes
-    by the first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced
-    through them.
+    Flushes are judged against `counts_for`. `on_call` is told after each call how many have returned; `producer_of`
+    finds the traced op that made a tensor. A shared module goes by the first of its names. What is compiled runs
+    eagerly meanwhile: a graph would leave the hooks out, or be traced through them.
     """
 
     def __init__(
@@ -92,17 +94,13 @@ class Tracer:
         model: nn.Module,
         *,
         counts_for: FloatFormat,
-        examine: bool = False,
-        per_sample: bool = False,
-        measures: bool = True,
+        statistics: Statistics = "ranges",
         on_call: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
     ) -> None:
         self._model = model
         self._counts_for = counts_for
-        self._examine = examine
-        self._per_sample = per_sample
-        self._measures = measures
+        self._statistics = statistics
         self._on_call = on_call
         self._producer_of = producer_of
         self._calls: list[_Recording] = []
@@ -179,7 +177,7 @@ class Tracer:
 
         def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._open and self._open[-1].module is module:
-                self._open[-1].inputs = self.read(args, kwargs) if self._measures else []
+                self._open[-1].inputs = self.read(args, kwargs) if self._statistics != "none" else []
 
         return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
 
@@ -191,7 +189,7 @@ class Tracer:
             if sys.exc_info()[1] is not call.handling:
                 return  # the forward raised; its caller may catch that and go on
             call.leave = next(self._ticks)
-            call.outputs = self.read(output) if self._measures else []
+            call.outputs = self.read(output) if self._statistics != "none" else []
             self._num_returned += 1
             if self._on_call is not None:
                 self._on_call(self._num_returned)
@@ -222,11 +220,9 @@ class Tracer:
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
-        low = self._counts_for
-        reading = measure(
-            tensor, counts_for=low if counts or self._per_sample else None, place=counts, per_sample=self._per_sample
-        )
-        if self._examine and reading is not None and reading.counts is None:
+        low, per_sample = self._counts_for, self._statistics == "per sample"
+        reading = measure(tensor, counts_for=low if counts or per_sample else None, place=counts, per_sample=per_sample)
+        if self._statistics == "counts" and reading is not None and reading.counts is None:
             asks = collect([("", reading)])[0].asks_for_counts(low)
             reading = measure(tensor, counts_for=low) if asks else reading
         if reading is None:

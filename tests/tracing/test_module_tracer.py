@@ -19,9 +19,9 @@ from nandoctor.tracing.module_tracer import Tracer, walk_tensors
 ONE = torch.ones(2, 3)
 
 
-def trace(model, *args, examine=False, **kwargs):
+def trace(model, *args, statistics="ranges", **kwargs):
     """The recorded calls of one forward."""
-    tracer = Tracer(model, counts_for=FP16, examine=examine)
+    tracer = Tracer(model, counts_for=FP16, statistics=statistics)
     with torch.no_grad(), tracer:
         model(*args, **kwargs)
     return tracer.calls()
@@ -232,7 +232,7 @@ def test_no_tensor_is_kept():
     ("value", "asks"), [(math.nan, True), (math.inf, True), (1e-6, True), (0.0, False), (1.0, False)]
 )
 def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
-    (call,) = trace(nn.Identity(), torch.full((4,), value), examine=True)
+    (call,) = trace(nn.Identity(), torch.full((4,), value), statistics="counts")
     assert (call.outputs[0].counts is not None) is asks
     assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].counts is None
 
@@ -344,7 +344,7 @@ def test_an_overflow_is_seen_at_the_module_that_made_it():
 
 def test_without_measures_the_calls_alone_are_recorded():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    tracer = Tracer(model, counts_for=FP16, measures=False)
+    tracer = Tracer(model, counts_for=FP16, statistics="none")
     with torch.no_grad(), tracer:
         model(ONE)
     assert keys(tracer.calls()) == keys(trace(model, ONE))

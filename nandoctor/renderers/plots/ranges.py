@@ -181,29 +181,21 @@ def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunSty
     """Layers that a bar cannot show: triangles on top for non-finite outputs, circles below for all zeros."""
     nonfinite = [x for x, spread in spreads if not spread.finite]
     zero = [x for x, spread in spreads if spread.finite and spread.high is None]
-    at_nonfinite, at_zero = style.marks_at
-    if nonfinite:
-        yield _mark(
-            axes, nonfinite, at_nonfinite, style, marker="v", color=NONFINITE_COLOR, label=f"non-finite, {style.name}"
+    kinds = ((nonfinite, "v", NONFINITE_COLOR, "non-finite"), (zero, "o", style.color, "all zero"))
+    for (places, marker, color, meaning), height in zip(kinds, style.marks_at, strict=True):
+        if not places:
+            continue
+        marks = axes.scatter(
+            places,
+            [height] * len(places),
+            s=22,
+            marker=marker,
+            facecolors=color if style.filled else "white",
+            edgecolors=color,
+            linewidths=0.9,
+            transform=axes.get_xaxis_transform(),
+            label=f"{meaning}, {style.name}",
+            zorder=5,
         )
-    if zero:
-        yield _mark(axes, zero, at_zero, style, marker="o", color=style.color, label=f"all zero, {style.name}")
-
-
-def _mark(
-    axes: Axes, places: Sequence[int], height: float, style: RunStyle, *, marker: str, color: str, label: str
-) -> Artist:
-    marks = axes.scatter(
-        places,
-        [height] * len(places),
-        s=22,
-        marker=marker,
-        facecolors=color if style.filled else "white",
-        edgecolors=color,
-        linewidths=0.9,
-        transform=axes.get_xaxis_transform(),
-        label=label,
-        zorder=5,
-    )
-    marks.set_rasterized(len(places) > MAX_VECTORS)
-    return marks
+        marks.set_rasterized(len(places) > MAX_VECTORS)
+        yield marks

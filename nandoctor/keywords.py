@@ -1,0 +1,51 @@
+"""Functions that take many options as `**options: Unpack[...]` show each of them in signature and docstring.
+
+In: a function, and a TypedDict of its options. Out: the function, which a type checker, `help()` and completion know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_options(
+    record: type, *, defaults: Mapping[str, Any] | None = None, meanings: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the keys of a TypedDict in the signature of a function, in place of its `**options`.
+
+    A default is None where `defaults` has none. In the docstring `meanings` replace the line of `**options`. Any other
+    keyword is a TypeError, as it is where parameters are written out.
+    """
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=(defaults or {}).get(name),
+            annotation=getattr(kind, "__forward_arg__", kind),
+        )
+        for name, kind in record.__annotations__.items()
+    ]
+    lines = "\n".join(f"        {name}: {(meanings or {}).get(name)}" for name in record.__annotations__)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = inspect.signature(function)
+        written = [item for item in own.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        named = [item for item in written if item.kind is item.KEYWORD_ONLY]
+        signature = own.replace(parameters=[*written[: len(written) - len(named)], *options, *named])
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            signature.bind(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        checked.__doc__ = (function.__doc__ or "").replace("        **options: the settings.", lines)
+        return checked
+
+    return decorate
