@@ -5,7 +5,6 @@ In: `Edit`s and what they change: a model, a batch, a policy, the ops of a threa
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,33 +16,22 @@ from torch import nn
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.edits import (
-    ClampArgument,
     Edit,
     KeepModule,
-    KeepOp,
     KeepSamples,
-    OpSite,
     ResetBuffers,
-    ScaleFirst,
-    SetArgument,
     SetAttribute,
     SetLossScale,
     SingleEdit,
-    StableLog,
     Together,
-    UnmaskRows,
     UseFormat,
 )
-from nandoctor.evidence.trace import LOSS, SourceLine
-from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
-from nandoctor.tracing.dispatch_hook import Proceed, find_place, intercepting, to_source
+from nandoctor.evidence.trace import LOSS
+from nandoctor.replaying.op_edits import LOW, OpEdits, widen
+from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner
-from nandoctor.tracing.op_call import Invocation
-from nandoctor.tracing.tensor_stats import format_of
 
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
-LOW = (torch.float16, torch.bfloat16)
-_CLOSE = 1e-6
 
 
 def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
@@ -100,7 +88,7 @@ def intervene(
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
-        changes = _OpChanges(edits, owner)
+        changes = OpEdits(edits, owner)
         if changes.asked_for:
             stack.enter_context(intercepting(changes.handle))
         yield
@@ -113,16 +101,7 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
         yield lambda output: output
         return
     with torch.autocast(device.type, enabled=False):
-        yield _widen
-
-
-def _widen(value: Any) -> Any:
-    """Low-precision tensors in fp32, wherever in the value they are."""
-    return tree_map(lambda leaf: leaf.float() if _is_low(leaf) else leaf, value)
-
-
-def _is_low(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in LOW
+        yield widen
 
 
 @contextmanager
@@ -201,13 +180,13 @@ class _Regions:
         if region is not None:
             region.__enter__()
         self._open.append(_Open(module=module, region=region, state=state, depth=_autocast_depth()))
-        return _widen((args, kwargs)) if id(module) in self._modes else None
+        return widen((args, kwargs)) if id(module) in self._modes else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._open or self._open[-1].module is not module:
             return None
         self._close_last()
-        return _widen(output) if self._is_in_kept_forward() else None
+        return widen(output) if self._is_in_kept_forward() else None
 
     def _is_in_kept_forward(self) -> bool:
         """Tell whether the innermost open call is of a module whose forward alone is in fp32."""
@@ -240,177 +219,3 @@ def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[No
     finally:
         for tensor, data in saved:
             tensor.data = data
-
-
-class _OpChanges:
-    """The edits that change single ops."""
-
-    def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Owner]) -> None:
-        self._owner = owner
-        self._counts: Counter[tuple[Owner, str]] = Counter()
-        self._changes: list[tuple[OpSite, Callable[[Invocation, Proceed], Any]]] = []
-        for edit in edits:
-            if isinstance(edit, KeepOp):
-                self._changes.append((edit.site, _run_in_fp32))
-            elif isinstance(edit, SetArgument):
-                self._changes.append((edit.site, _Setting(edit)))
-            elif isinstance(edit, ClampArgument):
-                self._changes.append((edit.site, _Clamping(edit)))
-            elif isinstance(edit, UnmaskRows):
-                self._changes.append((edit.site, _run_unmasked))
-            elif isinstance(edit, StableLog):
-                stable = _StableLog(edit)
-                self._changes += [(edit.inner, stable.remember), (edit.log, stable.take)]
-            elif isinstance(edit, ScaleFirst):
-                self._changes += [(edit.product, _Scaling(edit.factor)), (edit.scale, _return_first)]
-
-    @property
-    def asked_for(self) -> bool:
-        return bool(self._changes)
-
-    def handle(self, call: Invocation, proceed: Proceed) -> Any:
-        """Run one op, changed where it is meant."""
-        owner = self._owner()
-        run = proceed
-        for site, change in self._changes:
-            # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = isinstance(change, _Setting) or not schema_of(call.op).is_mutable
-            if possible and self._is_meant(site, call, owner):
-                run = _Changed(change, run)
-        output = run(call)
-        # Counted as the op tracer counts: what gives no floating-point tensor is not there.
-        if any(format_of(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-            self._counts[owner, call.name] += 1
-        return output
-
-    def _is_meant(self, site: OpSite, call: Invocation, owner: Owner) -> bool:
-        if site.op not in ("", call.name):
-            return False
-        module, type_name, _ = owner
-        if site.source is None:
-            return site.module == module and self._counts[owner, call.name] == site.nth
-        is_there = site.module == LOSS or site.type == type_name
-        return is_there and _is_at(site.source)
-
-
-def _is_at(source: SourceLine) -> bool:
-    """Tell whether the user's code is at this line, and in this expression of it where the source names one."""
-    place = find_place()
-    if place is None or (place[0].co_filename, place[2]) != (source.file, source.line):
-        return False
-    return source.column is None or to_source(place) == source
-
-
-class _Changed:
-    """An op's run with one change put before it."""
-
-    def __init__(self, change: Callable[[Invocation, Proceed], Any], run: Proceed) -> None:
-        self._change = change
-        self._run = run
-
-    def __call__(self, call: Invocation) -> Any:
-        return self._change(call, self._run)
-
-
-def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
-    with without_autocast():
-        return proceed(call.mapped(_widen))
-
-
-class _Setting:
-    def __init__(self, edit: SetArgument) -> None:
-        self._edit = edit
-
-    def __call__(self, call: Invocation, proceed: Proceed) -> Any:
-        numbers = dict(call.scalars())
-        was = numbers.get(self._edit.argument)
-        if was is None or not math.isclose(was, self._edit.was, rel_tol=_CLOSE):
-            return proceed(call)
-        value = self._edit.value
-        if value is None:
-            value = torch.finfo(_format_at(call)).min
-        return proceed(call.with_argument(self._edit.argument, value))
-
-
-def _format_at(call: Invocation) -> torch.dtype:
-    """The dtype that a number in this op is held in: that of its first floating-point tensor."""
-    dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.is_floating_point() and tensor.dim()]
-    return dtypes[0] if dtypes else torch.float32
-
-
-class _Clamping:
-    def __init__(self, edit: ClampArgument) -> None:
-        self._edit = edit
-        self._bounds = edit.low, edit.high
-
-    def __call__(self, call: Invocation, proceed: Proceed) -> Any:
-        if not self._edit.argument:
-            return tree_map(self._clamp, proceed(call))
-        given = dict(call.arguments()).get(self._edit.argument)
-        return proceed(call.with_argument(self._edit.argument, self._clamp(given)) if given is not None else call)
-
-    def _clamp(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        if self._edit.nan:
-            value = torch.where(torch.isnan(value), 0.0, value)
-        # A bound that the format cannot hold never binds; torch refuses it.
-        limit = torch.finfo(value.dtype).max
-        low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in self._bounds)
-        return value if low is None and high is None else value.clamp(low, high)
-
-
-class _Scaling:
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def __call__(self, call: Invocation, proceed: Proceed) -> Any:
-        name, tensor = next(call.tensors())
-        return proceed(call.with_argument(name, tensor * self._factor))
-
-
-class _StableLog:
-    """Remembers what went into a softmax or sigmoid, for the logarithm of its result."""
-
-    def __init__(self, edit: StableLog) -> None:
-        self._complement = edit.complement
-        self._taken: tuple[torch.Tensor, int | None] | None = None
-
-    def remember(self, call: Invocation, proceed: Proceed) -> Any:
-        named = dict(call.arguments())
-        self._taken = named["self"], named.get("dim")
-        return proceed(call)
-
-    def take(self, call: Invocation, proceed: Proceed) -> Any:
-        argument = dict(call.arguments()).get("self")
-        if self._taken is None or argument is None:
-            return proceed(call)
-        taken, dim = self._taken
-        if dim is not None:
-            made = torch.log_softmax(taken.float(), dim)
-        else:
-            made = torch.nn.functional.logsigmoid(-taken.float() if self._complement else taken.float())
-        # A dimension of one may have come or gone in between; any other change of shape may have moved elements.
-        same = [size for size in made.shape if size != 1] == [size for size in argument.shape if size != 1]
-        return made.reshape(argument.shape) if same else proceed(call)
-
-
-def _return_first(call: Invocation, proceed: Proceed) -> Any:
-    return next(tensor for _, tensor in call.tensors())
-
-
-def _run_unmasked(call: Invocation, proceed: Proceed) -> Any:
-    """The softmax or attention with its fully masked rows opened, and zero where they were."""
-    named = dict(call.arguments())
-    if call.name == "scaled_dot_product_attention":
-        mask = named.get("attn_mask")
-        if mask is None:
-            return proceed(call)
-        closed = (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
-        opened = mask | closed if mask.dtype == torch.bool else mask.masked_fill(closed, 0.0)
-        return proceed(call.with_argument("attn_mask", opened)).masked_fill(closed, 0.0)
-    scores, dim = named.get("self"), named.get("dim")
-    if not isinstance(scores, torch.Tensor) or not isinstance(dim, int):
-        return proceed(call)
-    closed = torch.isneginf(scores).all(dim, keepdim=True)
-    return proceed(call.with_argument("self", scores.masked_fill(closed, 0.0))).masked_fill(closed, 0.0)

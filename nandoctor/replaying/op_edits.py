@@ -1,0 +1,192 @@
+"""Edits to single ops, made as each op is called.
+
+In: `Edit`s and the calls of a thread. Out: the ops' results, changed where an edit means them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nandoctor.evidence.edits import (
+    ClampArgument,
+    KeepOp,
+    OpSite,
+    ScaleFirst,
+    SetArgument,
+    SingleEdit,
+    StableLog,
+    UnmaskRows,
+)
+from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
+from nandoctor.tracing.dispatch_hook import Proceed, find_place, to_source
+from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.tensor_stats import format_of
+
+LOW = (torch.float16, torch.bfloat16)
+_CLOSE = 1e-6
+
+
+def widen(value: Any) -> Any:
+    """Low-precision tensors in fp32, wherever in the value they are."""
+    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW else leaf, value)
+
+
+class OpEdits:
+    """The edits among `edits` that change single ops; `owner` tells which module call runs."""
+
+    def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Owner]) -> None:
+        self._owner = owner
+        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._changes = [(edit, site, change) for edit in edits for site, change in _changes_of(edit)]
+
+    @property
+    def asked_for(self) -> bool:
+        """True if there are any."""
+        return bool(self._changes)
+
+    def handle(self, call: Invocation, proceed: Proceed) -> Any:
+        """Run one op, changed where it is meant."""
+        owner = self._owner()
+        run = proceed
+        for edit, site, change in self._changes:
+            # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
+            possible = isinstance(edit, SetArgument) or not schema_of(call.op).is_mutable
+            if possible and self._is_meant(site, call, owner):
+                run = partial(change, proceed=run)
+        output = run(call)
+        # Counted as the op tracer counts: what gives no floating-point tensor is not there.
+        if any(format_of(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            self._counts[owner, call.name] += 1
+        return output
+
+    def _is_meant(self, site: OpSite, call: Invocation, owner: Owner) -> bool:
+        if site.op not in ("", call.name):
+            return False
+        module, type_name, _ = owner
+        if site.source is None:
+            return site.module == module and self._counts[owner, call.name] == site.nth
+        is_there = site.module == LOSS or site.type == type_name
+        return is_there and _is_at(site.source)
+
+
+def _is_at(source: SourceLine) -> bool:
+    """Tell whether the user's code is at this line, and in this expression of it where the source names one."""
+    place = find_place()
+    if place is None or (place[0].co_filename, place[2]) != (source.file, source.line):
+        return False
+    return source.column is None or to_source(place) == source
+
+
+def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]:
+    """The ops that an edit changes, each with `(call, proceed) -> output`, where `proceed` runs the op given to it."""
+    if isinstance(edit, KeepOp):
+        yield edit.site, _run_in_fp32
+    elif isinstance(edit, SetArgument):
+        yield edit.site, partial(_set_argument, edit)
+    elif isinstance(edit, ClampArgument):
+        yield edit.site, partial(_clamp_argument, edit)
+    elif isinstance(edit, UnmaskRows):
+        yield edit.site, _run_unmasked
+    elif isinstance(edit, StableLog):
+        stable = _StableLog(edit)
+        yield from ((edit.inner, stable.remember), (edit.log, stable.take))
+    elif isinstance(edit, ScaleFirst):
+        yield from ((edit.product, partial(_scale_first, edit.factor)), (edit.scale, _return_first))
+
+
+def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
+    with without_autocast():
+        return proceed(call.mapped(widen))
+
+
+def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
+    was = dict(call.scalars()).get(edit.argument)
+    if was is None or not math.isclose(was, edit.was, rel_tol=_CLOSE):
+        return proceed(call)
+    value = torch.finfo(_format_at(call)).min if edit.value is None else edit.value
+    return proceed(call.with_argument(edit.argument, value))
+
+
+def _format_at(call: Invocation) -> torch.dtype:
+    """The dtype that a number in this op is held in: that of its first floating-point tensor."""
+    dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.is_floating_point() and tensor.dim()]
+    return dtypes[0] if dtypes else torch.float32
+
+
+def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> Any:
+    """The op with an argument clamped, or with its result clamped where the edit names none."""
+    if not edit.argument:
+        return tree_map(partial(_clamp, edit), proceed(call))
+    given = dict(call.arguments()).get(edit.argument)
+    return proceed(call.with_argument(edit.argument, _clamp(edit, given)) if given is not None else call)
+
+
+def _clamp(edit: ClampArgument, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    if edit.nan:
+        value = torch.where(torch.isnan(value), 0.0, value)
+    # A bound that the format cannot hold never binds; torch refuses it.
+    limit = torch.finfo(value.dtype).max
+    low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in (edit.low, edit.high))
+    return value if low is None and high is None else value.clamp(low, high)
+
+
+def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:
+    name, tensor = next(call.tensors())
+    return proceed(call.with_argument(name, tensor * factor))
+
+
+class _StableLog:
+    """Remembers what went into a softmax or sigmoid, for the logarithm of its result."""
+
+    def __init__(self, edit: StableLog) -> None:
+        self._complement = edit.complement
+        self._taken: tuple[torch.Tensor, int | None] | None = None
+
+    def remember(self, call: Invocation, proceed: Proceed) -> Any:
+        named = dict(call.arguments())
+        self._taken = named["self"], named.get("dim")
+        return proceed(call)
+
+    def take(self, call: Invocation, proceed: Proceed) -> Any:
+        argument = dict(call.arguments()).get("self")
+        if self._taken is None or argument is None:
+            return proceed(call)
+        taken, dim = self._taken
+        if dim is not None:
+            made = torch.log_softmax(taken.float(), dim)
+        else:
+            made = torch.nn.functional.logsigmoid(-taken.float() if self._complement else taken.float())
+        # A dimension of one may have come or gone in between; any other change of shape may have moved elements.
+        same = [size for size in made.shape if size != 1] == [size for size in argument.shape if size != 1]
+        return made.reshape(argument.shape) if same else proceed(call)
+
+
+def _return_first(call: Invocation, proceed: Proceed) -> Any:
+    return next(tensor for _, tensor in call.tensors())
+
+
+def _run_unmasked(call: Invocation, proceed: Proceed) -> Any:
+    """The softmax or attention with its fully masked rows opened, and zero where they were."""
+    named = dict(call.arguments())
+    if call.name == "scaled_dot_product_attention":
+        mask = named.get("attn_mask")
+        if mask is None:
+            return proceed(call)
+        closed = (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
+        opened = mask | closed if mask.dtype == torch.bool else mask.masked_fill(closed, 0.0)
+        return proceed(call.with_argument("attn_mask", opened)).masked_fill(closed, 0.0)
+    scores, dim = named.get("self"), named.get("dim")
+    if not isinstance(scores, torch.Tensor) or not isinstance(dim, int):
+        return proceed(call)
+    closed = torch.isneginf(scores).all(dim, keepdim=True)
+    return proceed(call.with_argument("self", scores.masked_fill(closed, 0.0))).masked_fill(closed, 0.0)
