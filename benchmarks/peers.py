@@ -33,7 +33,7 @@ from sick_models.probing import float_tensors
 from torch import Tensor, nn
 
 from nandoctor.autocast import kernels
-from nandoctor.autocast.policy import cuda_autocast
+from nandoctor.autocast.region import cuda_autocast
 from nandoctor.ops import PRODUCTS
 
 CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")

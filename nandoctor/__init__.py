@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nandoctor.autocast.policy import cuda_autocast as cuda_autocast
+    from nandoctor.autocast.region import cuda_autocast as cuda_autocast
     from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
     from nandoctor.case import describe as describe
@@ -27,7 +27,7 @@ _HOMES = {
     "NanDoctorError": "nandoctor.errors",
     "NonFiniteTrainingError": "nandoctor.errors",
     "Recorder": "nandoctor.capture.recorder",
-    "cuda_autocast": "nandoctor.autocast.policy",
+    "cuda_autocast": "nandoctor.autocast.region",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",

@@ -19,7 +19,7 @@ class Shared:
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a holder may be released by the garbage collector, at any line of ours
         self._num_holders = 0
         self._change: AbstractContextManager[None] | None = None
 
@@ -30,11 +30,16 @@ class Shared:
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._change is None:
+            self._num_holders += 1
+            if self._change is not None:
+                return
+            try:
                 change = self._make()
                 change.__enter__()
-                self._change = change
-            self._num_holders += 1
+            except BaseException:
+                self._num_holders -= 1
+                raise
+            self._change = change
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:

@@ -36,17 +36,18 @@ def install_kernels(device_type: str) -> Iterator[None]:
     rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
     device type follows CUDA's lists too while the context is open.
     """
-    with _shared_kernels(device_type), _weight_casts.scope():
+    with shared_kernels(device_type), _weight_casts.scope():
         yield
 
 
 def is_emulating(device_type: str) -> bool:
     """Tell whether the autocast of that device type follows CUDA's op lists just now."""
-    return _shared_kernels(device_type).held
+    return shared_kernels(device_type).held
 
 
 @cache
-def _shared_kernels(device_type: str) -> Shared:
+def shared_kernels(device_type: str) -> Shared:
+    """A context in which the kernels are registered; weights are cast once only within `install_kernels`."""
     return Shared(partial(_registered_kernels, device_type))
 
 
@@ -255,10 +256,10 @@ def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _WeightCasts(threading.local):
-    """The low-precision copies of weights that this thread made in the innermost `install_kernels`."""
+    """The low-precision copies of weights that this thread made in the innermost `install_kernels`, None outside."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] = {}
+        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = None
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -274,6 +275,8 @@ class _WeightCasts(threading.local):
         As on CUDA (cached_cast in autocast_mode.cpp) the uses share one autograd node, so that the gradients of a
         weight that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
         """
+        if self.entries is None:  # a checkpoint that is recomputed: its casts belong to its own graph alone
+            return weight.to(dtype)
         key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
         if key not in self.entries or self.entries[key][1] != version_of(weight):
             self.entries[key] = (weight, version_of(weight), weight.to(dtype))

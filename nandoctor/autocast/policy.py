@@ -18,7 +18,7 @@ import torch
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.kernels import install_kernels
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
+from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import check_torch, without_jit_autocast
 
@@ -92,23 +92,10 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             yield
             return
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
-            stack.enter_context(_exact_products(device.type))
+            stack.enter_context(exact_products(device.type))
             stack.enter_context(install_kernels(device.type))
         if policy.ambient:
             stack.enter_context(_autocast_region(device.type, dtype))
-        yield
-
-
-@contextmanager
-def cuda_autocast(dtype: torch.dtype = torch.float16, device: str = "cpu") -> Iterator[None]:
-    """CUDA's autocast on any device, as `torch.autocast("cuda", dtype)` is on a GPU.
-
-    Raises NanDoctorError for a dtype other than float16 and bfloat16.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in FORMATS:
-        raise NanDoctorError(f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype.")
-    with apply_policy(make_policy("cuda", FORMATS[name]), torch.device(device)):
         yield
 
 
@@ -151,7 +138,8 @@ _PRODUCT_PRECISION = {
 
 
 @cache
-def _exact_products(device_type: str) -> Shared:
+def exact_products(device_type: str) -> Shared:
+    """A context in which products of fp32 tensors are computed in fp32, whatever torch's switches say."""
     return Shared(partial(_fp32_products, device_type))
 
 

@@ -1,0 +1,71 @@
+"""The private places of torch that nandoctor uses, what for, and why nothing public serves.
+
+In: nothing. Out: `NEEDED`; `torch_compat` has the code that uses them.
+"""
+
+# Place -> what it is used for. The comments say why nothing public does the same.
+NEEDED: dict[str, str] = {
+    # TorchDispatchMode sees ops below autocast and after composites have been taken apart; TorchFunctionMode misses
+    # what C++ calls itself. A dispatch key above both sees each op once, as the user called it.
+    "torch._C._parse_dispatch_key": "watching operations",
+    "torch._C._dispatch_keyset_full_after": "watching operations",
+    "torch._C._IncludeDispatchKeyGuard": "watching operations",
+    "torch._C._ExcludeDispatchKeyGuard": "watching operations, and emulating CUDA's autocast",
+    "torch._C.DispatchKeySet": "watching operations, and emulating CUDA's autocast",
+    # `Library` is public, its end is not: without it the kernels stay registered until the garbage collector comes by.
+    "torch.library.Library._destroy": "taking kernels back out of torch",
+    "torch.library.Library.fallback": "watching operations",
+    "torch._ops.OpOverload.redispatch": "watching operations",
+    "torch._ops.OpOverload.decompose": "emulating CUDA's autocast for ops that hold several products",
+    # Which argument is which: the public `torch.library.infer_schema` is for new ops only.
+    "torch.ops.aten.add.Tensor._schema": "reading the arguments of operations",
+    # What the CPU's own autocast casts has to be known to be switched off; torch publishes no list.
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "emulating CUDA's autocast",
+    "torch._C.DispatchKey.AutocastCPU": "emulating CUDA's autocast",
+    "torch._C.DispatchKey.AutocastCUDA": "emulating CUDA's autocast",
+    # TorchScript's own autocast pass has another list. `torch.jit` has no switch for it.
+    "torch._C._jit_set_autocast_mode": "emulating CUDA's autocast under TorchScript",
+    # An autocast region for "cuda" warns and stays off for good without a GPU, and no mode or hook sees it.
+    "torch.amp.autocast_mode.autocast.__init__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode.autocast.__enter__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode.autocast.__exit__": "autocast regions written for CUDA",
+    "torch.amp.autocast_mode._cast": "custom_fwd(cast_inputs=...) written for CUDA",
+    "torch.utils._device.DeviceContext.__init__": '`with torch.device("cuda")` in a model',
+    # The tensors that `torch.vmap` hands to a model raise when they are read; `torch.func` has no way to look inside.
+    "torch._C._functorch.is_functorch_wrapped_tensor": "models that use torch.func",
+    "torch._C._functorch.get_unwrapped": "models that use torch.func",
+    "torch._C._are_functorch_transforms_active": "models that use torch.func",
+    "torch._C._DisableFuncTorch": "models that use torch.func",
+    # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
+    "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
+    # `torch.serialization.safe_globals` changes what every thread's torch.load accepts meanwhile.
+    "torch._weights_only_unpickler._get_user_allowed_globals": "reading dumps beside other calls of torch.load",
+    # `torch.load` looks up an archive's members by rules of its own, and so might read others than were checked.
+    "torch._weights_only_unpickler.Unpickler": "reading dumps from the bytes that were checked",
+    "torch._utils._validate_loaded_sparse_tensors": "reading dumps with sparse tensors",
+    # `torch.set_printoptions` has no counterpart that reads.
+    "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
+    # `TorchFunctionMode`, its public sister, misses the tensors that initialisers make from within C++.
+    "torch.utils._python_dispatch.TorchDispatchMode": "bounding the memory that a model takes to build",
+    # The one sign that a tensor was written to in place.
+    "torch.Tensor._version": "noticing in-place writes",
+    # A loop over `copy_` launches a kernel for each of a model's buffers, in every training step.
+    "torch._foreach_copy_": "keeping the buffers of a model in training",
+    # `tensor._base is not None` is as private.
+    "torch.Tensor._is_view": "emulating autocast's cache of cast weights",
+    # `coalesce().values()` adds up duplicates, and so shows other numbers than the tensor holds.
+    "torch.Tensor._values": "reading sparse tensors",
+    # `optree` would be one more dependency, and does not know the containers that transformers registers here.
+    "torch.utils._pytree.tree_map": "walking nested containers",
+    "torch.utils._pytree.tree_leaves": "walking nested containers",
+    # The public classes are its leaves: a norm of somebody's own derives from this.
+    "torch.nn.modules.batchnorm._NormBase": "telling which buffers a norm only writes",
+    # `compile()` on a model in place leaves its hooks inside the graph; only the call itself is outside.
+    "torch.nn.Module._compiled_call_impl": "recording models that were compiled in place",
+    # Modules override it, also where `load_state_dict` itself is torch's.
+    "torch.nn.Module._load_from_state_dict": "loading weights into models of very many modules",
+    "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
+    "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
+    # Read in the forward, used by the backward: the one thing both have in common.
+    "torch.utils.checkpoint._get_autocast_kwargs": "recomputing checkpointed blocks under emulated autocast",
+}

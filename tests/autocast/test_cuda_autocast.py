@@ -1,0 +1,91 @@
+"""`cuda_autocast` as loops use it: made once, entered often, left in any order, recomputed after it was left."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nandoctor
+from nandoctor.autocast.kernels import is_emulating
+
+LAYERS = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+
+
+def product():
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    gc.collect()
+    assert not is_emulating("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    assert product() is torch.float32
+
+
+def test_one_object_serves_a_whole_loop():
+    context = nandoctor.cuda_autocast()
+    for _ in range(3):
+        with context:
+            assert product() is torch.float16
+        assert product() is torch.float32
+
+
+def test_one_object_inside_itself():
+    context = nandoctor.cuda_autocast(torch.bfloat16)
+    with context, context:
+        assert product() is torch.bfloat16
+
+
+def test_as_decorator():
+    @nandoctor.cuda_autocast()
+    def step(depth):
+        return [product(), *(step(depth - 1) if depth else [])]
+
+    assert step(2) == [torch.float16] * 3
+
+
+def test_left_in_the_order_of_entering():
+    outer, inner = nandoctor.cuda_autocast(), nandoctor.cuda_autocast(torch.bfloat16)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert product() is torch.bfloat16
+    inner.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_recompute_after_the_context(use_reentrant):
+    """Under torch's own lists for CPUs layer_norm runs in fp16, and the recomputed tensors do not fit."""
+    x = torch.randn(4, 8, requires_grad=True)
+    with nandoctor.cuda_autocast():
+        expected = LAYERS(x).float().square().sum()
+    expected = torch.autograd.grad(expected, [x, *LAYERS.parameters()])
+    with nandoctor.cuda_autocast():
+        loss = checkpoint(LAYERS, x, use_reentrant=use_reentrant).float().square().sum()
+    assert is_emulating("cpu")
+    assert product() is torch.float32
+    LAYERS.zero_grad()
+    x.grad = None
+    loss.backward()
+    for tensor, gradient in zip([x, *LAYERS.parameters()], expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+    del loss
+
+
+def test_a_graph_that_is_dropped_frees_the_kernels():
+    with nandoctor.cuda_autocast():
+        loss = checkpoint(LAYERS, torch.randn(4, 8, requires_grad=True), use_reentrant=False).sum()
+    assert is_emulating("cpu")
+    del loss
+    gc.collect()
+    assert not is_emulating("cpu")
+
+
+def test_checkpoints_elsewhere_hold_nothing():
+    loss = checkpoint(LAYERS, torch.randn(4, 8, requires_grad=True), use_reentrant=False).sum()
+    assert not is_emulating("cpu")
+    loss.backward()
