@@ -1,116 +1,198 @@
-"""What is cured on the corpus of sick models, how many runs it takes, and what the search for fp32 sets costs.
+"""Applies every verified fix as it is printed, and runs the step with it in a fresh process that knows nothing of it.
 
-In: `python benchmarks/fixes.py`. Out: a table of every case, a summary, and the search on a network of 62 modules.
+In: `python benchmarks/fixes.py [--only TEXT] [--first N]`. Out: a row for each fix, and how many were applied, fixed
+the failing batch and five others, left non-finite gradients, or changed healthy samples.
+
+The fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
+and `nandoctor.cuda_autocast`, and nothing of the search or of its checks (`fix_judge.py`).
 """
 
 from __future__ import annotations
 
-import math
+import argparse
+import json
+import shutil
+import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from sick_models import all_cases
+from fix_cases import CASES, ROOT
 from sick_models.judging import diagnose
 
-from nandoctor.autocast.policy import make_policy
-from nandoctor.evidence.edits import KeepModule
-from nandoctor.evidence.formats import FP16
-from nandoctor.fixes.minimal_sets import find_minimal_sets
-from nandoctor.fixes.verify import TrialBudget, Trials
-from nandoctor.replaying.runner import FailingStep
+import nandoctor
+from nandoctor.evidence.report import Fix, Report
 
-ROW = "{:<32} {:<11} {:<70} {:>7} {:>7}"
+ROW = "{:<34} {:>2} {:<8} {:<58} {:<9} {:<28} {}"
+LARGEST_GRADIENT_ERROR = 0.1
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print a row for each fix of each case, then the totals."""
     warnings.simplefilter("ignore")
-    print(ROW.format("case", "verdict", "first cure", "cures", "time/s"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--first", type=int, default=None, help="judge at most this many fixes of each case")
+    options = parser.parse_args()
+    judge = _Judge()
     tally = Counter[str]()
-    for case in all_cases():
-        started = time.perf_counter()
+    print(ROW.format("case", "", "kind", "fix", "applied", "fails on", "gradients, harm"))
+    for name in (name for name in CASES if options.only in name):
         with tempfile.TemporaryDirectory() as folder:
-            report = diagnose(case, Path(folder), fixes=True)
-        cures = [item for item in report.fixes if item.verified]
-        tally.update([report.verdict] + ([f"{report.verdict} cured"] if cures else []))
-        title = cures[0].title if cures else "-"
-        elapsed_s = time.perf_counter() - started
-        print(ROW.format(case.name, report.verdict, title[:70], len(cures), f"{elapsed_s:.2f}"), flush=True)
+            report = _replay(name, Path(folder))
+            verified = [fix for fix in report.fixes if fix.verified]
+            tally.update({"cases": 1, "cases with a verified fix": bool(verified)})
+            if not verified:
+                print(ROW.format(name, "", "-", "no verified fix", "", "", ""), flush=True)
+            for fix in verified[: options.first]:
+                verdict = judge.judge(name, fix, report, Path(folder))
+                tally.update(_count(verdict))
+                print(_row(name, fix, verdict), flush=True)
     print()
-    for verdict in sorted({name.removesuffix(" cured") for name in tally}):
-        print(f"{verdict:<12} {tally[f'{verdict} cured']} of {tally[verdict]} with a verified cure")
-    print()
-    search_fp32_sets()
+    for what, number in tally.items():
+        print(f"{what:<44} {number:>5}")
 
 
-class Lane(nn.Module):
-    """Thirty layers, one of which passes 65504."""
-
-    def __init__(self, loud: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(29))
-        self.calm = nn.LayerNorm(64)
-        for index, layer in enumerate(self.layers):
-            nn.init.eye_(layer.weight)
-            layer.weight.data += torch.linspace(0, 1e4 if index == loud else 1e-3, 64)[:, None]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor [n, 64], brought back to size after each layer."""
-        for layer in self.layers:
-            x = layer(x)
-            x = x / x.float().abs().amax(-1, keepdim=True)
-        return self.calm(x)
+def _replay(name: str, folder: Path) -> Report:
+    case = CASES[name]
+    if name.startswith("sample/"):
+        dump = ROOT / "sample_dumps" / f"{name.removeprefix('sample/')}.pth"
+        return nandoctor.replay(dump).report
+    return diagnose(case, folder, fixes=True)
 
 
-class TwoLanes(nn.Module):
-    """Two lanes side by side, each with an overflow of its own."""
+class _Judge:
+    """A process that has nothing of nandoctor but its autocast, and forks for each fix."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Lane(13), Lane(22)
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor [n, 64] through both."""
-        return [self.left(x), self.right(x)]
-
-
-def search_fp32_sets() -> None:
-    """Probes and time, with and without the diagnosis as a first guess."""
-    torch.manual_seed(0)
-    model = TwoLanes()
-    batch = {"x": torch.rand(16, 64) + 0.5}
-    step = FailingStep(
-        model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=lambda arrays: model(arrays["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=make_policy("cuda", FP16),
-    )
-
-    members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]
-    members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
-    blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
-    for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
-        trials = Trials(step, TrialBudget(), numerics=False)
-        started = time.perf_counter()
-        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guess=guess)
-        elapsed_s = time.perf_counter() - started
-        bound = 4 * len(first) * math.log2(len(members))
-        print(
-            f"{len(members)} modules, {name}: {', '.join(member.module for member in first)} "
-            f"and {len(others)} further sets; {trials.num_judged} probes (bound {bound:.0f}), {elapsed_s:.2f} s"
+        self._process = subprocess.Popen(
+            [sys.executable, "-B", str(ROOT / "benchmarks" / "fix_judge.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        self._references: set[Path] = set()
+
+    def judge(self, name: str, fix: Fix, report: Report, folder: Path) -> dict[str, Any]:
+        """Apply the fix in a copy below `folder`, and run the step there."""
+        copy = Path(tempfile.mkdtemp(dir=folder))
+        reference = folder / "reference.pt"
+        if not reference.exists():
+            _copy_code(copy)
+            made = self._ask({"case": name, "folder": str(copy), "kind": "reference", "reference": str(reference)})
+            if "raised" in made:
+                return {"applied": True, **made}
+            copy = Path(tempfile.mkdtemp(dir=folder))
+        _copy_code(copy)
+        if fix.kind == "source" and not _apply(fix, copy):
+            return {"applied": False}
+        job = {
+            "case": name,
+            "folder": str(copy),
+            "kind": fix.kind,
+            "patch": fix.patch,
+            "settings": asdict(fix.settings) if fix.settings else None,
+            "guilty": list(report.origin.elements.samples or ()) if report.origin else [],
+            "reference": str(reference),
+        }
+        return {"applied": True, **self._ask(job)}
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        answer = Path(job["folder"], "answer.json")
+        print(json.dumps({**job, "answer": str(answer)}), file=self._process.stdin, flush=True)
+        self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+
+
+def _copy_code(copy: Path) -> None:
+    for name in ("benchmarks", "tests/sick_models", "tests/models", "sample_dumps"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _apply(fix: Fix, copy: Path) -> bool:
+    """`git apply -p1`, in the copy of this repository or in one of the library that the diff is of."""
+    assert fix.patch_root is not None
+    root = Path(fix.patch_root)
+    target = copy if root == ROOT else copy / "site-packages"
+    if root != ROOT:
+        _link_library(fix.patch, root, target)
+    patch = copy / "fix.diff"
+    patch.write_text(fix.patch)
+    made = subprocess.run(["git", "apply", "-p1", str(patch)], cwd=target, capture_output=True, check=False)
+    return made.returncode == 0
+
+
+def _link_library(patch: str, root: Path, target: Path) -> None:
+    """The packages that the diff changes, by links but for the files themselves."""
+    changed = [line[6:] for line in patch.splitlines() if line.startswith("+++ b/")]
+    for package in {name.partition("/")[0] for name in changed}:
+        link = partial(_link, {root / name for name in changed})
+        shutil.copytree(root / package, target / package, copy_function=link)
+
+
+def _link(changed: set[Path], source: str, place: str) -> None:
+    if Path(source) in changed:
+        shutil.copy2(source, place)
+    elif Path(source).suffix != ".pyc" or Path(source).name.split(".")[0] not in {path.stem for path in changed}:
+        Path(place).symlink_to(source)
+
+
+def _failures(verdict: dict[str, Any]) -> list[str]:
+    """The batches on which output or loss is not finite, or the output is off the fp32 that there is."""
+    batches = verdict.get("batches", {}).items()
+    return [name for name, run in batches if not run["finite"] or (not run["loss"] and run["reference"])]
+
+
+def _bad_gradients(verdict: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}/{loss}"
+        for name, run in verdict.get("batches", {}).items()
+        for loss, made in run["gradients"].items()
+        if made["scale"] is None
+    ]
+
+
+def _harmed(verdict: dict[str, Any]) -> float:
+    """What the worst healthy sample is off by; inputs of another size are further from an eps, and not counted."""
+    batches = verdict.get("batches", {}).items()
+    return max((run["harm"] for name, run in batches if name not in ("halved", "doubled")), default=0.0)
+
+
+def _count(verdict: dict[str, Any]) -> dict[str, int]:
+    first = verdict.get("batches", {}).get("as it failed")
+    errors = [made["error"] for made in first["gradients"].values() if made["error"] is not None] if first else []
+    return {
+        "fixes": 1,
+        "applied": verdict["applied"],
+        "ran": bool(first),
+        "fixed on the failing batch": bool(first) and "as it failed" not in _failures(verdict),
+        "fixed on the failing batch and five others": bool(first) and not _failures(verdict),
+        "healthy samples changed by more than 1 %": _harmed(verdict) > 0,
+        "non-finite gradients": bool(_bad_gradients(verdict)),
+        "gradients more than 10 % off fp32": any(error > LARGEST_GRADIENT_ERROR for error in errors),
+    }
+
+
+def _row(name: str, fix: Fix, verdict: dict[str, Any]) -> str:
+    applied = "raised" if "raised" in verdict else "yes" if verdict["applied"] else "NO"
+    told = [*_bad_gradients(verdict), *([f"harm {_harmed(verdict):.2g}"] if _harmed(verdict) else [])]
+    first = verdict.get("batches", {}).get("as it failed", {"gradients": {}})
+    told += [
+        f"{loss}: {100 * made['error']:.2g} % off at scale {made['scale']:g}"
+        for loss, made in first["gradients"].items()
+        if made["error"] is not None and made["scale"] is not None and made["error"] > LARGEST_GRADIENT_ERROR
+    ]
+    if "raised" in verdict:
+        told.append(verdict["raised"].strip().splitlines()[-1])
+    return ROW.format(name, fix.rank, fix.kind, fix.title[:58], applied, ", ".join(_failures(verdict)), ", ".join(told))
 
 
 if __name__ == "__main__":

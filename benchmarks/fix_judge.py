@@ -1,0 +1,247 @@
+"""Runs a step with a printed fix in a process of its own, under `nandoctor.cuda_autocast` alone: no tracer, no search.
+
+In: jobs, one line of JSON each, on standard input. Out: one line of JSON each on standard output; every job runs in a
+fork of a process that has imported torch and the autocast, and nothing of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nandoctor.autocast.policy import cuda_autocast
+
+Batch = dict[str, torch.Tensor]
+BATCHES = ("as it failed", "in another order", "noisy", "halved", "doubled", "other seed")
+FIRST_SCALE = 65536.0
+"""What torch.amp.GradScaler begins with; it halves that until the gradients are finite."""
+
+
+def main() -> None:
+    """Fork for each job, so that each begins without the modules of the last."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _work(job)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(job["answer"], flush=True)
+
+
+def _work(job: dict[str, Any]) -> None:
+    try:
+        torch.set_num_threads(1)
+        sys.path[:0] = [str(Path(job["folder"], name)) for name in ("site-packages", "tests", "benchmarks")]
+        answer = _judge(job)
+    except Exception:
+        answer = {"raised": traceback.format_exc(limit=-3)}
+    Path(job["answer"]).write_text(json.dumps(answer))
+
+
+def _judge(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the step on each batch; of a job without a fix keep the fp32 outputs and gradients for the others."""
+    from fix_cases import CASES
+
+    case = CASES[job["case"]]
+    if job["kind"] == "reference":
+        runs = {name: _run(case, name, job) for name in BATCHES}
+        plain = {name: _run(case, name, job, autocast=True) for name in BATCHES}
+        torch.save({"fp32": runs, "autocast": plain}, job["reference"])
+        return {}
+    reference = torch.load(job["reference"], weights_only=False)
+    names = BATCHES[:1] if job["kind"] == "data" else BATCHES
+    return {"batches": {name: _compare(_run(case, name, job, autocast=True), reference, name, job) for name in names}}
+
+
+class _Reading(dict[str, torch.Tensor]):
+    """A batch that knows which of its arrays were asked for: the inputs, and not the targets."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def keys(self) -> Any:
+        self.read.update(super().keys())
+        return super().keys()
+
+
+def _run(case: Any, name: str, job: dict[str, Any], *, autocast: bool = False) -> dict[str, Any]:
+    """Outputs, and for each loss its value and the gradients at the largest scale at which all are finite.
+
+    That is the known scale, else what GradScaler comes to from 65,536. A loss whose gradients pass 65,504 takes it
+    below 1, so the search ends where fp16 has no digits left.
+    """
+    settings = job.get("settings") or {}
+    known = settings.get("loss_scale") or (case.loss_scale if case.loss else None)
+    made: dict[str, Any] = {"losses": {}, "gradients": {}}
+    for loss_name, compute in _losses(case):
+        for scale in [known] if known else [FIRST_SCALE / 4**k for k in range(20)]:
+            values, loss, gradients = _step(case, name, job, compute, scale, autocast=autocast)
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            if finite or not math.isfinite(loss):
+                break
+        made["values"] = values
+        made["losses"][loss_name] = loss
+        made["gradients"][loss_name] = {"scale": scale if finite else None, "values": gradients}
+    return made
+
+
+def _step(
+    case: Any, name: str, job: dict[str, Any], compute: Callable[..., torch.Tensor], scale: float, *, autocast: bool
+) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
+    """Forward, loss and backward as a training step has them: outputs, loss, and gradients at scale 1."""
+    settings = (job.get("settings") or {}) if autocast else None
+    seed = 1 if name == "other seed" else 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = case.build().train(case.train)
+        batch = _varied(case, name)
+        if job["kind"] in ("snippet", "state"):
+            exec(job["patch"], {"torch": torch, "model": model})
+        if job["kind"] == "data":
+            exec(job["patch"], {"torch": torch, "batch": batch})
+        torch.manual_seed(seed)
+        with _precision(settings):
+            output = case.call(model, batch)
+            loss = _in_or_out_of_autocast(compute, output, batch)
+        values = [leaf.detach().float().clone() for leaf in _tensors(output)]
+        if loss.requires_grad:
+            with _precision(settings), torch.autocast("cpu", enabled=False):
+                (loss * scale).backward()
+    named = [(path, item.grad) for path, item in model.named_parameters() if item.grad is not None]
+    return values, float(loss.detach()), {path: gradient.float() / scale for path, gradient in named}
+
+
+@contextmanager
+def _precision(settings: Mapping[str, Any] | None) -> Iterator[None]:
+    if settings is None:
+        yield
+        return
+    with cuda_autocast(getattr(torch, settings.get("amp_dtype") or "float16")):
+        yield
+
+
+def _in_or_out_of_autocast(compute: Callable[..., torch.Tensor], output: Any, batch: Batch) -> torch.Tensor:
+    """The loss, outside of autocast where it uses what CUDA's autocast refuses."""
+    try:
+        return compute(output, batch)
+    except RuntimeError as error:
+        if "unsafe to autocast" not in str(error):
+            raise
+    with torch.autocast("cpu", enabled=False):
+        return compute(output, batch)
+
+
+def _losses(case: Any) -> list[tuple[str, Callable[..., torch.Tensor]]]:
+    """The loss of the training where it is known, else two that anybody might write."""
+    if case.loss is not None:
+        return [("its loss", case.loss)]
+    return [
+        ("mean square", lambda output, _: sum(leaf.float().square().mean() for leaf in _tensors(output))),
+        ("sum", lambda output, _: sum(leaf.float().sum() for leaf in _tensors(output))),
+    ]
+
+
+def _varied(case: Any, name: str) -> Batch:
+    batch = _Reading(case.batch())
+    if name in ("as it failed", "other seed"):
+        return dict(batch)
+    if name == "in another order":
+        return {key: value.roll(1, 0) if value.dim() else value for key, value in batch.items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        case.call(case.build().train(case.train), batch)
+    generator = torch.Generator().manual_seed(0)
+
+    def change(key: str, value: torch.Tensor) -> torch.Tensor:
+        flags = bool(((value == 0) | (value == 1)).all())
+        if key not in batch.read or not value.is_floating_point() or (flags and name != "noisy"):
+            return value
+        noise = torch.randn(value.shape, generator=generator).to(value)
+        factor = {"halved": 0.5, "doubled": 2.0}.get(name)
+        return value * factor if factor else value * (1 + 1e-3 * noise)
+
+    return {key: change(key, value) for key, value in dict(batch).items()}
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    from sick_models.probing import float_tensors
+
+    return float_tensors(tree)
+
+
+def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What is finite, how far the outputs and gradients are from fp32 of the unchanged step, and what was harmed.
+
+    A healthy sample is harmed if it is more than 1 % from fp32, and more than this from what it was under autocast.
+    """
+    exact, plain = reference["fp32"][name], reference["autocast"][name]
+    if job["kind"] == "data":
+        exact = plain = run
+    pairs = list(zip(run["values"], exact["values"], plain["values"], strict=True))
+    finite = all(bool(ours[theirs.isfinite()].isfinite().all()) for ours, theirs, _ in pairs)
+    coarser = 8 if (job.get("settings") or {}).get("amp_dtype") else 1  # bf16 has 8 bits where fp16 has 11
+    harmed = max((_harm(*pair, job["guilty"], coarser) for pair in pairs), default=0.0) if job["guilty"] else 0.0
+    gradients = {
+        loss: {"scale": made["scale"], "error": _distance(made["values"], exact["gradients"][loss]["values"])}
+        for loss, made in run["gradients"].items()
+    }
+    return {
+        "finite": finite,
+        "loss": all(map(math.isfinite, run["losses"].values())),
+        "error": max((_error(ours, theirs) for ours, theirs, _ in pairs), default=0.0),
+        "harm": harmed,
+        "gradients": gradients,
+        "reference": all(map(math.isfinite, exact["losses"].values())),
+    }
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e-30) -> float:
+    """The largest difference over the largest magnitude or the floor, where the reference is finite."""
+    sound = theirs.isfinite()
+    if not sound.any():
+        return 0.0
+    difference = (ours[sound] - theirs[sound]).abs().max()
+    return float(difference / theirs[sound].abs().max().clamp(min=floor))
+
+
+def _harm(ours: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, guilty: list[int], coarser: int) -> float:
+    """The most that a healthy sample is off by, 0 where it is as near to fp32 as it was under autocast before.
+
+    A sample of a thousandth of the others' size is measured by theirs.
+    """
+    worst = 0.0
+    floor = max(1e-3 * float(exact[exact.isfinite()].abs().max()), 1e-30) if exact.isfinite().any() else 1e-30
+    for sample in set(range(len(ours) if ours.dim() else 0)) - set(guilty):
+        before = _error(plain[sample], exact[sample], floor)
+        off = min(_error(ours[sample], exact[sample], floor), _error(ours[sample], plain[sample], floor))
+        if off > max(0.01, coarser * before) and plain[sample].isfinite().all():
+            worst = max(worst, off)
+    return worst
+
+
+def _distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float | None:
+    """Norm of the difference over the norm, None where the reference has no finite gradients to compare with."""
+    names = ours.keys() & theirs.keys()
+    if not names or not all(theirs[name].isfinite().all() for name in names):
+        return None
+    difference = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in names)
+    norm = sum(float(theirs[name].double().square().sum()) for name in names)
+    return math.sqrt(difference / norm) if norm else None
+
+
+if __name__ == "__main__":
+    main()

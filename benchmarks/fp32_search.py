@@ -1,0 +1,84 @@
+"""What the search for minimal fp32 sets costs on a network of 63 modules with two independent overflows.
+
+In: `python benchmarks/fp32_search.py`. Out: probes and time, with and without the diagnosis as a first guess.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import nn
+
+from nandoctor.autocast.policy import make_policy
+from nandoctor.evidence.edits import KeepModule
+from nandoctor.evidence.formats import FP16
+from nandoctor.fixes.minimal_sets import find_minimal_sets
+from nandoctor.fixes.verify import TrialBudget, Trials
+from nandoctor.replaying.runner import FailingStep
+
+
+class Lane(nn.Module):
+    """Thirty layers, one of which passes 65504."""
+
+    def __init__(self, loud: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(29))
+        self.calm = nn.LayerNorm(64)
+        for index, layer in enumerate(self.layers):
+            nn.init.eye_(layer.weight)
+            layer.weight.data += torch.linspace(0, 1e4 if index == loud else 1e-3, 64)[:, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor [n, 64], brought back to size after each layer."""
+        for layer in self.layers:
+            x = layer(x)
+            x = x / x.float().abs().amax(-1, keepdim=True)
+        return self.calm(x)
+
+
+class TwoLanes(nn.Module):
+    """Two lanes side by side, each with an overflow of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Lane(13), Lane(22)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor [n, 64] through both."""
+        return [self.left(x), self.right(x)]
+
+
+def main() -> None:
+    """Probes and time, with and without the diagnosis as a first guess."""
+    torch.manual_seed(0)
+    model = TwoLanes()
+    batch = {"x": torch.rand(16, 64) + 0.5}
+    step = FailingStep(
+        model=model,
+        batch=batch,
+        used=frozenset(batch),
+        forward=lambda arrays: model(arrays["x"]),
+        device=torch.device("cpu"),
+        description="",
+        policy=make_policy("cuda", FP16),
+    )
+
+    members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]
+    members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
+    blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
+    for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
+        trials = Trials(step, TrialBudget(), numerics=False)
+        started = time.perf_counter()
+        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guess=guess)
+        elapsed_s = time.perf_counter() - started
+        bound = 4 * len(first) * math.log2(len(members))
+        print(
+            f"{len(members)} modules, {name}: {', '.join(member.module for member in first)} "
+            f"and {len(others)} further sets; {trials.num_judged} probes (bound {bound:.0f}), {elapsed_s:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
