@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from nandoctor.autocast import kernels
 from nandoctor.autocast.region import cuda_autocast
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import PRODUCTS
 
 CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")
@@ -149,7 +150,7 @@ def ask_nandoctor(case: Case) -> Claim:
     with tempfile.TemporaryDirectory() as folder:
         report = diagnose(case, Path(folder))
     if report.origin is None:
-        return Claim(alarm=report.verdict not in ("healthy", "not-reproduced"))
+        return Claim(alarm=report.verdict not in NOTHING_FOUND)
     origin = report.origin
     return Claim(
         alarm=True, module=origin.place.module, op=origin.op or "", line=origin.source.text if origin.source else ""

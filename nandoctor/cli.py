@@ -106,7 +106,7 @@ def main() -> None:
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
 
-    Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back.
+    Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
     if check or (quiet and not as_json and not outputs):
         options["fixes"] = False  # neither an exit code nor the one line has room for a fix
@@ -116,7 +116,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     if not as_json:
         _print(report, quiet=quiet)
     _write_all(report, outputs, as_json=as_json)
-    sys.exit(EXIT_NOT_REPRODUCED if report.verdict == "not-reproduced" else 0)
+    sys.exit(EXIT_NOT_REPRODUCED if report.verdict in ("not-reproduced", "cannot-tell") else 0)
 
 
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
@@ -128,6 +128,9 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
         click.echo(f"nandoctor: {getattr(error, 'message', repr(error))}", err=True)
         for path in outputs:
             click.echo(f"Not written: {path}", err=True)
+        return EXIT_CANNOT_TELL
+    if report.verdict == "cannot-tell":
+        click.echo(f"nandoctor: {report.headline}", err=True)
         return EXIT_CANNOT_TELL
     return 0 if report.verdict in ("healthy", "not-reproduced", "silent") else 1
 

@@ -16,6 +16,7 @@ from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion
+from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
@@ -32,6 +33,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import FixSearch, search_fixes
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.replaying.module_constants import list_constants
@@ -116,12 +118,12 @@ def _write_report(
     replayed: Replayed, findings: Findings, search: FixSearch, summary: DumpSummary, notes: tuple[str, ...]
 ) -> Report:
     verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
-    shown = Conclusion() if verdict in ("healthy", "not-reproduced") else findings.conclusion
+    shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
     runs = summarize_runs(trace, reference, step.low)
     return Report(
         verdict=verdict,
-        headline=write_headline(verdict, trace, shown),
+        headline=write_headline(verdict, trace, shown, findings.gaps),
         reproduction=replayed.reproduction,
         first_nonfinite=describe_first(shown.first_nonfinite, trace, reference) if shown.first_nonfinite else None,
         origin=first.origin if first else None,
@@ -144,7 +146,7 @@ def _write_report(
             *_describe_blindness(trace),
             *describe_error_source(runs.autocast.modules),
         ),
-        next_steps=advise(verdict, shown, summary),
+        next_steps=advise(verdict, shown, summary, findings.gaps),
     )
 
 
@@ -174,13 +176,32 @@ def _diagnose(replayed: Replayed) -> Findings:
         findings = _diagnose_backward(replayed.step, findings)
     slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
     recorded = replayed.step.recorded
-    return _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
+    findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
+    return _with_gaps(findings, replayed)
+
+
+def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
+    """The findings with what could not be looked at: where nothing was found, that decides."""
+    step, flags = replayed.step, replayed.step.saved_flags
+    gaps = find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None)
+    if findings.verdict not in NOTHING_FOUND:
+        return findings
+    notes = tuple(gap.text for gap in gaps[1:])
+    return replace(
+        findings,
+        verdict=judge_unfailing(findings.verdict, gaps, flags),
+        gaps=gaps,
+        notes=(*findings.notes, *notes),
+    )
 
 
 def _diagnose_forward(replayed: Replayed) -> Findings:
     """The fp32 run beside the replay, op by op in both where something went wrong."""
     step, trace = replayed.step, replayed.trace
-    reference = step.run(REFERENCE, MODULES_ONLY if trace.finite else replace(CLOSELY, stage="replay")).trace
+    if trace.unread and not trace.ops:
+        trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
+    closely = trace.unread or not trace.finite
+    reference = step.run(REFERENCE, replace(CLOSELY, stage="replay") if closely else MODULES_ONLY).trace
     conclusion = Conclusion()
     if trace.finite and not is_silently_wrong(trace, reference):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)

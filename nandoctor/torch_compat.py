@@ -223,8 +223,8 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse COO tensor as they are stored, duplicates apart."""
-    return tensor._values()
+    """The values of a sparse tensor as they are stored, duplicates apart."""
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 def unpickle_weights(pickled: bytes | mmap, read_storage: Callable[[Any], object]) -> object:

@@ -11,11 +11,11 @@ from pathlib import PurePath
 
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.report_diff import Change, Comparison, LayerChange, Outcome
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.text import bits_text
 
 LARGE_CHANGE_BITS = 0.5
 
-_SOUND = ("healthy", "not-reproduced")
 _HEADLINES: dict[Outcome, str] = {
     "fixed": "The failure is gone",
     "broken": "What was finite is not any more",
@@ -51,7 +51,7 @@ def _rows(report: Report) -> dict[tuple[str, int], LayerRow]:
 
 
 def _find_outcome(before: Report, after: Report) -> Outcome:
-    was_sound, is_sound = before.verdict in _SOUND, after.verdict in _SOUND
+    was_sound, is_sound = before.verdict in NOTHING_FOUND, after.verdict in NOTHING_FOUND
     if was_sound or is_sound:
         return "both-finite" if was_sound and is_sound else "broken" if was_sound else "fixed"
     return "same-failure" if _failure(before) == _failure(after) else "moved"

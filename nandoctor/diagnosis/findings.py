@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nandoctor.diagnosis.conclusion import Conclusion
+from nandoctor.diagnosis.coverage import Gap
 from nandoctor.evidence.optimizer import OptimizerSlot
-from nandoctor.evidence.report import Verdict
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
+from nandoctor.evidence.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Findings:
 
     `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
     parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
-    numbers.
+    numbers. `gaps` are what could not be looked at.
     """
 
     trace: Trace
@@ -31,3 +32,4 @@ class Findings:
     bad_gradients: tuple[TensorStats, ...] = ()
     slots: tuple[OptimizerSlot, ...] = ()
     notes: tuple[str, ...] = ()
+    gaps: tuple[Gap, ...] = ()

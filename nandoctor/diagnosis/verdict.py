@@ -6,11 +6,13 @@ In: both traces, the first nonfinite_place and the replay's grade. Out: a `Verdi
 from __future__ import annotations
 
 from nandoctor.diagnosis.conclusion import Conclusion
+from nandoctor.diagnosis.coverage import Gap
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
+from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import part_of, samples_text
 
 _KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
@@ -44,13 +46,15 @@ def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
     return differs(trace.output, reference.output)
 
 
-def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> str:
+def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:
     """The verdict as one sentence for people."""
     low = trace.format.label
     if verdict == "healthy":
-        return f"Nothing non-finite: the output is finite under {low} autocast and in fp32."
+        return _headline_of_healthy(trace)
+    if verdict == "cannot-tell":
+        return gaps[0].text
     if verdict == "not-reproduced":
-        return "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
+        return "The saved step is non-finite, and the replay is not: something of the failing step is missing here."
     nonfinite_place, first = conclusion.first_nonfinite, next(iter(conclusion.diagnoses), None)
     if first is not None and first.origin.phase in ("state", "input", "backward", "optimizer"):
         return _headline_of_cause(first, low)
@@ -63,6 +67,19 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion) -> st
     }[verdict]
     what = describe_nonfinite(nonfinite_place.value, trace)
     return f"{_describe_place(nonfinite_place)} is the first to go non-finite under {low} autocast: {what}; {ending}"
+
+
+def _headline_of_healthy(trace: Trace) -> str:
+    """What was looked at, and found to be finite."""
+    low = trace.format.label
+    if not trace.finite:
+        return f"Nothing failed under {low} autocast: the infinities in the output were written there by the code."
+    if trace.loss is None:
+        return (
+            f"Nothing non-finite: the output is finite under {low} autocast and in fp32. Loss and gradients were not "
+            "looked at: pass --loss."
+        )
+    return f"Nothing non-finite: output, loss and gradients are finite under {low} autocast."
 
 
 def _headline_without_place(verdict: Verdict, first: Diagnosis | None, low: str) -> str:
@@ -106,8 +123,10 @@ def _describe_place(nonfinite_place: NonfinitePlace) -> str:
     return f"A value made in the forward of {name}, on its way into {nonfinite_place.seen_in.place.label},"
 
 
-def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary) -> tuple[str, ...]:
+def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary, gaps: tuple[Gap, ...] = ()) -> tuple[str, ...]:
     """What to do next, most useful first."""
+    if verdict == "cannot-tell":
+        return (*(gap.remedy for gap in gaps), *dump.missing)
     if verdict == "not-reproduced":
         return (_ADVICE[verdict], *dump.missing)
     cause = conclusion.diagnoses[0].cause if conclusion.diagnoses else None

@@ -101,9 +101,7 @@ def to_tensor(value: object) -> torch.Tensor:
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that are kept: the tensor itself, or the values of a sparse one."""
-    if tensor.is_sparse:
-        return sparse_values(tensor)
-    return tensor if tensor.layout is torch.strided else tensor.values()
+    return tensor if tensor.layout is torch.strided else sparse_values(tensor)
 
 
 def comparable_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.rounding import Effect
 from nandoctor.evidence.serialization import INLINED
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
+from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.report/2"
 
-Verdict = Literal["precision", "numerics", "state", "input", "loss-scale", "silent", "healthy", "not-reproduced"]
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 
 

@@ -296,6 +296,8 @@ class Trace:
     (the ops of the backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) are
     there where a loss was given.
 
+    `unread` names what in the output could not be looked into; what went in there shows in the ops alone.
+
     `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
     an exception that ended the forward early. `ops` are the operations of the span that was asked for; `blinded` is the
     message of the exception for which none could be watched.
@@ -317,6 +319,7 @@ class Trace:
     backward: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     num_samples: int | None = None
+    unread: tuple[str, ...] = ()
 
     def as_samples(self, indices: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Indices along dimension 0 of a tensor, as those of the batch; None unless that dimension is as long."""
@@ -326,4 +329,12 @@ class Trace:
     def finite(self) -> bool:
         """Whether the model's output, and the loss where there is one, are finite throughout."""
         ends = (*self.output, self.loss) if self.loss else self.output
-        return self.raised is None and all(stats.finite for stats in ends)
+        hidden = self.handed_out if self.unread else ()
+        return self.raised is None and all(stats.finite for stats in ends) and not hidden
+
+    @property
+    def handed_out(self) -> tuple[int, ...]:
+        """The forward's ops whose non-finite values no op took: they left the model, or came to nothing."""
+        taken = {tensor.producer for op in self.ops for tensor in op.inputs}
+        ends = (op for op in self.ops if op.phase == "forward" and op.order not in taken)
+        return tuple(op.order for op in ends if not all(stats.finite for stats in op.outputs))

@@ -35,6 +35,7 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
 from nandoctor.fixes.minimal_sets import find_minimal_sets
@@ -43,6 +44,7 @@ from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.replaying.runner import FailingStep
+from nandoctor.text import join_first
 
 _CHANGES = "changes of the operation"
 
@@ -62,8 +64,11 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 
     Nothing is tried for a step that did not fail.
     """
-    if findings.verdict in ("healthy", "not-reproduced"):
+    if findings.verdict in NOTHING_FOUND:
         return FixSearch()
+    if findings.trace.unread:
+        what = join_first(findings.trace.unread, 3)
+        return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
     trials = Trials(step, budget, numerics=findings.verdict not in ("precision", "silent", "loss-scale"))
     if _blames_optimizer(findings):
         return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))

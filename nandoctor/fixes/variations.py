@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nandoctor.tracing.module_tracer import walk_tensors
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]
 _NOISE = 1e-3

@@ -26,7 +26,8 @@ from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.runner import Change, FailingStep, Outcome, Watch
-from nandoctor.tracing.module_tracer import walk_tensors
+from nandoctor.tracing.tensor_stats import numbers_in
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 TOLERANCE = 0.01
 """In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there.
@@ -275,11 +276,8 @@ class _Comparison:
 def _keep(outcome: Outcome | None) -> _Result:
     if outcome is None:
         return _Result(values={}, gradients={}, ran=False)
-    values = {
-        f"output.{path}": leaf.detach()
-        for path, leaf in walk_tensors(outcome.output)
-        if leaf.is_floating_point() and leaf.layout == torch.strided and not leaf.is_nested
-    }
+    found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(outcome.output))
+    values = {f"output.{path}": values for path, values in found if values is not None}
     if outcome.loss is not None:
         values["loss"] = outcome.loss.detach()
     return _Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)

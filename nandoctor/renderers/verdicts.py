@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nandoctor.evidence.report import Verdict
+from nandoctor.evidence.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,4 +47,5 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "silent": ShownVerdict(meaning="a value overflowed, and the output is finite but wrong", tone=FAILED),
     "healthy": ShownVerdict(meaning="nothing is non-finite", tone=GOOD),
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
+    "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
 }

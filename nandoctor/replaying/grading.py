@@ -14,7 +14,7 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.errors import DumpError
 from nandoctor.evidence.report import Grade, Reproduction
-from nandoctor.tracing.module_tracer import walk_tensors
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 
 def saved_outputs(
@@ -72,7 +72,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     if saved is None:
         return Reproduction(grade="no-reference")
     name, reference = saved[0], saved[1].detach()
-    leaves = {path: leaf.detach() for path, leaf in walk_tensors(output) if not leaf.is_nested}
+    found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
+    leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
         return Reproduction(grade="no-reference", output=name)

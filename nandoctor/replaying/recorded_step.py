@@ -22,7 +22,7 @@ from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.replaying.input_binding import Binding
-from nandoctor.tracing.module_tracer import walk_tensors
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 

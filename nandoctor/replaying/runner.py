@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
@@ -23,20 +22,23 @@ from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+from nandoctor.evidence.saved_flags import SavedFlags
+from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.replaying import interventions
 from nandoctor.replaying.isolation import in_mode, restored, seeded
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
+from nandoctor.replaying.module_state import known_tensors, with_nonfinite_state
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
-from nandoctor.torch_compat import is_running_norm
+from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
-from nandoctor.tracing.op_tracer import Kind, OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import collect, is_finite, measure
+from nandoctor.tracing.op_tracer import OnOp, OpTracer
+from nandoctor.tracing.tensor_stats import collect
+from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
@@ -89,8 +91,8 @@ class FailingStep:
     is the recorded flag of the model its modules have theirs; a `seed` of None means the saved random state:
     `rng_states` of torch, and what `recorded` has of numpy's and Python's. `recorded` also has torch's switches.
     `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every tensor is counted in every run
-    that measures. `progress` is told of every run. `project` is the code that the step comes from; while it is open no
-    other step of this process runs.
+    that measures. `saved_flags` are what the dump says went wrong. `progress` is told of every run. `project` is the
+    code that the step comes from; while it is open no other step of this process runs.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class FailingStep:
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
     per_sample: bool = False
+    saved_flags: SavedFlags = field(default_factory=SavedFlags)
     progress: RunProgress = field(default_factory=RunProgress, compare=False)
     project: Project = field(default_factory=Project, compare=False)
 
@@ -179,7 +182,7 @@ class _Observers:
 
     def __init__(self, run: _Run, batch: Batch) -> None:
         step, watch = run.step, run.watch
-        known = _known_tensors(step.model, batch)
+        known = known_tensors(step.model, batch)
         self.gradients = GradientTracer(low=step.low) if watch.backward and watch.ops else None
         self.ops = (
             OpTracer(known=known, low=step.low, gradients=self.gradients, on_op=watch.on_op) if watch.ops else None
@@ -242,8 +245,10 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
             stack.enter_context(interventions.intervene(run.edits, step.model, step.device, observers.modules.owner))
             result = _execute(run, batch, observers)
             output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
+            with plain_torch():
+                unread = list_unread(result.output)
             drew_random = draws()
-        calls = _with_nonfinite_state(observers.modules.calls(), step.model, step.low)
+        calls = with_nonfinite_state(observers.modules.calls(), step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
         policy=policy.name,
@@ -261,6 +266,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         backward=observers.gradients.calls(ops) if observers.gradients else (),
         bad_gradients=result.bad_gradients,
         num_samples=interventions.batch_size(batch, step.used),
+        unread=unread,
     )
     outcome = Outcome(
         trace=trace, output=result.output, random=drew_random, loss=result.loss, gradients=result.gradients
@@ -333,17 +339,6 @@ def _backward(
             parameter.grad = gradient
 
 
-def _known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[Kind, str, torch.Tensor]]:
-    """What the ops meet from outside."""
-    idle = (module for module in model.modules() if _writes_only(module))
-    unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
-    yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
-    for name, tensor in model.named_buffers():
-        if not is_lazy(tensor):
-            yield "unread" if id(tensor) in unread else "buffer", name, tensor
-    yield from (("batch", name, tensor) for name, tensor in batch.items())
-
-
 def _shows_damage(trace: Trace) -> bool:
     """Whether anything went non-finite before the forward raised; a -inf that an op was asked for is a mask."""
     calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
@@ -364,31 +359,3 @@ def _explain_forward_error(error: Exception) -> ModelError:
         remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
         "them by name, and --call names a function (model, batch) -> output for anything else.",
     )
-
-
-def _with_nonfinite_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
-    """The calls, each with its module's non-finite state; it reads every weight, so only call it after a failure."""
-    if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
-        return calls
-    state = _nonfinite_state(model, low)
-    return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
-
-
-def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
-    """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
-    nonfinite: dict[str, tuple[TensorStats, ...]] = {}
-    for path, module in model.named_modules():
-        own = (*module.named_parameters(recurse=False), *_read_buffers(module))
-        readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
-        if readings:
-            nonfinite[path] = collect([(name, reading) for name, reading in readings if reading is not None])
-    return nonfinite
-
-
-def _writes_only(module: nn.Module) -> bool:
-    """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
-    return is_running_norm(module) and module.training
-
-
-def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(()) if _writes_only(module) else module.named_buffers(recurse=False)

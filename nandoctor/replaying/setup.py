@@ -19,6 +19,7 @@ from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.policy import Policy, make_policy
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.dumps.saved_flags import read_flags
 from nandoctor.errors import LossError, ModelError, NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
@@ -110,6 +111,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         second_moments=dump.moments,
         optimizer_eps=dump.optimizer_eps,
         per_sample=settings.per_sample,
+        saved_flags=read_flags(dump),
         progress=progress,
     )
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)

@@ -18,6 +18,7 @@ from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import mend
@@ -36,7 +37,7 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
 
     Raises NanDoctorError where there is nothing to show, or where it takes the project's own code to show it.
     """
-    if report.verdict in ("healthy", "not-reproduced"):
+    if report.verdict in NOTHING_FOUND:
         raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
     program, failure = _find_program(report, step, saved)
     with warnings.catch_warnings():

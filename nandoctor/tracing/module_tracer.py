@@ -10,7 +10,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,6 +24,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
 from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, collect, collect_all, measure
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
@@ -31,33 +32,6 @@ Owner = tuple[str, str, int]
 Statistics = Literal["none", "ranges", "counts", "per sample"]
 """What is read of a tensor: nothing, which is quicker where the output alone matters; its limits; exact counts as well
 where it is non-finite or near the limits of the low format; or every tensor's counts with its samples and exponents."""
-
-_MAX_NESTING = 8
-
-
-def walk_tensors(value: Any, path: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested mappings, sequences and dataclasses, with its place; anything else is left in peace.
-
-    Generators are not consumed: the model's caller still needs them.
-    """
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif nesting >= _MAX_NESTING:
-        return
-    else:
-        for step, item in _items(value):
-            yield from walk_tensors(item, (path + step).removeprefix("."), nesting + 1)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f".{key}", item) for key, item in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from ((f".{name}", getattr(value, name)) for name in value._fields)
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,10 +102,13 @@ class Tracer:
         self._hooks.close()
         self._seen.clear()
 
-    def read(self, *values: Any, counts: bool = False) -> Readings:
-        """Measure every tensor in `values`; one that was measured before and not written since costs nothing."""
+    def read(self, *values: Any, counts: bool = False, attributes: bool = True) -> Readings:
+        """Measure every tensor in `values`; one that was measured before and not written since costs nothing.
+
+        `attributes` as in `walk_tensors`.
+        """
         with plain_torch():
-            found = itertools.chain.from_iterable(map(walk_tensors, values))
+            found = itertools.chain.from_iterable(walk_tensors(value, attributes=attributes) for value in values)
             readings = [(path, self._measure_once(tensor, counts)) for path, tensor in found]
         return [(path, reading) for path, reading in readings if reading is not None]
 
@@ -177,7 +154,8 @@ class Tracer:
 
         def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._open and self._open[-1].module is module:
-                self._open[-1].inputs = self.read(args, kwargs) if self._statistics != "none" else []
+                # What an argument refers to may be the whole model, and is nothing that the module made.
+                self._open[-1].inputs = self.read(args, kwargs, attributes=False) if self._statistics != "none" else []
 
         return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
 

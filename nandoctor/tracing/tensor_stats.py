@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import unwrap
+from nandoctor.torch_compat import sparse_values, unwrap
 from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
 
 SAMPLE_SIZE = 1024
@@ -27,6 +27,7 @@ MAX_SAMPLES_LISTED = 64
 
 _FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
 _FORMATS |= {torch.complex32: FP16, torch.complex64: FP32, torch.complex128: FP64}
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -56,13 +57,13 @@ def format_of(dtype: torch.dtype) -> FloatFormat | None:
 def measure(
     tensor: torch.Tensor, *, counts_for: FloatFormat | None = None, place: bool = False, per_sample: bool = False
 ) -> Reading | None:
-    """Measure one tensor, or return None where there is nothing to measure (integers, empty, sparse, meta).
+    """Measure one tensor, or return None where there is nothing to measure (integers, empty, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
     of the tensor, and a spread sample. `counts_for` asks for exact counts too, flushes judged against that format;
     `place` and `per_sample` are those of `count_exactly`.
-    The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, one
-    under `torch.vmap` has the mapped dimension.
+    The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, a
+    sparse one's with its stored values, one under `torch.vmap` has the mapped dimension.
     """
     float_format = format_of(tensor.dtype)
     if float_format is None:
@@ -72,8 +73,9 @@ def measure(
         return None
     counts, finite_limits = None, None
     if counts_for is not None:
+        rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
         counts, finite_limits = count_exactly(
-            values, float_format, counts_for, samples=not tensor.is_nested, place=place, per_sample=per_sample
+            values, float_format, counts_for, samples=rows_are_samples, place=place, per_sample=per_sample
         )
     return Reading(
         shape=tuple(values.shape),
@@ -126,6 +128,8 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     tensor = unwrap(tensor).detach()
     if tensor.is_nested:
         tensor = tensor.values()
+    elif tensor.layout in _SPARSE and not _dispatches_itself(tensor):
+        tensor = sparse_values(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or _dispatches_itself(tensor):
         return None
     if tensor.element_size() == 1:  # fp8 has storage and casts, hardly any other kernels

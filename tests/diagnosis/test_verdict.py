@@ -113,7 +113,7 @@ def test_the_headline_names_the_place_and_the_damage(run, verdict, expected):
 @pytest.mark.parametrize(
     ("verdict", "conclusion", "expected"),
     [
-        ("healthy", Conclusion(), "Nothing non-finite"),
+        ("healthy", Conclusion(), "infinities in the output were written there"),
         ("not-reproduced", Conclusion(), "something of the failing step is missing"),
         ("input", concluded("input"), CAUSE.explanation),
         ("state", concluded("state"), CAUSE.explanation),
@@ -124,6 +124,14 @@ def test_the_headline_names_the_place_and_the_damage(run, verdict, expected):
 )
 def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected):
     assert expected in write_headline(verdict, SICK, conclusion)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [(FINITE, "pass --loss"), (trace(output=(stats(1.0),), loss=stats(2.0)), "output, loss and gradients are finite")],
+)
+def test_the_headline_of_a_healthy_step_says_what_was_looked_at(run, expected):
+    assert expected in write_headline("healthy", run, Conclusion())
 
 
 @pytest.mark.parametrize(

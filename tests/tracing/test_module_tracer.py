@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.tracing.module_tracer import Tracer, walk_tensors
+from nandoctor.tracing.module_tracer import Tracer
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 ONE = torch.ones(2, 3)
 

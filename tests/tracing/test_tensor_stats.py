@@ -155,8 +155,6 @@ def nothing_to_measure():
     yield "int", torch.arange(3)
     yield "bool", torch.tensor([True])
     yield "empty", torch.empty(0, 3)
-    yield "coo", eye.to_sparse()
-    yield "csr", eye.to_sparse_csr()
     yield "mkldnn", eye.to_mkldnn()
     yield "quantised", torch.quantize_per_tensor(eye, 0.1, 0, torch.quint8)
     yield "meta", torch.empty(3, device="meta")
@@ -172,6 +170,20 @@ def nothing_to_measure():
 def test_what_holds_no_plain_numbers_is_left_in_peace(counts_for):
     measured = [name for name, tensor in nothing_to_measure() if measure(tensor, counts_for=counts_for) is not None]
     assert measured == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_shows_its_stored_values(layout):
+    tensor = torch.tensor([[0.0, 3.0], [math.inf, 0.0]]).to_sparse(layout=layout)
+    stats = collect([("", measure(tensor, counts_for=FP16))])[0]
+    assert (stats.shape, stats.finite, stats.absmax, stats.counts.num_bad, stats.counts.num_zero) == (
+        (2,),
+        False,
+        3.0,
+        1,
+        0,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -1,0 +1,90 @@
+"""What of a step was not looked at, so that finding nothing in the rest is no all-clear.
+
+In: the trace, and what the dump says of its loss and gradients. Out: `Gap`s, and the verdict on a step without a find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nandoctor.evidence.report import Reproduction
+from nandoctor.evidence.saved_flags import SavedFlags
+from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.verdicts import Verdict
+from nandoctor.text import join_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Something of the step that could not be looked at, as a sentence, and how it can be."""
+
+    text: str
+    remedy: str
+
+
+def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> tuple[Gap, ...]:
+    """What could be non-finite in the step and was not looked at; `has_loss`: loss and backward pass were run."""
+    return tuple(_find_gaps(trace, flags, reproduction, has_loss=has_loss))
+
+
+def _find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
+    if trace.unread:
+        yield Gap(
+            text=f"The output holds what cannot be looked into: {join_first(trace.unread, 3)}. The rest is finite.",
+            remedy="Give --call FILE.py:NAME, a function (model, batch) that returns every tensor of the output.",
+        )
+    if not flags.here:
+        yield Gap(
+            text=f"The loss was non-finite on another rank. This is the file of rank {flags.rank} (of "
+            f"{flags.num_ranks}, counted from 0), whose own step is finite.",
+            remedy="Replay the file of the rank whose loss it was: `nandoctor inspect` shows nonfinite_here: True.",
+        )
+    elif flags.loss is not None and not (has_loss or _returns_loss(trace)):
+        yield Gap(text=_describe_loss(flags.loss, reproduction), remedy=_PASS_LOSS)
+    elif flags.gradients and not has_loss:
+        yield Gap(
+            text="The step's gradients were non-finite. The output is finite, and the backward pass was not run: the "
+            "loss is not in the file.",
+            remedy=_PASS_LOSS,
+        )
+    elif flags.gradients and flags.num_ranks > 1 and not trace.bad_gradients:
+        yield Gap(
+            text=f"The step's gradients, which {flags.num_ranks} ranks add up, were non-finite; those of this rank's "
+            "own batch are finite.",
+            remedy="Replay the files of the other ranks as well.",
+        )
+
+
+def _returns_loss(trace: Trace) -> bool:
+    """Tell whether the model itself gives its loss, so that the output's is the one that was saved."""
+    return any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
+
+
+_PASS_LOSS = (
+    "Name the loss with --loss FILE.py:NAME: a function at module level that takes (output, batch) and returns the "
+    "scalar."
+)
+
+
+def _describe_loss(value: float, reproduction: Reproduction) -> str:
+    written = "NaN" if math.isnan(value) else f"{value:+}".replace("inf", "Inf")
+    if reproduction.grade in ("exact", "same-mask"):
+        return (
+            f"The step's loss was {written}. The model's output is finite, so that comes from the loss, which is not "
+            "in the file."
+        )
+    return f"The step's loss was {written}, and the loss is not in the file. The replayed output is finite."
+
+
+def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) -> Verdict:
+    """The verdict on a step in which nothing non-finite was found, seen what was not looked at and what the dump says.
+
+    Any other verdict stays as it is.
+    """
+    if verdict != "healthy":
+        return verdict
+    if gaps:
+        return "cannot-tell"
+    return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"

@@ -1,0 +1,14 @@
+"""The verdicts on a dump: one word for what kind of failure it shows.
+
+In: nothing. Out: `Verdict`, and those that say of no value that it failed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Verdict = Literal[
+    "precision", "numerics", "state", "input", "loss-scale", "silent", "healthy", "not-reproduced", "cannot-tell"
+]
+NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "cannot-tell"})
+"""Nothing non-finite was seen: in all there is; though the dump holds some; in what could be looked at."""

@@ -1,0 +1,58 @@
+"""A model's weights and buffers as a run meets them: their names, and which of them are non-finite.
+
+In: a model, and the calls of its modules. Out: named tensors for the op tracer, and the calls with their bad state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import ModuleCall, TensorStats
+from nandoctor.torch_compat import is_running_norm
+from nandoctor.tracing.op_tracer import Kind
+from nandoctor.tracing.tensor_stats import collect, is_finite, measure
+
+
+def known_tensors(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    """What the ops meet from outside."""
+    idle = (module for module in model.modules() if _writes_only(module))
+    unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
+    yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
+    for name, tensor in model.named_buffers():
+        if not is_lazy(tensor):
+            yield "unread" if id(tensor) in unread else "buffer", name, tensor
+    yield from (("batch", name, tensor) for name, tensor in batch.items())
+
+
+def with_nonfinite_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
+    """The calls, each with its module's non-finite state; it reads every weight, so only call it after a failure."""
+    if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
+        return calls
+    state = _nonfinite_state(model, low)
+    return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
+
+
+def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
+    """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
+    nonfinite: dict[str, tuple[TensorStats, ...]] = {}
+    for path, module in model.named_modules():
+        own = (*module.named_parameters(recurse=False), *_read_buffers(module))
+        readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
+        if readings:
+            nonfinite[path] = collect([(name, reading) for name, reading in readings if reading is not None])
+    return nonfinite
+
+
+def _writes_only(module: nn.Module) -> bool:
+    """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
+    return is_running_norm(module) and module.training
+
+
+def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(()) if _writes_only(module) else module.named_buffers(recurse=False)
