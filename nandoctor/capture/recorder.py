@@ -25,7 +25,7 @@ from nandoctor.capture.observer import Observer
 from nandoctor.capture.rebuild import plan_rebuild
 from nandoctor.capture.source_info import describe_source, unwrap
 from nandoctor.capture.step import RecordedStep, pack_call
-from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult, StopRule
+from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.trees import pack
@@ -52,12 +52,19 @@ class RecorderSettings:
     keep: int = 5
     max_nbytes: int = MAX_NBYTES
     keep_optimizer: bool = False
+    spike: float | None = None
+    on_save: OnSave | None = None
     undo_nbytes: int = UNDO_NBYTES
     method: str = ""
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     from_output: bool = False
 
     def __post_init__(self) -> None:
+        if self.spike is not None and not self.spike > 1:
+            raise NanDoctorError(
+                f"A loss cannot spike at {self.spike} times the median.",
+                remedy="spike is a factor above 1: 10 saves the steps whose loss is over 10 times the median.",
+            )
         rule = self.stop_rule
         counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
         if not 0 <= rule.threshold <= 1 or min(counts) < 1:
@@ -85,11 +92,12 @@ class Recorder(RecorderSettings):
     backward pass. `arguments` are what the model's class was called with, `builder` the function that was called in its
     stead.
 
-    A file is written at the first non-finite step of an episode, and when training is stopped. `folder` holds the
-    last `keep` of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set.
-    `threshold`, `window` and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its
-    scale has fallen below 1. Up to `undo_nbytes` of weights are copied before each update, so that one which spoils
-    them can be saved as well.
+    A file is written at the first non-finite step of an episode, and when training is stopped. `folder` holds the last
+    `keep` of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set. `threshold`,
+    `window` and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its scale has fallen
+    below 1. A step whose loss is finite and over `spike` times the median of the last `window` is saved too, without
+    counting towards the end. `on_save(path, event)` is called after each file. Up to `undo_nbytes` of weights are
+    copied before each update, so that one which spoils them can be saved as well.
 
     `epoch` and `next_step` may be set: they number what is recorded next.
 
@@ -114,7 +122,14 @@ class Recorder(RecorderSettings):
         )
         self._handles = ExitStack()
         files = DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes)
-        self._policy = StepPolicy(StepHistory(self.stop_rule), files, self._make_contents, replay_flags=plan.flags)
+        self._policy = StepPolicy(
+            StepHistory(self.stop_rule),
+            files,
+            self._make_contents,
+            spike=self.spike,
+            on_save=self.on_save,
+            replay_flags=plan.flags,
+        )
         self._tracker = StepTracker(
             self._observer, self._policy, scaler, undo_nbytes=self.undo_nbytes, on_stop=self._handles.close
         )
@@ -202,6 +217,23 @@ class Recorder(RecorderSettings):
         if message not in self._warned:
             self._warned.add(message)
             LOG.warning("%s", message)
+
+    def save(self, reason: str = "requested") -> Path | None:
+        """Save the step under way, whatever its values are: a spike of the loss, an odd batch.
+
+        `reason` stands in the file. The state is that from before the step; after `optimizer.step()`, as far as the
+        weights were copied (`undo_nbytes`). Returns the file, None if it could not be written (the log says why).
+
+        Raises:
+            NanDoctorError: no step is under way.
+        """
+        if self._tracker.current is None:
+            raise NanDoctorError(
+                "There is no step to save: the recorder has seen no forward of its model in train mode.",
+                remedy="Call recorder.save between the forward and the next step; in an evaluation, inside "
+                "`with recorder.step(batch):`.",
+            )
+        return self._policy.save(self._tracker.current, reason)
 
     def end(self) -> None:
         """End the step that `begin` began.

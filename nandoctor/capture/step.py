@@ -28,10 +28,10 @@ class RecordedStep:
     where the step begins. `between` are the generators before each call but the first. `without_grad`: its calls were
     made under `torch.no_grad`. `inside` are outputs of children, where the model's own call is not the step. `passed`:
     another model's optimizer has stepped since a forward that nobody watched, so that the next one begins a step of its
-    own. `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since.
-    `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude
-    among the gradients after a micro-batch that no update follows. `num_updates` counts how often the weights were
-    written since.
+    own. `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step, and
+    `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what
+    is known without it. `accumulated` is the largest magnitude among the gradients after a micro-batch that no update
+    follows. `num_updates` counts how often the weights were written since.
     """
 
     step: int
@@ -49,6 +49,7 @@ class RecordedStep:
     passed: bool = False
     loss: torch.Tensor | None = None
     flags: list[Flag] = field(default_factory=list)
+    loss_value: Flag | None = None
     skip: Flag | None = None
     skipped: bool = False
     accumulated: Flag | None = None

@@ -6,13 +6,15 @@ In: recorded steps whose flags have arrived. Out: files, lines in the log, `NonF
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from statistics import median
+from typing import Any
 
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
@@ -27,9 +29,6 @@ SMALLEST_SCALE = 1.0
 remedy, and GradScaler applies it: that is its warm-up, and the skip that follows each growth."""
 
 
-Reason = Literal["loss", "gradients", "skipped", "update"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The outcome of one step.
@@ -37,7 +36,8 @@ class StepResult:
     `loss_nonfinite`: the loss (or the output, where no loss was given) is non-finite. `gradients_nonfinite`: the
     gradients are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a weight so.
     `skipped`: GradScaler left the step out; `skip_expected` where that is how it finds its scale. None of these implies
-    another. `loss_scale` is the scale of this step, None without a scaler.
+    another. `loss_scale` is the scale of this step, None without a scaler. `spike`: how many times the median of the
+    losses before it the loss is, where that is too many. `requested`: the loop's own reason to save the step.
     """
 
     step: int
@@ -47,6 +47,8 @@ class StepResult:
     skipped: bool = False
     skip_expected: bool = True
     loss_scale: float | None = None
+    spike: float | None = None
+    requested: str = ""
 
     @property
     def skip_counts(self) -> bool:
@@ -65,17 +67,28 @@ class StepResult:
 
     @property
     def worth_saving(self) -> bool:
-        """True if it failed, or was skipped at a scale that was no problem before."""
-        return self.failed or (self.skipped and not self.skip_expected)
+        """True if it failed, was skipped at a scale that was no problem before, or its loss is far too large."""
+        return self.failed or (self.skipped and not self.skip_expected) or self.spike is not None
 
     @property
-    def reason(self) -> Reason:
-        """What was wrong, the earliest in the step first."""
+    def reason(self) -> str:
+        """What was wrong, the earliest in the step first; for a step that went well, why it is saved all the same."""
         if self.loss_nonfinite:
             return "loss"
         if self.gradients_nonfinite:
             return "gradients"
-        return "update" if self.weights_nonfinite else "skipped"
+        if self.weights_nonfinite:
+            return "update"
+        if self.requested:
+            return self.requested
+        return "spike" if self.spike is not None else "skipped"
+
+    @property
+    def kind(self) -> str:
+        """What the name of its file begins with."""
+        if self.failed or self.skipped:
+            return "nan"
+        return "spike" if self.spike is not None else "step"
 
 
 class ScaleSearch:
@@ -104,6 +117,27 @@ class ScaleSearch:
         """GradScaler grows after many updates without a skip: the scale that it comes from has lasted."""
         if self._last is not None and scale > self._last:
             self._settled = self._last
+
+
+_FEWEST_LOSSES = 20
+"""A median of fewer is no measure of a training's losses: its first steps are its steepest."""
+
+
+class SpikeRule:
+    """Tells losses that are more than `factor` times the median of the last `window`; finds none without a factor."""
+
+    def __init__(self, factor: float | None, window: int) -> None:
+        self.factor = factor
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def measure(self, loss: float) -> float | None:
+        """How many times the median the loss is, None if that is not too many; a median of 0 or less measures none."""
+        before = self._losses
+        usual = median(before) if len(before) >= min(_FEWEST_LOSSES, before.maxlen or 0) else 0.0
+        if math.isfinite(loss):
+            before.append(loss)
+        assert self.factor is not None
+        return loss / usual if usual > 0 and loss > self.factor * usual else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,24 +245,40 @@ class DumpFolder:
 
 
 MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
+OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
 class StepPolicy:
     """Counts finished steps, saves the first failed one of each episode, and stops the training by its rule.
 
-    Once the folder is full, an episode is saved only if the last file is `window` steps old: a training that fails at
-    every other step must not spend its time on writing.
+    `on_save` is told each file, and what stands under `event` in it. Once the folder is full, an episode is saved only
+    if the last file is `window` steps old: a training that fails at every other step must not spend its time on
+    writing.
     """
 
     def __init__(
-        self, history: StepHistory, folder: DumpFolder, make_contents: MakeContents, *, replay_flags: str = ""
+        self,
+        history: StepHistory,
+        folder: DumpFolder,
+        make_contents: MakeContents,
+        *,
+        spike: float | None = None,
+        on_save: OnSave | None = None,
+        replay_flags: str = "",
     ) -> None:
         self.history = history
         self.folder = folder
+        self._spikes = SpikeRule(spike, history.rule.window)
+        self._on_save = on_save
         self._replay_flags = replay_flags
         self._make_contents = make_contents
         self._scale_search = ScaleSearch()
         self._last_saved = 0
+
+    @property
+    def reads_losses(self) -> bool:
+        """True if a rule asks for the losses themselves."""
+        return self._spikes.factor is not None
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and write it if it begins an episode or ends the training.
@@ -244,11 +294,18 @@ class StepPolicy:
         why = self.history.why_stop() if result.failed else None
         if not why and not self._is_due():
             return
-        saved = self._save(step, result, "stopped" if why else "first")
+        _, saved = self._save(step, result, "stopped" if why else "first")
         if why and may_stop:
             message = f"The recorder stopped the training at step {step.step}: {why}."
             raise NonFiniteTrainingError(message, remedy=saved)
         LOG.warning("Step %d: %s. %s", step.step, _describe(result, step), saved)
+
+    def save(self, step: RecordedStep, reason: str) -> Path | None:
+        """Write the step because the loop says so; the file, None if it could not be written."""
+        result = StepResult(step=step.step, loss_nonfinite=step.loss_nonfinite, requested=reason)
+        path, saved = self._save(step, result, "requested")
+        LOG.warning("Step %d: saved as asked (%s). %s", step.step, reason, saved)
+        return path
 
     def _is_due(self) -> bool:
         waited = self.history.num_steps - self._last_saved
@@ -256,6 +313,7 @@ class StepPolicy:
 
     def _sum_up(self, step: RecordedStep) -> StepResult:
         skipped, scale = step.was_skipped, step.loss_scale
+        loss = None if step.loss_value is None else step.loss_value.values()[0]
         expected = not skipped or scale is None or self._scale_search.expects_skip(scale)
         if scale is not None and not skipped and step.updates:
             self._scale_search.add_success(scale)
@@ -267,18 +325,19 @@ class StepPolicy:
             skipped=skipped,
             skip_expected=expected,
             loss_scale=scale,
+            spike=None if loss is None else self._spikes.measure(loss),
         )
 
-    def _save(self, step: RecordedStep, result: StepResult, event: str) -> str:
-        """Write the step; the outcome in a sentence that says what to do next.
+    def _save(self, step: RecordedStep, result: StepResult, event: str) -> tuple[Path | None, str]:
+        """Write the step; the file, and the outcome in a sentence that says what to do next.
 
         Whatever goes wrong is a line in the log: nothing of the recorder's may end a training.
         """
         if step.before is None:
-            return "The model was not called in this step, so there is nothing to save."
+            return None, "The model was not called in this step, so there is nothing to save."
         self._last_saved = self.history.num_steps
         rank, world_size = read_rank()
-        stem = f"nan-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
+        stem = f"{result.kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self._make_contents(step, result, event)
@@ -286,10 +345,20 @@ class StepPolicy:
         except Exception as error:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
-            return "It could not be saved; the log says why."
+            return None, "It could not be saved; the log says why."
+        self._tell(path, contents["event"])
         if not has_weights:
-            return f"Saved to {path} without the weights, which would pass max_nbytes: it cannot be replayed as it is."
-        return f"Saved to {path}; next: nandoctor replay {shlex.quote(str(path))}{self._replay_flags}"
+            why = "without the weights, which would pass max_nbytes: it cannot be replayed as it is."
+            return path, f"Saved to {path} {why}"
+        return path, f"Saved to {path}; next: nandoctor replay {shlex.quote(str(path))}{self._replay_flags}"
+
+    def _tell(self, path: Path, event: Mapping[str, Any]) -> None:
+        if self._on_save is None:
+            return
+        try:
+            self._on_save(path, event)
+        except Exception as error:
+            LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
 
 
 def _describe(result: StepResult, step: RecordedStep) -> str:
@@ -298,6 +367,10 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         return f"the {what} is non-finite" + ("" if step.nonfinite_here else " on another rank")
     if result.reason == "gradients":
         return f"the {what} is finite, and its gradients are not"
+    if result.reason == "spike":
+        assert step.loss_value is not None
+        loss = number(step.loss_value.values()[0])
+        return f"the loss of {loss} is {number(result.spike)} times the median of the losses before it"
     if result.reason == "update":
         assert step.spoiled is not None
         optimizer = type(step.spoiled.trained.optimizer).__name__

@@ -174,6 +174,7 @@ class StepTracker:
         looked_at = step.outputs()
         if loss is not None:
             step.loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            step.loss_value = Flag(step.loss.float().mean()) if self._policy.reads_losses else None
             looked_at = iter([step.loss])
         flag = any_nonfinite(looked_at)
         if flag is None:

@@ -58,7 +58,7 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
 
 def remove_orphans(folder: Path) -> None:
     """Delete the temporary files of processes that were killed while they wrote, and no longer hold their lock."""
-    for path in folder.glob(".nan-*.tmp") if _CAN_LOCK else ():
+    for path in folder.glob(".*-step*.tmp") if _CAN_LOCK else ():
         with suppress(OSError), path.open("rb") as file:
             if _try_lock(file.fileno()):
                 path.unlink(missing_ok=True)
