@@ -37,7 +37,7 @@ from nandoctor.fixes.source_expression import (
     target_of,
     text_with,
 )
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source
 from nandoctor.fixes.titles import code_number
 from nandoctor.ops import PRODUCTS
 
@@ -93,7 +93,7 @@ class SourceWriter:
             text = change.tree.replaced(change.replacements, wrap=change.wraps)
             if text is None or text == change.tree.text:
                 raise CannotWriteError
-            if "torch" not in change.tree.imported_modules():
+            if "torch" not in change.tree.imported_names:
                 text = _with_import(change.tree, text)
             yield ChangedFile(path=path, before=change.tree.text, after=text)
 
@@ -114,7 +114,7 @@ class SourceWriter:
     def _file(self, source: SourceLine) -> _FileChange:
         if source.file not in self._files:
             text = Path(source.file).read_text(encoding="utf-8")
-            self._files[source.file] = _FileChange(tree=SourceTree(text))
+            self._files[source.file] = _FileChange(tree=parse_source(text))
         return self._files[source.file]
 
     def _op_at(self, site: OpSite, source: SourceLine) -> OpCall | None:

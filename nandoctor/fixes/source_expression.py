@@ -56,7 +56,7 @@ class Expression:
     def _is_namespace(self, node: cst.BaseExpression) -> bool:
         while isinstance(node, cst.Attribute):
             node = node.value
-        return isinstance(node, cst.Name) and node.value in self.tree.imported_modules()
+        return isinstance(node, cst.Name) and node.value in self.tree.imported_names
 
     def argument_node(self, name: str) -> cst.BaseExpression:
         """The argument of this name in the op's schema."""

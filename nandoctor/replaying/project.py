@@ -109,10 +109,9 @@ class Project:
 
     def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
         """Take the project's own modules out of `sys.modules`, and put back what they stood in place of."""
-        roots = {name.partition(".")[0] for name in before}
-        for name, module in list(sys.modules.items()):
-            if before.get(name) is module:
-                continue
+        changed = {name: module for name, module in list(sys.modules.items()) if before.get(name) is not module}
+        roots = {name.partition(".")[0] for name in before} if changed else set()
+        for name, module in changed.items():
             folder = next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
             if name in before or (folder is not None and name.partition(".")[0] not in roots):
                 if folder is not None and self._modules.get(name) is not module:
