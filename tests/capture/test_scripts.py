@@ -98,7 +98,7 @@ def test_a_loss_that_cannot_be_replayed_becomes_a_note(tmp_path, monkeypatch):
         with cuda_autocast():
             loss = difference(model(torch.randn(4, 4)), model(1e5 * torch.randn(4, 4)))
         recorder.watch(loss, torch.zeros(1))
-    report = nandoctor.replay(recorder.written[0]).report
+    report = nandoctor.replay(recorder.written[0], fixes=False).report
     assert report.reproduction.grade == "exact"
     assert report.reproduction.output == "output.1"
     assert any("The loss function raised AttributeError" in note for note in report.notes)

@@ -85,7 +85,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     assert dump.recorded.loss_field == "loss"
     assert dump.recorded.model.config == "transformers.models.bert.configuration_bert:BertConfig"
 
-    case = nandoctor.replay(path)
+    case = nandoctor.replay(path, fixes=False)
     reproduction = case.report.reproduction
     assert (reproduction.grade, reproduction.output) == ("exact", "output.logits")
     assert 0 < reproduction.num_bad_saved < reproduction.numel
@@ -105,7 +105,7 @@ def test_the_autocast_of_accelerate_is_seen(tmp_path):
     (path,) = callback.recorder.written
     autocast = read_dump(path).recorded.autocast
     assert (autocast.enabled, autocast.device, autocast.dtype, autocast.emulated) == (True, "cpu", "bfloat16", False)
-    assert nandoctor.replay(path).report.reproduction.grade == "exact"
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -130,4 +130,4 @@ def test_the_recipe_for_accelerate(tmp_path):
     dump = read_dump(path)
     assert dump.recorded.autocast.dtype == "bfloat16"
     assert all(torch.isfinite(tensor).all() for tensor in dump.state.values())
-    assert nandoctor.replay(path).report.reproduction.grade == "exact"
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"

@@ -67,11 +67,12 @@ def shown(report):
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_name_does_no_harm_in_any_renderer(kind):
     report = renamed(factory.cured(), NAMES[kind])
-    for where, text in shown(report).items():
+    texts = shown(report)
+    for where, text in texts.items():
         text.encode("utf-8")
         assert re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\u2028]", text) is None, where
         assert "<script>alert" not in text or where not in ("page", "card"), where
-    assert max(map(len, shown(report)["screen"].splitlines())) <= 80
+    assert max(map(len, texts["screen"].splitlines())) <= 80
 
 
 @pytest.mark.slow
