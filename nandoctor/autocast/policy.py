@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from nandoctor.autocast.attention import keep_nan_in_attention
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.kernels import install_kernels
 from nandoctor.errors import NanDoctorError
@@ -86,6 +87,8 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if device.type != "cuda" or policy.name in ("fp32", "fp64"):
             stack.enter_context(cuda_code(device))
+        if device.type == "cpu" and policy.name != "native":
+            stack.enter_context(keep_nan_in_attention)
         if policy.name == "fp64":
             stack.enter_context(_default_dtype(dtype))
             stack.enter_context(torch.autocast(device.type, enabled=False))
