@@ -203,6 +203,12 @@ def _run_in_widest(call: _Call) -> Any:
     return call.run()
 
 
+def _run_in_widest_rounded_once(call: _Call) -> Any:
+    """`promote_type`, for an op that a CPU would round half-way where all its operands are in half precision."""
+    dtypes = {tensor.dtype for tensor in call.tensors()}
+    return _run_half(call) if dtypes == {call.dtype} else _run_in_widest(call)
+
+
 def _run_half(call: _Call) -> Any:
     dtype = call.args[0].dtype
     if dtype not in (torch.float16, torch.bfloat16):
@@ -234,8 +240,10 @@ def _runs() -> dict[str, Run]:
         (op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
         (op_lists.FP32_APPEND_DTYPE, _run_norm),
         (op_lists.PROMOTE, _run_in_widest),
+        (op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),
         (op_lists.BANNED, _refuse),
         (op_lists.NORMS, _run_half),
+        (op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
         (op_lists.HALF_ON_CUDA_ALONE, _run_half),
     )
     return {name: run for names, run in table for name in names}

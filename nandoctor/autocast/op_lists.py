@@ -165,6 +165,13 @@ BANNED = ("binary_cross_entropy",)
 # the inverse deviation to fp16 too: with an eps below 2e-10, a constant channel is 0 * inf there and 0 on CUDA.
 NORMS = ("batch_norm", "instance_norm")
 
+# On no list of CUDA's, whose kernels compute them in fp32 (at::acc_type, at::opmath_type) and round the result alone. A
+# CPU's round on the way: `logit` loses an eps that is below the format's, a sum over a pool passes 65504.
+ROUNDED_ONCE_ON_CUDA = ("logit", "adaptive_avg_pool3d")
+
+# Those of PROMOTE that CUDA computes so where every operand is in half precision.
+PROMOTED_AND_ROUNDED_ONCE = ("addcdiv", "addcmul", "dot", "vdot", "grid_sampler", "tensordot")
+
 # On no list of CUDA's: they keep the half precision of their input there, and a CPU has no such kernels. Found with
 # the `dtypes` and `dtypesIfCUDA` of torch.testing._internal.common_methods_invocations.op_db.
 HALF_ON_CUDA_ALONE = (

@@ -32,7 +32,7 @@ _LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
     ("product", (*op_lists.LOWER_PRECISION, *op_lists.SEVERAL_PRODUCTS, *op_lists.CUDNN_RNN)),
     ("in_fp32", (*op_lists.FP32, *op_lists.FP32_SET_OPT_DTYPE, *op_lists.FP32_APPEND_DTYPE)),
     ("in_fp32", op_lists.PROMOTE),
-    ("rounded", (*op_lists.NORMS, *op_lists.HALF_ON_CUDA_ALONE)),
+    ("rounded", (*op_lists.NORMS, *op_lists.ROUNDED_ONCE_ON_CUDA, *op_lists.HALF_ON_CUDA_ALONE)),
 )
 _MODES: dict[str, Mode] = {name: mode for mode, names in _LISTS for name in names}
 _PLAINER_NAMES = {

@@ -386,3 +386,27 @@ def test_reference_takes_mixed_dtypes_and_rounds_nothing():
         assert torch.softmax(x.bfloat16(), 0).dtype is torch.float32
     assert y.dtype is torch.float32
     assert torch.equal(y, module(x))
+
+
+def test_logit_takes_an_eps_that_its_format_rounds_away():
+    p = torch.tensor([0.0, 0.5, 1.0]).half()
+    with cuda_autocast():
+        assert torch.logit(p, 1e-6).tolist() == [-13.8125, 0.0, 13.8125]
+        assert torch.logit(p).tolist() == [-torch.inf, 0.0, torch.inf]
+
+
+def test_a_pooled_sum_may_pass_the_limit_that_its_mean_does_not():
+    x = torch.full((1, 1, 4, 4, 4), 60000.0).half()
+    with cuda_autocast():
+        assert F.adaptive_avg_pool3d(x, 1).item() == F.adaptive_avg_pool2d(x[0], 1)[0, 0, 0, 0].item() == 60000.0
+
+
+def test_promoted_ops_round_half_operands_once():
+    a, b = torch.full((2,), 300.0).half(), torch.tensor([300.0, -300.0]).half()
+    image, places = torch.full((1, 1, 4, 4), 6e4).half(), torch.zeros(1, 1, 1, 2).half()
+    with cuda_autocast():
+        assert torch.dot(a, b).item() == 0.0
+        assert torch.addcmul(a, a, a, value=0.01).tolist() == [1200.0, 1200.0]
+        assert F.grid_sample(image, places, align_corners=True).item() == 60000.0
+        assert torch.dot(a, b).dtype is torch.float16
+        assert torch.dot(a.float(), b).dtype is torch.float32
