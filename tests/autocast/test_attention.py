@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, cuda_autocast, make_policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
+from nandoctor.autocast.region import cuda_autocast
 from nandoctor.evidence.formats import BF16, FP16
 
 CPU = torch.device("cpu")
