@@ -152,12 +152,12 @@ def _print_diagnoses(workload: Workload) -> None:
         variants = {
             "plain": forward,
             "a middle layer overflows": partial(_replay, path, sick, "precision", fixes=False),
-            "the same, cures tried": partial(_replay, path, sick, "precision"),
+            "the same, fixes tried": partial(_replay, path, sick, "precision"),
         }
         _print_ratios("plain fp32 forward", variants, REPEATS // 3)
     with _dump_of(workload, model) as path:
         steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
-        variants = {"plain": step, "only the gradients are bad": steep}
+        variants = {"plain": step, "only gradients non-finite": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
 
 

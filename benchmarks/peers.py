@@ -4,9 +4,9 @@ In: `python benchmarks/peers.py`. Out: for each of them how many modules and ops
 a false alarm, and what it takes.
 
 Each runs one training step of the case, with its loss, under the emulated CUDA autocast. What it reports is read in
-its favour: an infinite input blames the module around, or the batch where that is bad; a leaf that is named (a Linear)
-names its op as well; a traceback that shows the right line names its module; a cast inside of an emulated product names
-the product. Needs `pip install --no-deps torchlens` (and tqdm, graphviz, pandas, safetensors, pillow for it).
+its favour: an infinite input blames the module around, or the batch where that is non-finite; a leaf that is named (a
+Linear) names its op as well; a traceback that shows the right line names its module; a cast inside of an emulated
+product names the product. Needs `pip install --no-deps torchlens` (and tqdm, graphviz, pandas, safetensors, pillow).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def names_module(case: Case, claim: Claim) -> bool:
 
 
 def names_op(case: Case, claim: Claim) -> bool:
-    """Whether the op is right by any of its names; for bad state or a bad batch the right owner says it all."""
+    """Tell whether the op is right by any of its names; for a non-finite state or batch the right owner says it all."""
     return names_module(case, claim) and (not case.op or _plain(claim.op) in _other_names(case.op))
 
 
@@ -258,7 +258,7 @@ def _leaf_name(module: nn.Module) -> str:
 
 
 def ask_transformers(case: Case) -> Claim:
-    """Its last frame names the module, and its first remark whether weights, inputs or outputs were bad."""
+    """Its last frame names the module, and its first remark whether weights, inputs or outputs were non-finite."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
     model, batch = case.build().train(case.train), case.batch()

@@ -2,7 +2,7 @@
 
 What dies: `entropy` (BinaryEntropy), call 0, at step 112, on sample 9 of the batch, in fp32 as under fp16 autocast.
 Why: the logit of that row is 42, and sigmoid is exactly 1 in fp32 from 16.64 on. log(1 - p) is then -inf, and
-(1 - p) * log(1 - p) is 0 * -inf. More precision only moves the point where it happens; the cure is another formula.
+(1 - p) * log(1 - p) is 0 * -inf. More precision only moves the point where it happens; the fix is another formula.
 """
 
 from __future__ import annotations

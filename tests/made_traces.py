@@ -15,14 +15,14 @@ NAN, INF = math.nan, math.inf
 def stats(*values, path="", shape=None):
     """The statistics of a tensor of these values, with a counts."""
     finite = [value for value in values if math.isfinite(value)]
-    bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
+    nonfinite = [index for index, value in enumerate(values) if not math.isfinite(value)]
     magnitudes = sorted(abs(value) for value in finite if value)
     return TensorStats(
         path=path,
         shape=shape or (len(values),),
         dtype=FP32,
         numel=len(values),
-        finite=not bad,
+        finite=not nonfinite,
         min=min(finite, default=None),
         max=max(finite, default=None),
         absmax=max(map(abs, finite), default=None),
@@ -36,8 +36,8 @@ def stats(*values, path="", shape=None):
             num_subnormal=0,
             smallest=magnitudes[0] if magnitudes else None,
             flushed_share=0.0,
-            first_bad_index=(bad[0],) if bad else None,
-            samples=tuple(bad),
+            first_bad_index=(nonfinite[0],) if nonfinite else None,
+            samples=tuple(nonfinite),
         ),
         sample=np.array(values, dtype=np.float32),
     )

@@ -18,7 +18,7 @@ from nandoctor.cli import main
 from nandoctor.replaying.settings import OPTIONS
 
 IMAGE = np.ones((2, 4), np.float32)
-BAD = np.full((2, 4), np.nan, np.float32)
+NONFINITE = np.full((2, 4), np.nan, np.float32)
 MODELS = """
 from tiny_models import Overflowing
 from torch import nn
@@ -35,8 +35,8 @@ def broken():
 def workplace(tmp_path, monkeypatch):
     """A folder with two dumps and the code of their models, and nothing of it left in Python's state."""
     (tmp_path / "models_of_the_test.py").write_text(MODELS)
-    torch.save({"state_dict": Overflowing().state_dict(), "image": IMAGE, "logit": BAD}, tmp_path / "sick.pth")
-    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE, "logit": BAD}, tmp_path / "lost.pth")
+    torch.save({"state_dict": Overflowing().state_dict(), "image": IMAGE, "logit": NONFINITE}, tmp_path / "sick.pth")
+    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE, "logit": NONFINITE}, tmp_path / "lost.pth")
     torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE}, tmp_path / "well.pth")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -148,8 +148,8 @@ def test_quiet_is_one_line():
     assert "scale" in lines[0]
 
 
-def test_quiet_tries_no_cure_that_it_would_not_tell(monkeypatch):
-    monkeypatch.setattr("nandoctor.pipeline.search_fixes", lambda *_, **__: pytest.fail("a cure was tried"))
+def test_quiet_tries_no_fix_that_it_would_not_tell(monkeypatch):
+    monkeypatch.setattr("nandoctor.pipeline.search_fixes", lambda *_, **__: pytest.fail("a fix was tried"))
     assert run("replay", *SICK, "--quiet").exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""Whole replays of tiny models: verdict, first bad layer, grade, and how the failing setting is found."""
+"""Whole replays of tiny models: verdict, first non-finite layer, grade, and how the failing setting is found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nandoctor.replaying.settings import Settings
 
 NAN = float("nan")
 IMAGE = torch.ones(4, 4)
-BAD = torch.full((4, 4), NAN)
+NONFINITE = torch.full((4, 4), NAN)
 
 
 def dump_of(model, *, layout="plain", scalars=None, **arrays):
@@ -31,7 +31,7 @@ def dump_of(model, *, layout="plain", scalars=None, **arrays):
 
 def replay(model, settings=None, *, fixes=False, **arrays):
     """The report on a dump of this model with these arrays, an image of ones unless given."""
-    arrays = arrays or {"image": IMAGE, "logit": BAD}
+    arrays = arrays or {"image": IMAGE, "logit": NONFINITE}
     settings = dataclasses.replace(settings or Settings(), fixes=fixes)
     return replay_dump(dump_of(model, **arrays), model, settings).report
 
@@ -53,7 +53,7 @@ class Tiny(nn.Module):
         return image * 1e-9
 
 
-BAD_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
+NONFINITE_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ BAD_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
         (Overflowing, IMAGE, "precision", "scale"),
         (log_of_negative, IMAGE, "numerics", "log"),
         (poisoned_weight, IMAGE, "state", "last"),
-        (lambda: nn.Linear(4, 4), BAD_IMAGE, "input", ""),
+        (lambda: nn.Linear(4, 4), NONFINITE_IMAGE, "input", ""),
     ],
     ids=["precision", "numerics", "state", "input"],
 )
-def test_the_verdict_and_the_first_bad_module(make, image, verdict, module):
-    report = replay(make(), image=image, logit=BAD)
+def test_the_verdict_and_the_first_nonfinite_module(make, image, verdict, module):
+    report = replay(make(), image=image, logit=NONFINITE)
     assert (report.verdict, report.first_nonfinite.place.module) == (verdict, module)
     assert report.headline
     assert report.next_steps
 
 
-def test_the_first_bad_layer_comes_with_inputs_and_fp32_values():
+def test_the_first_layer_comes_with_inputs_and_fp32_values():
     image = torch.ones(4, 4) / 8
     image[2] = 1
     first = replay(Overflowing(), image=image).first_nonfinite
@@ -126,7 +126,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_of_any_structure_are_graded(make):
     model = Chain(net=Overflowing(), head=Returns(lambda x: make(x["logit"])))
-    report = replay(model, image=IMAGE, logit=BAD)
+    report = replay(model, image=IMAGE, logit=NONFINITE)
     assert (report.reproduction.grade, report.reproduction.output) == ("exact", "logit")
 
 
@@ -147,7 +147,7 @@ def attempts(report):
 
 
 def test_poisoned_buffers_are_found_in_eval_mode():
-    report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=BAD)
+    report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=NONFINITE)
     assert (report.verdict, report.first_nonfinite.place.module) == ("state", "norm")
     assert attempts(report) == [(True, 0, "finite"), (False, 0, "exact")]
     assert report.runs.autocast.training is False
@@ -156,13 +156,13 @@ def test_poisoned_buffers_are_found_in_eval_mode():
 def test_poisoned_buffers_are_not_blamed_in_train_mode():
     model = Chain(norm=nn.BatchNorm1d(4), shift=Returns(lambda x: x + 10), net=Overflowing())
     model.norm.running_var.fill_(NAN)
-    report = replay(model, image=torch.rand(4, 4), logit=BAD)
+    report = replay(model, image=torch.rand(4, 4), logit=NONFINITE)
     assert (report.verdict, report.first_nonfinite.place.module) == ("precision", "net.scale")
     assert report.runs.autocast.training is True
 
 
 def test_the_mode_that_the_user_names_is_the_only_one_tried():
-    report = replay(poisoned_norm(), Settings(mode="train"), image=torch.rand(4, 4), logit=BAD)
+    report = replay(poisoned_norm(), Settings(mode="train"), image=torch.rand(4, 4), logit=NONFINITE)
     assert report.verdict == "not-reproduced"
     assert attempts(report) == [(True, 0, "finite")]
 
@@ -196,7 +196,7 @@ def test_no_seeds_are_tried_where_nothing_is_random():
 
 
 def test_the_seed_that_the_user_names_comes_first():
-    report = replay(Drops(4), Settings(seed=7, mode="train"), image=IMAGE, logit=BAD)
+    report = replay(Drops(4), Settings(seed=7, mode="train"), image=IMAGE, logit=NONFINITE)
     assert sorted(attempts(report)) == [(True, seed, "finite") for seed in (7, 8, 9, 10)]
 
 
@@ -212,13 +212,13 @@ class PassesOn(nn.Module):
 
 
 def test_a_rejected_call_is_followed_by_the_next_likeliest():
-    report = replay(PassesOn(lambda inputs: torch.log(-inputs["image"])), image=IMAGE, logit=BAD)
+    report = replay(PassesOn(lambda inputs: torch.log(-inputs["image"])), image=IMAGE, logit=NONFINITE)
     assert report.notes[0] == "Called as model({image}) in train mode, seed 0."
 
 
 def test_where_no_call_fits_the_error_is_that_of_the_likeliest():
     with pytest.raises(ModelError, match=r"raised AttributeError.*'Tensor' object has no attribute 'no_such_thing'"):
-        replay(PassesOn(lambda inputs: inputs.no_such_thing), image=IMAGE, logit=BAD)
+        replay(PassesOn(lambda inputs: inputs.no_such_thing), image=IMAGE, logit=NONFINITE)
 
 
 def test_weights_alone_are_judged_by_themselves():
@@ -262,7 +262,7 @@ def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
 
 def test_progress_is_told_by_stage():
     told = []
-    dump = dump_of(Overflowing(), image=IMAGE, logit=BAD)
+    dump = dump_of(Overflowing(), image=IMAGE, logit=NONFINITE)
     replay_dump(dump, Overflowing(), Settings(), progress=lambda *step: told.append(step))
     assert told[0] == ("replay under autocast", 0, None)
     assert ("replay under autocast", 3, None) in told
@@ -272,12 +272,12 @@ def test_progress_is_told_by_stage():
 @pytest.mark.parametrize(
     ("make", "arrays", "stages"),
     [
-        (Overflowing, {"logit": BAD}, ["replay under autocast", "replay in fp32"]),
+        (Overflowing, {"logit": NONFINITE}, ["replay under autocast", "replay in fp32"]),
         (Overflowing, {}, ["replay under autocast", "replay in fp32", "closer look under autocast"]),
         (nn.ReLU, {"logit": IMAGE}, ["replay under autocast", "replay in fp32"]),
         (Tiny, {}, ["replay under autocast", "replay in fp32", "closer look under autocast", "closer look in fp32"]),
     ],
-    ids=["bad", "bad without an output", "healthy", "small"],
+    ids=["nonfinite", "non-finite without an output", "healthy", "small"],
 )
 def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []
@@ -289,7 +289,7 @@ def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
 def test_the_live_model_is_as_it_was():
     model = poisoned_norm().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    replay(model, fixes=True, image=torch.rand(4, 4), logit=BAD)
+    replay(model, fixes=True, image=torch.rand(4, 4), logit=NONFINITE)
     assert not model.training
     assert all(torch.equal(tensor, before[name]) or name.endswith("var") for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

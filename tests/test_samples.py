@@ -100,7 +100,7 @@ def test_replay_is_graded_against_the_saved_output(script, sample_reports):
 
 
 @each_replayable
-def test_only_precision_is_cured_by_fp32(script, sample_reports):
+def test_only_precision_is_fixed_by_fp32(script, sample_reports):
     runs = sample_reports[script.stem].runs
     assert not runs.autocast.finite
     assert runs.fp32.finite is (sample_reports[script.stem].verdict == "precision")

@@ -1,4 +1,4 @@
-"""Two processes: they agree on what is bad, stop at the same step, and each writes its own half."""
+"""Two processes: they agree on what is non-finite, stop at the same step, and each writes its own half."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "
 
 
 def feed(rule, pattern):
-    """The history after steps told by letters: "." good, "L" bad loss, "S" skipped at scale 1/2, "s" at 1024."""
+    """The history after steps told by letters: "." good, "L" non-finite loss, "S" skipped at scale 1/2, "s" at 1024."""
     history = StepHistory(rule)
     for step, letter in enumerate(pattern):
         scale = {"S": 0.5, "s": 1024.0}.get(letter)
@@ -125,7 +125,7 @@ def test_the_warm_up_of_the_loss_scale_is_left_alone(tmp_path, fused):
 
 
 @each_optimizer
-def test_gradients_that_no_scale_cures_stop_the_run(tmp_path, fused):
+def test_gradients_that_no_scale_fixes_stop_the_run(tmp_path, fused):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
     recorder = Recorder(model, folder=tmp_path, scaler=scaler, window=10, threshold=0.3)
     with pytest.raises(NonFiniteTrainingError, match="skipped 4 of the last 7 steps at a loss scale below 1"):
@@ -173,7 +173,7 @@ def test_a_fused_skip_is_known_before_the_next_update(tmp_path):
 
 
 @pytest.mark.usefixtures("flags_of_a_device")
-def test_a_bad_loss_is_judged_before_the_next_update(tmp_path):
+def test_a_nonfinite_loss_is_judged_before_the_next_update(tmp_path):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
     with Recorder(model, folder=tmp_path, scaler=scaler) as recorder:
         train(recorder, model, scaler, 1.0, float("inf"), 1.0, fused=True)

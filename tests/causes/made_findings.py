@@ -1,4 +1,4 @@
-"""Findings made by hand: one op that made something bad, its analysis, and the ops before it."""
+"""Findings made by hand: one op that made something non-finite, its analysis, and the ops before it."""
 
 from __future__ import annotations
 

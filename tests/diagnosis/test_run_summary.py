@@ -10,7 +10,7 @@ from nandoctor.diagnosis.run_summary import describe_first, summarize_runs, tabu
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import Place
 
-BAD = stats(1.0, INF, NAN, shape=(3, 1))
+NONFINITE = stats(1.0, INF, NAN, shape=(3, 1))
 BIG = stats(1.0, 1e6, 2.0, shape=(3, 1))
 IN = stats(7.0)
 
@@ -23,7 +23,9 @@ def first(sick, healthy):
 
 
 def test_the_output_of_a_module_comes_with_what_fp32_has_there():
-    sick = trace(call("", 0, 3), call("head", 1, 2, inputs=(IN,), outputs=(BAD,), state=(BAD,)), num_samples=3)
+    sick = trace(
+        call("", 0, 3), call("head", 1, 2, inputs=(IN,), outputs=(NONFINITE,), state=(NONFINITE,)), num_samples=3
+    )
     healthy = reference(call("", 0, 3), call("head", 1, 2, outputs=(BIG,)))
     found = first(sick, healthy)
     assert (found.run, found.phase, found.place.module, found.place.type, found.where) == (
@@ -35,11 +37,11 @@ def test_the_output_of_a_module_comes_with_what_fp32_has_there():
     )
     assert (found.elements.kinds, found.elements.num_bad, found.elements.numel) == (("nan", "+inf"), 2, 3)
     assert (found.elements.first_index, found.elements.samples) == ((1,), (1, 2))
-    assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), BAD, (BAD,), 1e6)
+    assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), NONFINITE, (NONFINITE,), 1e6)
 
 
 def test_a_value_between_modules_is_compared_where_it_was_seen():
-    sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(BAD,)))
+    sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(NONFINITE,)))
     healthy = reference(call("", 0, 3), call("head", 1, 2, number=2, inputs=(BIG,)))
     found = first(sick, healthy)
     assert (found.place.module, found.place.type, found.where, found.seen_in) == ("", "Net", "between", HEAD)
@@ -48,7 +50,7 @@ def test_a_value_between_modules_is_compared_where_it_was_seen():
 
 @pytest.mark.parametrize(
     ("sick", "phase", "module"),
-    [(trace(batch=(BAD,)), "input", ""), (trace(loss=BAD), "loss", "<loss>")],
+    [(trace(batch=(NONFINITE,)), "input", ""), (trace(loss=NONFINITE), "loss", "<loss>")],
     ids=["batch", "loss"],
 )
 def test_the_batch_and_the_loss_belong_to_no_module(sick, phase, module):
@@ -57,11 +59,11 @@ def test_the_batch_and_the_loss_belong_to_no_module(sick, phase, module):
 
 
 def test_nothing_is_said_of_fp32_where_it_never_made_the_call():
-    assert first(trace(call("head", 0, 1, outputs=(BAD,))), reference()).would_be is None
+    assert first(trace(call("head", 0, 1, outputs=(NONFINITE,))), reference()).would_be is None
 
 
 def runs():
-    low = trace(call("", 0, 5, outputs=(BAD,)), call("a", 1, 2), call("only.low", 3, 4), output=(BAD,))
+    low = trace(call("", 0, 5, outputs=(NONFINITE,)), call("a", 1, 2), call("only.low", 3, 4), output=(NONFINITE,))
     return summarize_runs(low, reference(call("", 0, 3), call("a", 1, 2, outputs=(BIG,))), FP16)
 
 

@@ -12,13 +12,13 @@ from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
 from nandoctor.evidence.trace import Place
 
-BAD = stats(NAN, 1.0, path="logit")
-SICK = trace(call("", 0, 3, outputs=(BAD,)), call("head", 1, 2, outputs=(BAD,)), output=(BAD,))
+NONFINITE = stats(NAN, 1.0, path="logit")
+SICK = trace(call("", 0, 3, outputs=(NONFINITE,)), call("head", 1, 2, outputs=(NONFINITE,)), output=(NONFINITE,))
 SOUND = reference(call("", 0, 3), call("head", 1, 2))
 LOST = Reproduction(grade="finite", num_bad_saved=4)
 FOUND = Reproduction(grade="exact", num_bad_saved=4)
 NO_REFERENCE = Reproduction(grade="no-reference")
-CAUSE = Cause(code="matmul-overflow", title="A product overflowed", explanation="The batch is bad.", evidence=())
+CAUSE = Cause(code="matmul-overflow", title="A product overflowed", explanation="The batch is non-finite.", evidence=())
 
 
 def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
@@ -31,7 +31,7 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
         elements=NonfiniteElements(kinds=("nan",), num_bad=1, numel=2, first_index=(0,), samples=(0,)),
         would_be=None,
         inputs=(),
-        output=BAD,
+        output=NONFINITE,
     )
     nonfinite_places = find_nonfinite_places(sick, healthy)
     return Conclusion(
@@ -40,7 +40,7 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head"):
     )
 
 
-FAILING = reference(*SICK.calls, output=(BAD,))
+FAILING = reference(*SICK.calls, output=(NONFINITE,))
 FINITE = trace(*SOUND.calls, output=(stats(1.0),))
 WRONG = trace(*SOUND.calls, output=(stats(2.0),))
 
@@ -67,7 +67,7 @@ def test_the_verdict(run, other, conclusion, reproduction, verdict):
     assert judge(run, other, conclusion, reproduction) == verdict
 
 
-GRADIENTS = trace(*SOUND.calls, bad_gradients=(BAD,))
+GRADIENTS = trace(*SOUND.calls, bad_gradients=(NONFINITE,))
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,19 @@ GRADIENTS = trace(*SOUND.calls, bad_gradients=(BAD,))
         (FINITE, SOUND, False, "healthy"),
         (GRADIENTS, SOUND, True, "loss-scale"),
         (GRADIENTS, SOUND, False, "precision"),
-        (GRADIENTS, reference(*SOUND.calls, bad_gradients=(BAD,)), False, "numerics"),
+        (GRADIENTS, reference(*SOUND.calls, bad_gradients=(NONFINITE,)), False, "numerics"),
     ],
 )
 def test_the_verdict_on_gradients(run, other, fixed_by_scale, verdict):
     assert judge_backward(run, other, fixed_by_scale=fixed_by_scale) == verdict
 
 
-BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(BAD,)), output=(BAD,))
-REPEATED = trace(call("", 0, 5), call("head", 1, 2), call("head", 3, 4, number=1, outputs=(BAD,)), output=(BAD,))
-IN_ROOT = trace(call("", 0, 1, outputs=(BAD,)), output=(BAD,))
-IN_LOSS = trace(call("", 0, 1), loss=BAD)
+BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(NONFINITE,)), output=(NONFINITE,))
+REPEATED = trace(
+    call("", 0, 5), call("head", 1, 2), call("head", 3, 4, number=1, outputs=(NONFINITE,)), output=(NONFINITE,)
+)
+IN_ROOT = trace(call("", 0, 1, outputs=(NONFINITE,)), output=(NONFINITE,))
+IN_LOSS = trace(call("", 0, 1), loss=NONFINITE)
 START = " is the first to go non-finite under fp16 autocast: NaN in 1 of 2 elements; "
 
 

@@ -323,7 +323,7 @@ def _in_empty_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_bad_file_has_one_clear_error(kind, tmp_path):
+def test_a_broken_file_has_one_clear_error(kind, tmp_path):
     make, message, remedy = FILES[kind]
     path = tmp_path / "dump.pth"
     path.write_bytes(make())

@@ -57,7 +57,7 @@ def test_counts_are_exact_in_every_format(dtype, summary_of):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_one_bad_value_among_many_is_found(value, summary_of):
+def test_one_nonfinite_value_among_many_is_found(value, summary_of):
     values = np.ones(100_000, "f4")
     values[77_777] = value
     (entry,) = summary_of(x=values).arrays
@@ -98,10 +98,12 @@ def test_poisoned_buffers_are_told_from_bad_weights(summary_of):
 
 
 def test_a_nonfinite_array_of_unknown_name_is_the_output(summary_of):
-    bad = torch.tensor([1.0, NAN])
-    roles = {entry.name: entry.role for entry in summary_of(heat=bad, extra=torch.ones(2), image=bad).arrays}
+    nonfinite = torch.tensor([1.0, NAN])
+    roles = {
+        entry.name: entry.role for entry in summary_of(heat=nonfinite, extra=torch.ones(2), image=nonfinite).arrays
+    }
     assert roles == {"heat": "output", "extra": "unknown", "image": "input"}
-    roles = {entry.name: entry.role for entry in summary_of(heat=bad, logits=bad).arrays}
+    roles = {entry.name: entry.role for entry in summary_of(heat=nonfinite, logits=nonfinite).arrays}
     assert roles == {"heat": "unknown", "logits": "output"}
 
 

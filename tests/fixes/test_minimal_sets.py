@@ -8,7 +8,7 @@ from nandoctor.fixes.minimal_sets import MAX_SETS, find_minimal_sets
 
 
 class Oracle:
-    """Cures where any of `sets` is kept whole; counts distinct questions."""
+    """Passes where any of `sets` is kept whole; counts distinct questions."""
 
     def __init__(self, *sets):
         self.sets = [frozenset(needed) for needed in sets]
@@ -38,7 +38,7 @@ def test_every_set_is_found_and_minimal(given_sets):
     assert set(map(frozenset, find_minimal_sets(members, Oracle(*sets)))) == set(sets)
 
 
-def test_nothing_where_all_together_do_not_cure():
+def test_nothing_where_all_together_do_not_pass():
     assert list(find_minimal_sets(range(9), lambda kept: False)) == []
     assert list(find_minimal_sets([], lambda kept: True)) == []
 
@@ -55,7 +55,7 @@ def test_a_good_guess_saves_the_search():
     oracle = Oracle((13, 47))
     (found,) = find_minimal_sets(range(60), oracle, guess=(47, 13))
     assert set(found) == {13, 47}
-    assert len(oracle.asked) == 4  # the guess, each member left out, and whether the others cure as well
+    assert len(oracle.asked) == 4  # the guess, each member left out, and whether the others pass as well
 
 
 def test_a_guess_with_more_than_is_needed_is_cut_down():
@@ -64,9 +64,9 @@ def test_a_guess_with_more_than_is_needed_is_cut_down():
 
 
 def test_leaving_any_member_out_brings_the_failure_back():
-    def cures(kept):  # 5 spoils what 2 and 8 cure, unless 6 is there
+    def passes(kept):  # 5 spoils what 2 and 8 mend, unless 6 is there
         return {2, 8} <= set(kept) and (5 not in kept or 6 in kept)
 
-    for found in find_minimal_sets(range(10), cures):
-        assert cures(found)
-        assert not any(cures(tuple(other for other in found if other != member)) for member in found)
+    for found in find_minimal_sets(range(10), passes):
+        assert passes(found)
+        assert not any(passes(tuple(other for other in found if other != member)) for member in found)

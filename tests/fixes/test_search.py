@@ -59,8 +59,8 @@ def test_two_independent_overflows_among_sixty_modules(tmp_path):
     assert first.minimal
     assert search.num_modules >= 60
     assert search.num_probes <= 4 * len(first.modules) * math.log2(search.num_modules)
-    cure = next(item for item in report.fixes if item.verified)
-    assert isinstance(cure.edit, Together)
+    repair = next(item for item in report.fixes if item.verified)
+    assert isinstance(repair.edit, Together)
 
     for left_out in names:  # each member is needed
         kept = [KeepModule(module=name) for name in names if name != left_out]
@@ -123,7 +123,7 @@ class Silent(nn.Module):
         return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-6)
 
 
-def test_a_silent_overflow_is_cured_where_it_is_made(tmp_path):
+def test_a_silent_overflow_is_fixed_where_it_is_made(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Silent(), x=torch.randn(3, 16)), model=Silent).report
     assert report.verdict == "silent"
     assert report.fixes[0].verified
@@ -145,7 +145,7 @@ def test_where_fp32_fails_too_precision_is_not_prescribed(tmp_path):
     assert settings[StepSetting(dtype=FP64)] is False
 
 
-def test_circumstances_tell_the_guilty_sample_and_the_mode(tmp_path):
+def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What counts as a cure: finite, and in agreement with fp32. Things that only look like cures do not."""
+"""What counts as a fix: finite, and in agreement with fp32. Things that only look like fixes do not."""
 
 import math
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def site_of(step, op, nth=0):
     return OpSite(module=found.module, type=found.type, op=op, nth=found.nth, source=found.source)
 
 
-def test_the_step_fails_and_fp32_of_the_scores_cures_it(step):
+def test_the_step_fails_and_fp32_of_the_scores_fixes_it(step):
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     judgement = trials.judge(KeepOp(site=site_of(step, "matmul")))
@@ -70,7 +70,7 @@ def test_the_step_fails_and_fp32_of_the_scores_cures_it(step):
 
 
 @pytest.mark.parametrize("op", ["softmax", "masked_fill", "div"])
-def test_nan_to_num_on_the_scores_is_finite_and_no_cure(step, op):
+def test_nan_to_num_on_the_scores_is_finite_and_no_fix(step, op):
     """0 in place of NaN, and large numbers in place of Inf, let a query see what it must not, or not what it must."""
     argument = "self"
     edit = ClampArgument(site=site_of(step, op), argument=argument, low=-65504.0, high=65504.0, nan=True)
@@ -79,14 +79,14 @@ def test_nan_to_num_on_the_scores_is_finite_and_no_cure(step, op):
     assert not judgement.passes
 
 
-def test_a_clamp_that_never_binds_is_no_cure(step):
+def test_a_clamp_that_never_binds_is_no_fix(step):
     edit = ClampArgument(site=site_of(step, "matmul"), argument="self", low=-1e30, high=1e30)
     judgement = make_trials(step).judge(edit)
     assert not judgement.outcome.finite
     assert not judgement.passes
 
 
-def test_a_clamp_that_cuts_values_off_is_no_cure(step):
+def test_a_clamp_that_cuts_values_off_is_no_fix(step):
     edit = ClampArgument(site=site_of(step, "matmul"), argument="self", low=-0.1, high=0.1)
     judgement = make_trials(step).judge(edit)
     assert judgement.outcome.finite

@@ -52,19 +52,19 @@ def counts(num_bad, *, kind="nan", samples=(2,)):
     )
 
 
-def tensor(absmax=1.0, *, path="", dtype=FP16, bad=None, shape=(BATCH, 16, 32, 32)):
-    """Statistics of a tensor of this absmax; `bad` is its counts, `absmax` None one without a finite value."""
+def tensor(absmax=1.0, *, path="", dtype=FP16, nonfinite=None, shape=(BATCH, 16, 32, 32)):
+    """Statistics of a tensor of this absmax; `nonfinite` is its counts, `absmax` None one without a finite value."""
     spread = {} if not absmax else {"p05": absmax / 300, "median": absmax / 12, "p95": absmax / 2}
     return TensorStats(
         path=path,
         shape=shape,
         dtype=dtype,
         numel=math.prod(shape),
-        finite=bad is None,
+        finite=nonfinite is None,
         min=None if absmax is None else -absmax / 2,
         max=absmax,
         absmax=absmax,
-        counts=bad,
+        counts=nonfinite,
         **spread,
     )
 
@@ -103,17 +103,23 @@ def magnitude(index):
     return 3.0 * 2 ** (2.5 * math.sin(index / 5) + 1.2 * math.sin(index * 1.7))
 
 
-def network(num_layers, *, bad_from=None, low=FP16, growth=1.0):
-    """The rows of both runs of `num_layers` leaves in blocks of four; from `bad_from` on autocast is non-finite."""
+def network(num_layers, *, nonfinite_from=None, low=FP16, growth=1.0):
+    """The rows of both runs of `num_layers` leaves in blocks of four, those from `nonfinite_from` on non-finite."""
     autocast, fp32 = [], []
     for index in range(num_layers):
         block, place = divmod(index, 4)
         module = f"encoder.blocks.{block}.{('norm', 'attention', 'project', 'mlp')[place]}"
         type_name = ("ChannelNorm", "MultiheadAttention", "Linear", "Conv2d")[place]
         size = magnitude(index) * growth**index
-        bad = counts(8192) if bad_from is not None and index >= bad_from else None
+        nonfinite = counts(8192) if nonfinite_from is not None and index >= nonfinite_from else None
         autocast.append(
-            row(module, type_name, tensor(size, bad=bad, dtype=low), rel_err=None if bad else 3e-4, low=low)
+            row(
+                module,
+                type_name,
+                tensor(size, nonfinite=nonfinite, dtype=low),
+                rel_err=None if nonfinite else 3e-4,
+                low=low,
+            )
         )
         fp32.append(row(module, type_name, tensor(size, dtype=FP32), low=low))
         if place == 3:  # the block returns what its last layer made
@@ -159,13 +165,13 @@ def put(record, **changes):
     return replace(record, **changes)
 
 
-def first(bad_row, **changes):
+def first(nonfinite_row, **changes):
     """The record of a first non-finite output, as the row has it."""
-    value = bad_row.outputs[0]
+    value = nonfinite_row.outputs[0]
     record = FirstNonfinite(
         run="autocast",
         phase="forward",
-        place=bad_row.place,
+        place=nonfinite_row.place,
         where="output",
         seen_in=None,
         elements=NonfiniteElements(
@@ -221,7 +227,7 @@ def report(runs=None, **changes):
     return replace(made, **changes)
 
 
-def bad_row(runs):
+def nonfinite_row(runs):
     return next(row for row in runs.autocast.modules if not row.finite)
 
 
@@ -230,10 +236,10 @@ AGREES = Reproduction(
 )
 
 
-def precision(num_layers=20, *, bad_from=9, would_be=81234.0, low=FP16):
-    """Non-finite from the layer `bad_from` on under autocast, finite in fp32."""
-    runs = network(num_layers, bad_from=bad_from, low=low)
-    origin = bad_row(runs)
+def precision(num_layers=20, *, nonfinite_from=9, would_be=81234.0, low=FP16):
+    """Non-finite from the layer `nonfinite_from` on under autocast, finite in fp32."""
+    runs = network(num_layers, nonfinite_from=nonfinite_from, low=low)
+    origin = nonfinite_row(runs)
     return report(
         runs,
         verdict="precision",
@@ -246,7 +252,7 @@ def precision(num_layers=20, *, bad_from=9, would_be=81234.0, low=FP16):
 
 def numerics():
     """Non-finite in both runs."""
-    runs = network(20, bad_from=9)
+    runs = network(20, nonfinite_from=9)
     fp32 = tuple(
         replace(row, outputs=other.outputs) for row, other in zip(runs.fp32.modules, runs.autocast.modules, strict=True)
     )
@@ -257,7 +263,9 @@ def numerics():
 def residual():
     """A sum made in a block's own forward, first seen going into a layer of the next block."""
     made = precision()
-    seen = first(bad_row(made.runs), place=Place(module="encoder.blocks.1", type="Block", call=0), where="between")
+    seen = first(
+        nonfinite_row(made.runs), place=Place(module="encoder.blocks.1", type="Block", call=0), where="between"
+    )
     norm = Place(module="encoder.blocks.2.norm", type="ChannelNorm", call=0)
     infinite = replace(seen.elements, kinds=("+inf",))
     return replace(made, first_nonfinite=replace(seen, seen_in=norm, elements=infinite))
@@ -280,19 +288,19 @@ def weights_only():
     )
 
 
-def bad_input():
-    """A batch that was bad before the first layer."""
-    made = precision(bad_from=0)
+def nonfinite_input():
+    """A batch that was non-finite before the first layer."""
+    made = precision(nonfinite_from=0)
     seen = first(
-        bad_row(made.runs),
+        nonfinite_row(made.runs),
         phase="input",
         place=Place(module="", type="", call=0),
         where="batch",
         inputs=(),
         would_be=None,
-        value=tensor(1.0, path="image", dtype=FP32, bad=counts(12), shape=(BATCH, 3, 32, 32)),
+        value=tensor(1.0, path="image", dtype=FP32, nonfinite=counts(12), shape=(BATCH, 3, 32, 32)),
     )
-    return replace(made, verdict="input", headline="The batch itself is bad.", first_nonfinite=seen)
+    return replace(made, verdict="input", headline="The batch itself is non-finite.", first_nonfinite=seen)
 
 
 def healthy(num_layers=20):
@@ -308,7 +316,7 @@ def not_reproduced():
     return report(network(20), verdict="not-reproduced", headline=headline, reproduction=reproduction)
 
 
-def cured():
+def fixable():
     """A failure with all that a search for fixes can give."""
     made = precision()
     source = SourceLine(file="/home/them/net.py", line=45, text="return x / torch.sqrt(variance + 1e-8)")
@@ -383,33 +391,33 @@ def cured():
 
 
 def origin(made, **changes):
-    """The origin at the first bad row, its damage in the middle of the image."""
-    bad = bad_row(made.runs)
+    """The origin at the first non-finite row, its damage in the middle of the image."""
+    nonfinite = nonfinite_row(made.runs)
     counts = tuple(tuple(8 if 10 < row < 20 and 4 < place < 9 else 0 for place in range(32)) for row in range(32))
     record = Origin(
         phase="forward",
-        place=bad.place,
+        place=nonfinite.place,
         op="div",
         source=None,
         elements=NonfiniteElements(
-            kinds=("nan",), num_bad=288, numel=bad.outputs[0].numel, first_index=(2, 0, 11, 5), samples=(2,)
+            kinds=("nan",), num_bad=288, numel=nonfinite.outputs[0].numel, first_index=(2, 0, 11, 5), samples=(2,)
         ),
         would_be=None,
         inputs=(tensor(13.6, path="self"), tensor(1.27, path="other")),
-        output=bad.outputs[0],
-        grid=Grid(dims=(2, 3), sizes=(32, 32), numel=bad.outputs[0].numel, counts=counts),
+        output=nonfinite.outputs[0],
+        grid=Grid(dims=(2, 3), sizes=(32, 32), numel=nonfinite.outputs[0].numel, counts=counts),
     )
     return replace(record, **changes)
 
 
 VERDICTS = {
     "precision": precision,
-    "cured": cured,
+    "fixable": fixable,
     "numerics": numerics,
     "residual": residual,
     "state": state,
     "weights-only": weights_only,
-    "input": bad_input,
+    "input": nonfinite_input,
     "healthy": healthy,
     "not-reproduced": not_reproduced,
 }

@@ -18,7 +18,7 @@ from nandoctor.renderers.diff import comparison_json, print_comparison
 
 
 def test_a_report_does_not_differ_from_itself():
-    comparison = compare(factory.cured(), factory.cured())
+    comparison = compare(factory.fixable(), factory.fixable())
     assert (comparison.outcome, comparison.changes, comparison.layers) == ("same-failure", (), ())
     assert comparison.headline == "The same failure in both: eps-underflow."
 
@@ -28,7 +28,7 @@ def test_a_report_does_not_differ_from_itself():
     [
         (factory.precision, factory.healthy, "fixed"),
         (factory.healthy, factory.precision, "broken"),
-        (factory.precision, lambda: factory.precision(bad_from=3), "moved"),
+        (factory.precision, lambda: factory.precision(nonfinite_from=3), "moved"),
         (factory.precision, factory.numerics, "moved"),
         (factory.healthy, factory.not_reproduced, "both-finite"),
         (factory.weights_only, factory.weights_only, "same-failure"),
@@ -38,7 +38,7 @@ def test_outcomes(before, after, outcome):
     assert compare(before(), after()).outcome == outcome
 
 
-def test_a_cure_shows_in_verdict_place_and_layers():
+def test_a_fix_shows_in_verdict_place_and_layers():
     comparison = compare(factory.precision(), factory.healthy())
     changes = {change.name: (change.before, change.after) for change in comparison.changes}
     assert changes["verdict"] == ("precision", "healthy")
@@ -88,7 +88,7 @@ def printed(comparison, *, width=80, **options):
 
 
 def test_a_difference_fits_one_screen():
-    text = printed(compare(factory.precision(400, bad_from=250), factory.healthy(300)))
+    text = printed(compare(factory.precision(400, nonfinite_from=250), factory.healthy(300)))
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith(" FIXED  The failure is gone")
@@ -109,7 +109,7 @@ def test_hostile_names_do_not_reach_the_terminal():
 
 
 def test_json_comes_back_as_the_comparison():
-    comparison = compare(factory.cured(), factory.healthy())
+    comparison = compare(factory.fixable(), factory.healthy())
     data = json.loads(comparison_json(comparison))
     assert data["schema"] == "nandoctor.comparison/2"
     assert from_plain(Comparison, data) == comparison

@@ -23,7 +23,7 @@ def with_first(**changes):
     return facts(replace(report, first_nonfinite=factory.put(report.first_nonfinite, **changes)))
 
 
-def test_the_first_bad_layer_in_full():
+def test_the_first_nonfinite_layer_in_full():
     assert facts(factory.precision()) == {
         "replay": "reproduces the saved logit: the same 1,024 of 4,096 elements are non-finite, all others identical",
         "first": "encoder.blocks.2.attention (MultiheadAttention), in its output",
@@ -86,8 +86,8 @@ def test_the_root_has_no_path():
     assert with_first(module="", type="UNet")["first"] == "the model (UNet), in its output"
 
 
-def test_a_bad_batch():
-    told = facts(factory.bad_input())
+def test_a_nonfinite_batch():
+    told = facts(factory.nonfinite_input())
     assert told["first"] == "image, in the saved batch"
     assert "input" not in told
     assert "in fp32" not in told
@@ -107,7 +107,7 @@ def test_samples(samples, text):
 
 
 def test_many_samples_are_counted():
-    value = factory.tensor(bad=factory.counts(9), shape=(64, 8))
+    value = factory.tensor(nonfinite=factory.counts(9), shape=(64, 8))
     told = with_first(value=value, samples=tuple(range(0, 18, 2)))
     assert "samples 0, 2, 4 and 6 more" in told["extent"]
 
@@ -123,7 +123,7 @@ def test_many_samples_are_counted():
     ],
 )
 def test_what_fp32_gives(would_be, dtype, text):
-    value = factory.tensor(bad=factory.counts(8192), dtype=dtype)
+    value = factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)
     assert with_first(would_be=would_be, value=value)["in fp32"] == text
 
 
@@ -132,7 +132,7 @@ def test_fp32_non_finite_as_well():
 
 
 def test_several_inputs_are_named():
-    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", bad=factory.counts(4)))
+    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", nonfinite=factory.counts(4)))
     assert with_first(inputs=inputs)["input"] == (
         "[0][0] finite, up to 0.5 (fp16) and .mask non-finite, no finite value (fp16)"
     )

@@ -69,7 +69,7 @@ def test_the_bands_are_those_of_the_format():
     assert {65504.0, round(2.0**-14, 12), round(2.0**-25, 12)} <= edges
 
 
-def test_the_first_bad_layer_and_those_after_it_are_marked():
+def test_the_first_nonfinite_layer_and_those_after_it_are_marked():
     (axes,) = draw_ranges(factory.precision()).axes
     assert marks(axes, "non-finite, fp16 autocast") == list(range(9, 20))
     assert "first non-finite: NaN in the output of encoder.blocks.2.attention" in texts(axes)
@@ -78,7 +78,7 @@ def test_the_first_bad_layer_and_those_after_it_are_marked():
     assert bold == ["encoder.blocks.2.attention"]
 
 
-def test_both_runs_are_marked_where_fp32_is_bad_too():
+def test_both_runs_are_marked_where_fp32_is_nonfinite_too():
     figure = draw_ranges(factory.numerics())
     assert marks(figure.axes[0], "non-finite, fp32") == list(range(9, 20))
     assert "non-finite, fp32" in legend(figure)
@@ -90,14 +90,14 @@ def test_a_value_made_between_layers_is_marked_between_them():
     assert [7.5, 7.5] in [list(line.get_xdata()) for line in axes.lines]
 
 
-def test_a_bad_batch_is_marked_before_all_layers():
-    (axes,) = draw_ranges(factory.bad_input()).axes
+def test_a_nonfinite_batch_is_marked_before_all_layers():
+    (axes,) = draw_ranges(factory.nonfinite_input()).axes
     assert "first non-finite: NaN in the saved batch" in texts(axes)
     assert [-0.5, -0.5] in [list(line.get_xdata()) for line in axes.lines]
 
 
 def test_four_hundred_layers_get_an_overview_and_a_closer_look():
-    figure = draw_ranges(factory.precision(400, bad_from=250))
+    figure = draw_ranges(factory.precision(400, nonfinite_from=250))
     whole, part = figure.axes
     assert figure.get_figwidth() <= 16
     assert whole.get_ylim() == part.get_ylim()
@@ -113,7 +113,7 @@ def test_four_hundred_layers_get_an_overview_and_a_closer_look():
 
 @pytest.mark.parametrize("num_layers", [400, MAX_BARS, 20])
 def test_names_do_not_run_into_each_other(num_layers):
-    figure = draw_ranges(factory.precision(num_layers, bad_from=num_layers // 2))
+    figure = draw_ranges(factory.precision(num_layers, nonfinite_from=num_layers // 2))
     figure.canvas.draw()
     for axes in figure.axes:
         boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
@@ -134,14 +134,14 @@ def test_healthy_and_long_looks_closer_at_the_tightest_layer():
 
 
 def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
-    (axes,) = draw_ranges(report_on((factory.tensor(None, bad=factory.counts(9)), factory.tensor(2.0)))).axes
+    (axes,) = draw_ranges(report_on((factory.tensor(None, nonfinite=factory.counts(9)), factory.tensor(2.0)))).axes
     assert len(bars(axes)) == 1
     assert marks(axes, "non-finite, fp16 autocast") == [0]
 
 
 def test_nothing_but_nan_can_be_drawn():
-    bad = factory.tensor(None, bad=factory.counts(9))
-    figure = draw_ranges(report_on((bad, bad)))
+    nonfinite = factory.tensor(None, nonfinite=factory.counts(9))
+    figure = draw_ranges(report_on((nonfinite, nonfinite)))
     figure.canvas.draw()
     assert bars(figure.axes[0]) == []
 
@@ -296,5 +296,5 @@ def test_drawing_leaves_pyplot_and_the_backend_alone(tmp_path):
 def test_no_warning_is_raised(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for make in (factory.precision, factory.bad_input, lambda: factory.precision(400, bad_from=250)):
+        for make in (factory.precision, factory.nonfinite_input, lambda: factory.precision(400, nonfinite_from=250)):
             save_figure(draw_ranges(make()), tmp_path / "ranges.png")

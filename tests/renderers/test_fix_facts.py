@@ -1,4 +1,4 @@
-"""Cures and trials in sentences."""
+"""Fixes and trials in sentences."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_nothing_was_tried_and_nothing_is_said():
     assert list_fixes(factory.precision()) == ()
 
 
-def test_the_first_cure_is_told_in_full_and_the_others_counted():
-    assert facts(factory.cured())[:4] == [
+def test_the_first_fix_is_told_in_full_and_the_others_counted():
+    assert facts(factory.fixable())[:4] == [
         ("fix", "An eps that fp16 holds at net.py:45: tried, finite, within 0.062 % of fp32"),
         ("patch", "- return x / torch.sqrt(variance + 1e-8)"),
         ("", "+ return x / torch.sqrt(variance + 1e-5)"),
@@ -42,22 +42,22 @@ def test_the_first_cure_is_told_in_full_and_the_others_counted():
 
 
 def test_a_lost_constant_is_told_where_it_is_not_the_cause():
-    assert "eps" not in dict(facts(factory.cured()))
-    other = replace(factory.cured(), cause=replace(factory.cured().cause, code="matmul-overflow"))
+    assert "eps" not in dict(facts(factory.fixable()))
+    other = replace(factory.fixable(), cause=replace(factory.fixable().cause, code="matmul-overflow"))
     assert dict(facts(other))["eps"].startswith("1e-8 in add of encoder.blocks.2.attention (net.py:45) is zero in fp16")
 
 
 def test_variations_tell_what_is_finite_and_what_is_not():
-    assert facts(factory.cured())[-2:] == [
+    assert facts(factory.fixable())[-2:] == [
         ("variations", "precision  finite: bf16"),
         ("", "samples    finite: without sample 2"),
     ]  # the mode made no difference
-    made = replace(factory.cured(), counterfactuals=factory.cured().counterfactuals[-1:])
+    made = replace(factory.fixable(), counterfactuals=factory.fixable().counterfactuals[-1:])
     assert facts(made)[-1] == ("variations", "the step fails in all of them")
 
 
 def test_a_variation_that_is_far_from_fp32_says_so():
-    made = factory.cured()
+    made = factory.fixable()
     far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
     assert facts(replace(made, counterfactuals=(far,)))[-1] == (
         "variations",
@@ -66,19 +66,19 @@ def test_a_variation_that_is_far_from_fp32_says_so():
 
 
 def test_constants_are_a_table():
-    assert list_constants(factory.cured())[0].cells == (
+    assert list_constants(factory.fixable())[0].cells == (
         "1e-8",
         "encoder.blocks.2.attention",
         "net.py:45",
         "add",
         "is zero in fp16, and lost in 100 % of what it is added to",
     )
-    many = replace(factory.cured(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
+    many = replace(factory.fixable(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
     assert [line.cells[1] for line in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
 def test_a_variation_far_from_fp32_says_how_far():
-    made = factory.cured()
+    made = factory.fixable()
     far = replace(
         made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
     )
@@ -102,14 +102,14 @@ def test_settings_in_words(setting, text):
 
 
 def test_what_did_not_help_comes_last_and_says_so():
-    fixes = list_fixes(factory.cured())
+    fixes = list_fixes(factory.fixable())
     assert [fix.verified for fix in fixes] == [True, True, True, False]
-    failed = replace(factory.cured(), fixes=factory.cured().fixes[-1:])
+    failed = replace(factory.fixable(), fixes=factory.fixable().fixes[-1:])
     assert facts(failed)[0] == ("fix", "the one change that was tried did not help: Clamp what add returns")
 
 
 def test_a_long_patch_is_cut_on_the_terminal_only():
-    made = factory.cured()
+    made = factory.fixable()
     long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, fixes=(long,))
     lines = [text for label, text in facts(made) if label in ("patch", "")][:8]
@@ -118,7 +118,7 @@ def test_a_long_patch_is_cut_on_the_terminal_only():
 
 
 def test_a_patch_cannot_move_the_cursor():
-    made = factory.cured()
+    made = factory.fixable()
     hostile = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
     fix = list_fixes(replace(made, fixes=(hostile,)))[0]
     assert fix.title == r"\x1b[2J"

@@ -28,7 +28,7 @@ def test_the_file_its_weights_and_its_arrays():
     assert ["logit", "[4,", "1,", "32,", "32]", "float32", "output", "1,024", "NaN"] in rows
 
 
-def test_every_kind_of_bad_value_is_counted():
+def test_every_kind_of_nonfinite_value_is_counted():
     mixed = replace(factory.array("x", 1), num_posinf=2, num_neginf=3)
     assert "1 NaN, 2 +Inf, 3 -Inf" in printed(factory.dump(arrays=(mixed,)))
 

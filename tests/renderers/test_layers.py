@@ -50,9 +50,9 @@ def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
     assert labels(select_layers(factory.report(runs_of(a, b, root)))) == ["a", "b"]
 
 
-def test_a_bad_container_is_shown_even_if_it_passes_on():
+def test_a_nonfinite_container_is_shown_even_if_it_passes_on():
     rows = block(residual=False)
-    seen = factory.first(replace(rows[2], outputs=(factory.tensor(bad=factory.counts(1)),)))
+    seen = factory.first(replace(rows[2], outputs=(factory.tensor(nonfinite=factory.counts(1)),)))
     layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
     assert labels(layers) == ["block.a", "block.b", "block"]
     assert layers.first_nonfinite == 2
@@ -82,18 +82,20 @@ def test_a_run_that_raised_is_filled_up_from_the_other():
 def test_a_value_going_into_a_container_marks_its_first_layer():
     first_block = block(residual=True)[:3]
     second = tuple(factory.put(row, module=row.place.module.replace("block", "next")) for row in first_block)
-    made = factory.first(factory.bad_row(factory.network(4, bad_from=0)), where="between", seen_in=second[-1].place)
+    made = factory.first(
+        factory.nonfinite_row(factory.network(4, nonfinite_from=0)), where="between", seen_in=second[-1].place
+    )
     layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
     assert layers.pairs[layers.first_nonfinite].label == "next.a"
     assert layers.before_nonfinite
 
 
-def test_a_bad_batch_is_marked_before_the_first_layer():
-    layers = select_layers(factory.bad_input())
+def test_a_nonfinite_batch_is_marked_before_the_first_layer():
+    layers = select_layers(factory.nonfinite_input())
     assert (layers.first_nonfinite, layers.before_nonfinite) == (0, True)
 
 
-def test_a_first_bad_call_that_the_runs_lack_is_not_marked():
+def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
     report = factory.precision()
     lost = factory.put(report.first_nonfinite, module="gone")
     assert select_layers(replace(report, first_nonfinite=lost)).first_nonfinite is None

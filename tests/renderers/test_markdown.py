@@ -26,13 +26,13 @@ def test_every_verdict(make):
 
 
 def test_patches_are_in_fences():
-    text = report_markdown(factory.cured())
+    text = report_markdown(factory.fixable())
     assert "```diff\n- return x / torch.sqrt(variance + 1e-8)\n+ return x" in text
     assert "**Clamp what add returns** (not a fix: still non-finite)" in text
 
 
 def test_a_patch_cannot_leave_its_fence():
-    made = factory.cured()
+    made = factory.fixable()
     patch = replace(made.fixes[0], kind="snippet", patch="x\n```\n# out\n````")
     text = report_markdown(replace(made, fixes=(patch,)))
     assert "`````python\nx\n```\n# out\n````\n`````" in text
@@ -57,6 +57,6 @@ def test_escaping_keeps_what_is_read():
 
 
 def test_the_file_is_utf8(tmp_path):
-    write_markdown(factory.cured(), tmp_path / "report.md")
-    text = report_markdown(factory.cured())
+    write_markdown(factory.fixable(), tmp_path / "report.md")
+    text = report_markdown(factory.fixable())
     assert (tmp_path / "report.md").read_text(encoding="utf-8") == f"{text}\n<!-- nandoctor -->\n"

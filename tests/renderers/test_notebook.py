@@ -12,7 +12,7 @@ from nandoctor.renderers import notebook
 from nandoctor.renderers.notebook import record_html, show_records
 from nandoctor.renderers.tensors import describe_tensor
 
-CURED = factory.cured()
+FIXABLE = factory.fixable()
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def shell(monkeypatch):
 
 
 def test_records_are_tables_and_tensors_lines(shell):
-    data, _ = shell.display_formatter.format(CURED.origin)
+    data, _ = shell.display_formatter.format(FIXABLE.origin)
     assert data["text/html"].startswith("<table")
-    data, _ = shell.display_formatter.format(CURED.origin.inputs[0])
+    data, _ = shell.display_formatter.format(FIXABLE.origin.inputs[0])
     assert data == {"text/plain": "self: fp16 [4, 16, 32, 32], -6.8 to 13.6, median magnitude 1.13"}
 
 
 def test_a_record_says_what_it_has():
-    text = Balanced(record_html(CURED.origin)).text
+    text = Balanced(record_html(FIXABLE.origin)).text
     assert "div in encoder.blocks.2.attention: NaN in 288 of 65,536" in text
     assert "net.py:45: return x / torch.sqrt(variance + 1e-8)" in text
     assert "would be" not in text
@@ -40,7 +40,7 @@ def test_a_record_says_what_it_has():
 
 @pytest.mark.parametrize(
     "record",
-    [CURED.first_nonfinite, CURED.cause, CURED.fixes[0], compare(CURED, factory.healthy())],
+    [FIXABLE.first_nonfinite, FIXABLE.cause, FIXABLE.fixes[0], compare(FIXABLE, factory.healthy())],
     ids=lambda record: type(record).__name__,
 )
 def test_every_record_is_well_formed(record):
@@ -48,7 +48,7 @@ def test_every_record_is_well_formed(record):
 
 
 def test_records_have_a_line_where_there_is_no_html(shell):
-    records = (CURED.origin, CURED.cause, CURED.first_nonfinite, CURED.fixes[0])
+    records = (FIXABLE.origin, FIXABLE.cause, FIXABLE.first_nonfinite, FIXABLE.fixes[0])
     lines = [shell.display_formatter.format(record)[0]["text/plain"] for record in records]
     assert lines[0] == "div in encoder.blocks.2.attention: NaN in 288 of 65,536"
     assert lines[1].startswith("eps-underflow: 1e-8 rounds to zero")
@@ -66,11 +66,11 @@ def test_nothing_happens_outside_of_ipython(monkeypatch):
     [
         (factory.tensor(2.0, shape=(3,)), "fp16 [3], -1 to 2, median magnitude 0.167"),
         (
-            factory.tensor(None, bad=factory.counts(5), shape=(4, 2)),
+            factory.tensor(None, nonfinite=factory.counts(5), shape=(4, 2)),
             "fp16 [4, 2], no finite value, NaN in 5 of 8 (index 2 of dimension 0)",
         ),
         (
-            factory.tensor(1.0, bad=factory.counts(8, samples=(0, 1)), shape=(2, 4)),
+            factory.tensor(1.0, nonfinite=factory.counts(8, samples=(0, 1)), shape=(2, 4)),
             "fp16 [2, 4], -0.5 to 1, median magnitude 0.0833, NaN in 8 of 8",
         ),
     ],

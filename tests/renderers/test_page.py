@@ -39,7 +39,7 @@ class Page(Fragment):
 
 @pytest.fixture(scope="module")
 def page():
-    return report_page(factory.cured())
+    return report_page(factory.fixable())
 
 
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
@@ -59,7 +59,7 @@ def test_the_story_comes_first_and_in_order(page):
     assert page.index("<h1>") < page.index("h-fixes")
 
 
-def test_bad_state_is_listed():
+def test_nonfinite_state_is_listed():
     text = Page(report_page(factory.state())).text
     assert text[text.index("norm4.running_var") :][:5] == ["norm4.running_var", "[64]", "float32", "buffer", "64"]
 
@@ -103,20 +103,20 @@ def test_patches_keep_their_lines(page):
 
 @pytest.mark.slow
 def test_a_page_of_400_layers_is_small():
-    made = factory.precision(400, bad_from=250)
+    made = factory.precision(400, nonfinite_from=250)
     surveyed = replace(made, runs=factory.surveyed(made.runs))
     assert len(report_page(surveyed).encode()) < LIMIT
 
 
 @pytest.mark.slow
 def test_a_page_of_10000_layers_is_still_a_page():
-    text = report_page(factory.precision(10_000, bad_from=5_000))
+    text = report_page(factory.precision(10_000, nonfinite_from=5_000))
     assert "12501 calls in all; these are the 3000 around the first non-finite one." in text
     assert len(text.encode()) < 4 * LIMIT
 
 
 def hostile():
-    made = factory.cured()
+    made = factory.fixable()
     rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules[:12])
     fp32 = tuple(factory.put(row, module=f"{HOSTILE}.{HOSTILE}") for row in made.runs.fp32.modules)
     runs = replace(
@@ -157,7 +157,7 @@ def test_hostile_names_are_text():
 
 
 def test_a_drawing_is_xml_whose_ids_are_its_own():
-    drawing = str(svg.figure_svg(draw(factory.cured(), "ranges"), prefix="one"))
+    drawing = str(svg.figure_svg(draw(factory.fixable(), "ranges"), prefix="one"))
     root = ET.fromstring(drawing)
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert ids
@@ -169,6 +169,6 @@ def test_a_drawing_is_xml_whose_ids_are_its_own():
 
 
 def test_the_file_is_written_whole(tmp_path):
-    write_page(factory.cured(), tmp_path / "report.html")
+    write_page(factory.fixable(), tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
     assert len(list(tmp_path.iterdir())) == 1

@@ -29,13 +29,13 @@ def browser():
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
-    large = factory.precision(400, bad_from=250)
+    large = factory.precision(400, nonfinite_from=250)
     reports = {
-        "cured": factory.cured(),
+        "fixable": factory.fixable(),
         "large": replace(large, runs=factory.surveyed(large.runs)),
         "hostile": hostile(),
         "weights": factory.weights_only(),
-        "huge": factory.precision(10_000, bad_from=5_000),
+        "huge": factory.precision(10_000, nonfinite_from=5_000),
     }
     for name, report in reports.items():
         write_page(report, folder / f"{name}.html")
@@ -45,7 +45,7 @@ def pages(tmp_path_factory):
 @pytest.fixture
 def opened(browser, pages):
     browser.look()
-    browser.open(pages["cured"])
+    browser.open(pages["fixable"])
     return browser
 
 
@@ -54,7 +54,7 @@ def sort_by(browser, column):
     return browser.run(f"document.querySelectorAll('#layers thead th')[{column}].getAttribute('aria-sort')")
 
 
-@pytest.mark.parametrize("name", ["cured", "large", "hostile", "weights", "huge"])
+@pytest.mark.parametrize("name", ["fixable", "large", "hostile", "weights", "huge"])
 def test_it_opens_from_disk_without_requests_or_complaints(name, browser, pages):
     browser.look()
     browser.open(pages[name])
@@ -140,7 +140,7 @@ def test_a_fold_is_worked_from_the_keyboard(opened):
     assert opened.run("document.activeElement.ariaExpanded") == "false"
 
 
-def test_a_large_model_opens_on_its_first_bad_layer(browser, pages):
+def test_a_large_model_opens_on_its_first_nonfinite_layer(browser, pages):
     browser.look()
     browser.open(pages["large"])
     assert len(browser.run(NAMES)) == 105
@@ -165,7 +165,7 @@ def test_a_patch_is_copied(opened):
 
 def test_light_and_dark(browser, pages):
     browser.look(dark=False)
-    browser.open(pages["cured"])
+    browser.open(pages["fixable"])
     light = browser.run(GROUND)
     browser.look(dark=True)
     dark = browser.run(GROUND)
@@ -199,11 +199,11 @@ CONTRAST = """(() => {
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_all_text_stands_out_from_its_ground(dark, browser, pages):
     browser.look(dark=dark)
-    browser.open(pages["cured"])
+    browser.open(pages["fixable"])
     assert browser.run(CONTRAST) >= 4.5  # WCAG 2.2, level AA
 
 
-@pytest.mark.parametrize("name", ["cured", "large", "hostile", "weights"])
+@pytest.mark.parametrize("name", ["fixable", "large", "hostile", "weights"])
 def test_a_phone_need_not_scroll_sideways(name, browser, pages):
     browser.look(width=390)
     browser.open(pages[name])

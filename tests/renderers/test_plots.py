@@ -21,7 +21,7 @@ def title(figure):
 
 
 def surveyed(num_layers=20, **options):
-    made = factory.cured() if num_layers == 20 else factory.precision(num_layers, **options)
+    made = factory.fixable() if num_layers == 20 else factory.precision(num_layers, **options)
     return replace(made, runs=factory.surveyed(made.runs))
 
 
@@ -40,7 +40,7 @@ def test_every_kind_is_drawn(kind, suffix, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in PLOTS if kind != "origin"])
 def test_many_layers_get_a_closer_look(kind):
-    figure = draw(surveyed(400, bad_from=250), kind)
+    figure = draw(surveyed(400, nonfinite_from=250), kind)
     assert len(figure.axes) == 2
     assert max(figure.get_size_inches()) <= 16
 
@@ -112,7 +112,7 @@ def test_exponents_have_the_shares_of_each_layer():
     assert shares.sum(axis=0) == pytest.approx(np.ones(shares.shape[1]), abs=1e-2)
 
 
-def test_samples_tell_who_is_bad_and_who_is_near():
+def test_samples_tell_who_is_nonfinite_and_who_is_near():
     finding = title(draw(surveyed(), "samples"))
     assert finding.startswith("Sample 2 is non-finite from encoder.blocks.2.attention on; the others stay finite")
     near = factory.report(factory.surveyed(factory.network(12, growth=2.3)))
@@ -148,18 +148,18 @@ def test_layers_without_a_batch_are_left_blank():
 
 
 def test_the_origin_is_shown_where_it_is():
-    figure = draw(factory.cured(), "origin")
+    figure = draw(factory.fixable(), "origin")
     assert title(figure) == (
         "div in encoder.blocks.2.attention: NaN in 288 of 65,536: at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
         "along dimension 3."
     )
     image = figure.axes[0].images[0].get_array()
-    assert image[11, 5] == pytest.approx(8 / 16)  # of the bad sample's 16 channels
+    assert image[11, 5] == pytest.approx(8 / 16)  # of the non-finite sample's 16 channels
     assert image.mask[0, 0]
 
 
 def test_the_origin_lies_over_the_image():
-    made = factory.cured()
+    made = factory.fixable()
     picture = Picture(name="image", sample=2, height=8, width=8, pixels="AAAA" * 21 + "AA==")
     figure = draw(replace(made, picture=picture), "origin")
     assert len(figure.axes[0].images) == 2

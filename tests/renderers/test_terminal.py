@@ -57,7 +57,7 @@ def test_the_table_shows_five_layers_before_and_two_after():
 
 
 def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
-    made = factory.precision(400, bad_from=250)
+    made = factory.precision(400, nonfinite_from=250)
     deep = "backbone.stages.3.blocks." + "x" * 80 + ".attention.project"
     runs = made.runs
     rows = tuple(
@@ -101,7 +101,7 @@ def test_the_first_layer_that_does_not_fit_is_marked():
     assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in printed(same)
 
 
-def test_the_kinds_of_a_bad_layer_stand_in_its_cell():
+def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
     made = factory.precision()
     both = replace(factory.counts(3), num_posinf=1, num_neginf=2)
     for counts, text in ((both, "NaN ±Inf"), (factory.counts(3, kind="-inf"), "-Inf"), (None, "NaN/Inf")):

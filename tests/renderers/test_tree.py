@@ -30,8 +30,8 @@ def test_parents_stand_before_what_they_hold():
     assert all(row.shown and not row.folded for row in rows)
 
 
-def test_a_large_model_is_folded_but_for_the_first_bad_layer():
-    rows = make_tree(factory.precision(400, bad_from=250)).rows
+def test_a_large_model_is_folded_but_for_its_nonfinite_layer():
+    rows = make_tree(factory.precision(400, nonfinite_from=250)).rows
     shown = [row for row in rows if row.shown]
     assert len(rows) == 501
     assert len(shown) == 1 + 100 + 4
@@ -51,9 +51,9 @@ def test_calls_of_one_module_stand_together():
     ]
 
 
-def test_of_very_large_models_rows_near_the_first_bad_are_kept(monkeypatch):
+def test_of_very_large_models_rows_near_the_nonfinite_are_kept(monkeypatch):
     monkeypatch.setattr(tree, "MAX_ROWS", 50)
-    made = make_tree(factory.precision(400, bad_from=250))
+    made = make_tree(factory.precision(400, nonfinite_from=250))
     assert (len(made.rows), made.num_calls) == (50, 501)
     assert any(row.cells.first_nonfinite for row in made.rows)
 

@@ -37,7 +37,7 @@ def grade_of(replayed, saved=SAVED, name="logit", key=None):
         ([[1.0, 2.0], [3.0, -4.0]], "finite"),
     ],
 )
-def test_grades_of_a_bad_saved_output(replayed, expected):
+def test_grades_of_a_nonfinite_saved_output(replayed, expected):
     assert grade_of(torch.tensor(replayed)).grade == expected
 
 
@@ -135,7 +135,7 @@ def test_saved_outputs_go_by_name_the_users_first(names, key, expected):
     assert saved_outputs(dict.fromkeys(names, torch.ones(2)), key) == expected
 
 
-def test_a_bad_array_of_no_known_role_is_taken_for_the_output():
+def test_a_nonfinite_array_of_no_known_role_is_the_output():
     arrays = {"image": SAVED, "thing": SAVED, "other": torch.ones(2), "count": torch.arange(3)}
     assert saved_outputs(arrays, None) == ["thing"]
 

@@ -99,7 +99,7 @@ def test_a_kept_module_returns_fp32_and_its_neighbours_do_not():
     }  # fmt: skip
 
 
-def test_keeping_own_ops_leaves_children_under_autocast():
+def test_keeping_a_forward_alone_leaves_children_under_autocast():
     step = make_step()
 
     def format_of_inner(*edits):
@@ -111,13 +111,13 @@ def test_keeping_own_ops_leaves_children_under_autocast():
     assert dtypes(execute(step, KeepModule(module="branch", children=False)))["branch"] is FP32
 
 
-def test_nested_own_ops_leave_children_under_autocast():
+def test_nested_forwards_alone_leave_children_under_autocast():
     kept = KeepModule(module="", children=False), KeepModule(module="branch", children=False)
     ops = execute(make_step(), *kept, watch=CLOSELY).trace.ops
     assert next(op.outputs[0].dtype for op in ops if op.module == "branch.inner") is FP16
 
 
-def test_a_region_of_the_model_s_own_holds_among_own_ops_in_fp32():
+def test_a_region_of_the_model_holds_in_a_forward_alone_in_fp32():
     class Careful(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,7 +132,7 @@ def test_a_region_of_the_model_s_own_holds_among_own_ops_in_fp32():
     assert {op.module: op.outputs[0].dtype for op in ops if op.op == "linear"} == {"first": FP32, "second": FP16}
 
 
-def test_own_ops_take_what_children_return_as_fp32():
+def test_a_forward_alone_takes_what_children_return_as_fp32():
     class Large(nn.Module):
         def __init__(self):
             super().__init__()

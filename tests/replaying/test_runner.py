@@ -231,13 +231,13 @@ def test_a_forward_that_raises_on_finite_values_is_miscalled():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def refuses_bad_values(x):
+def refuses_nonfinite_values(x):
     assert torch.isfinite(x["logit"]).all(), "the output is NaN"
     return x
 
 
 def test_a_model_that_raises_on_nan_is_recorded_up_to_there():
-    outcome = run_once(Chain(net=Overflowing(), check=Returns(refuses_bad_values)), policy=CUDA)
+    outcome = run_once(Chain(net=Overflowing(), check=Returns(refuses_nonfinite_values)), policy=CUDA)
     assert outcome.output is None
     assert outcome.trace.raised.startswith("AssertionError: the output is NaN")
     assert not outcome.trace.finite

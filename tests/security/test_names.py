@@ -66,7 +66,7 @@ def shown(report):
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_name_does_no_harm_in_any_renderer(kind):
-    report = renamed(factory.cured(), NAMES[kind])
+    report = renamed(factory.fixable(), NAMES[kind])
     texts = shown(report)
     for where, text in texts.items():
         text.encode("utf-8")
@@ -78,7 +78,7 @@ def test_a_name_does_no_harm_in_any_renderer(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_name_does_no_harm_in_any_file(kind, tmp_path):
-    report = renamed(factory.cured(), NAMES[kind])
+    report = renamed(factory.fixable(), NAMES[kind])
     for ending in ENDINGS:
         save_report(report, tmp_path / f"report{ending}")
         assert (tmp_path / f"report{ending}").stat().st_size > 0

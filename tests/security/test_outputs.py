@@ -110,5 +110,5 @@ def test_an_output_that_takes_nothing_ends_in_1(folder, into):
     [("--seed", "x"), ("--seed", "-1"), ("--seed", str(2**70)), ("--loss-scale", "nan"), ("--loss-scale", "0"),
      ("--loss-scale", "-2"), ("--loss-scale", "inf"), ("--time", "nan"), ("--time", "-1"), ("--max-trials", "-1")],
 )  # fmt: skip
-def test_a_bad_number_is_wrong_usage(folder, option):
+def test_an_impossible_number_is_wrong_usage(folder, option):
     assert run(*REPLAY, *option).exit_code == 2

@@ -1,7 +1,7 @@
-"""The smallest known cure of every sick model: what the first verified fix has to be.
+"""The smallest known fix of every sick model: what the first verified fix has to be.
 
 Each is an edit's kind and its place: a module, the source line, the constant and what it becomes. None stands for an
-illness that no change of one operation cures: bad weights, or a custom Function's own mistake.
+illness that no change of one operation fixes: non-finite weights, or a custom Function's own mistake.
 """
 
 # ruff: noqa: E501  (source lines as they stand)
@@ -13,7 +13,7 @@ ACCEPTED = {
     "product/recurrence": "keep-module recur",
     "product/retrieval-einsum": 'keep-op similarity = torch.einsum("qd,pd->qp", self.ask(question), self.answer(passage))',
     "residual/vision-transformer": "keep-op return x + self.mlp(self.norm(x))",
-    "residual/upscaler-in-place": "keep-module trunk.0 (own ops) + keep-module trunk.1 (own ops) + keep-module trunk.1.first",
+    "residual/upscaler-in-place": "keep-module trunk.0 (forward alone) + keep-module trunk.1 (forward alone) + keep-module trunk.1.first",
     "residual/vocoder-skips": "keep-module layers.0.skip + keep-module layers.1.skip + keep-module layers.2.skip + keep-module layers.3.skip + keep-module layers.4.skip",
     "gate/geglu": "keep-module late.narrow + keep-op return self.narrow(F.gelu(gate) * value)",
     "gate/embedding-scale": "keep-op return self.lift(self.table(tokens)) * self.lift.out_features**0.5",
@@ -24,14 +24,14 @@ ACCEPTED = {
     "square/unit-vector-silent": "keep-op return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True))",
     "square/spectrum-share": "keep-op power = bands * bands",
     "square/critic-diversity": "keep-op spread = (x.float() if self.upcast else x).var(dim=0, unbiased=False).mean().log1p()",
-    "square/speaker-moments": "keep-module pool (own ops)",
+    "square/speaker-moments": "keep-module pool (forward alone)",
     "input/microscope-counts": "keep-module stem",
     "input/credit-table": "keep-module entry",
     "input/telemetry-clock": "keep-module clock",
-    "long-sum/linear-attention": "keep-module blend (own ops)",
+    "long-sum/linear-attention": "keep-module blend (forward alone)",
     "long-sum/graph-hub": "keep-op return total.index_add(0, target, messages)",
     "long-sum/crowd-windows": "keep-op counts = F.avg_pool2d(density, self.window, divisor_override=1)",
-    "long-sum/bag-of-phrases": "keep-module (own ops)",
+    "long-sum/bag-of-phrases": "keep-module (forward alone)",
     "long-sum/point-set": "keep-op return self.decide(torch.bmm(ones, each).squeeze(1))",
     "exponential/reparametrised": "clamp spread = torch.exp(0.5 * logvar)",
     "exponential/octaves": "keep-op return wave * torch.exp2(self.control(wave))",
@@ -44,7 +44,7 @@ ACCEPTED = {
     "sigmoid/log-of-softmax": "stable-log return torch.log(scores.softmax(dim=-1))",
     "mask-constant/where": "set-argument -1e+09 -> None",
     "mask-constant/penalty": "set-attribute AdditiveAttention.low = -10000",
-    "mask-constant/lowest-plus-bias": "keep-module stations (own ops)",
+    "mask-constant/lowest-plus-bias": "keep-module stations (forward alone)",
     "mask-constant/two-masks": "clamp both = padding.float() * lowest + blocked.float() * lowest",
     "full-row/point-cloud": "unmask-rows return (scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)",
     "full-row/multihead-attention": None,
@@ -78,7 +78,7 @@ ACCEPTED = {
     "where/click-rate": "clamp return torch.where(views > 0, clicks / divisor, 0.0)",
     "gradient/long-memory": "keep-module recur + keep-module hear",
     "gradient/summed-error": "keep-module price",
-    "gradient/small-denominator": "keep-module mix (own ops)",
+    "gradient/small-denominator": "keep-module mix (forward alone)",
     "gradient/flat-picture-edges": "set-attribute EdgeStrength.eps = 1e-05",
     "function/swish": None,
     "function/log-cosh": None,

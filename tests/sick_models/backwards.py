@@ -293,7 +293,7 @@ CASES = (
         line="memory = self.recur(state)",
         cause="gradient-overflow",
         fixes=("keep recur in fp32", "a spectral radius of one"),
-        cure={"build": seeded(LongMemory, radius=1.0)},
+        repair={"build": seeded(LongMemory, radius=1.0)},
     ),
     Case(
         name="gradient/summed-error",
@@ -309,7 +309,7 @@ CASES = (
         line="self.price(F.relu(self.features(table)))",
         cause="gradient-overflow",
         fixes=('reduction="mean"', "keep price in fp32"),
-        cure={"build": seeded(HousePrices, gain=1.0)},
+        repair={"build": seeded(HousePrices, gain=1.0)},
     ),
     Case(
         name="gradient/small-denominator",
@@ -325,7 +325,7 @@ CASES = (
         line="weights / weights.mean(dim=-1, keepdim=True)",
         cause="gradient-overflow",
         fixes=("keep mix in fp32",),
-        cure={"build": seeded(PatchMixer, small=1.0)},
+        repair={"build": seeded(PatchMixer, small=1.0)},
     ),
     Case(
         name="gradient/flat-picture-edges",
@@ -342,7 +342,7 @@ CASES = (
         cause="eps-underflow",
         near_causes=("gradient-singularity",),
         fixes=("eps=1e-6", "keep strength in fp32"),
-        cure={"build": seeded(EdgeNetwork, eps=1e-6)},
+        repair={"build": seeded(EdgeNetwork, eps=1e-6)},
     ),
     Case(
         name="function/swish",
@@ -359,7 +359,7 @@ CASES = (
         cause="indeterminate-form",
         near_causes=("exp-overflow",),
         fixes=("write the backward with sigmoid", "torch.nn.SiLU"),
-        cure={"build": seeded(Depthwise, gain=1.0)},
+        repair={"build": seeded(Depthwise, gain=1.0)},
     ),
     Case(
         name="function/log-cosh",
@@ -376,7 +376,7 @@ CASES = (
         cause="indeterminate-form",
         near_causes=("exp-overflow",),
         fixes=("tanh in the backward",),
-        cure={"batch": lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-12.0, 3.0])}},
+        repair={"batch": lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-12.0, 3.0])}},
     ),
     Case(
         name="function/router",
@@ -393,7 +393,7 @@ CASES = (
         cause="indeterminate-form",
         near_causes=("exp-overflow",),
         fixes=("softmax in the backward",),
-        cure={"build": seeded(Router, gain=1.0)},
+        repair={"build": seeded(Router, gain=1.0)},
     ),
     Case(
         name="scale/bike-counts",
@@ -410,7 +410,7 @@ CASES = (
         line="self.count(F.relu(self.hidden(weather)))",
         cause="loss-scale-overflow",
         fixes=("let GradScaler halve the scale",),
-        cure={"loss_scale": 16.0},
+        repair={"loss_scale": 16.0},
     ),
     Case(
         name="scale/road-segmenter",
@@ -427,7 +427,7 @@ CASES = (
         line="self.logit(self.loud(self.body(",
         cause="loss-scale-overflow",
         fixes=("let GradScaler halve the scale",),
-        cure={"loss_scale": 16.0},
+        repair={"loss_scale": 16.0},
     ),
     Case(
         name="scale/two-towers",
@@ -444,6 +444,6 @@ CASES = (
         line='torch.einsum("sd,cd->sc", left, right) / 0.05',
         cause="loss-scale-overflow",
         fixes=("let GradScaler halve the scale",),
-        cure={"loss_scale": 1024.0},
+        repair={"loss_scale": 1024.0},
     ),
 )

@@ -220,7 +220,7 @@ CASES = (
         line="x + self.mlp(self.norm(x))",
         cause="elementwise-overflow",
         fixes=("keep the residual stream in fp32",),
-        cure={"build": seeded(VisionTransformer, outlier=300.0)},
+        repair={"build": seeded(VisionTransformer, outlier=300.0)},
     ),
     Case(
         name="residual/upscaler-in-place",
@@ -234,7 +234,7 @@ CASES = (
         line="out += x",
         cause="elementwise-overflow",
         fixes=("keep the residual stream in fp32", "scale the branch by 0.1"),
-        cure={"build": seeded(Upscaler, loud=0.5)},
+        repair={"build": seeded(Upscaler, loud=0.5)},
     ),
     Case(
         name="residual/vocoder-skips",
@@ -248,7 +248,7 @@ CASES = (
         line="skips = skips + skip",
         cause="elementwise-overflow",
         fixes=("sum the skips in fp32",),
-        cure={"build": seeded(Vocoder, loud=15.0)},
+        repair={"build": seeded(Vocoder, loud=15.0)},
     ),
     Case(
         name="gate/geglu",
@@ -262,7 +262,7 @@ CASES = (
         line="F.gelu(gate) * value",
         cause="elementwise-overflow",
         fixes=("keep the product in fp32",),
-        cure={"build": seeded(Reader, gain=1.0)},
+        repair={"build": seeded(Reader, gain=1.0)},
     ),
     Case(
         name="gate/embedding-scale",
@@ -276,7 +276,7 @@ CASES = (
         line="self.lift(self.table(tokens)) * self.lift.out_features**0.5",
         cause="elementwise-overflow",
         fixes=("scale in fp32",),
-        cure={"build": seeded(Translator, loud=1.0)},
+        repair={"build": seeded(Translator, loud=1.0)},
     ),
     Case(
         name="gate/dropout-scale",
@@ -290,7 +290,7 @@ CASES = (
         line="self.scale(self.drop(F.relu(self.hidden(table))))",
         cause="elementwise-overflow",
         fixes=("keep drop in fp32", "normalise before the dropout"),
-        cure={"build": seeded(Churn, loud=50.0)},
+        repair={"build": seeded(Churn, loud=50.0)},
     ),
     Case(
         name="gate/style-modulation",
@@ -304,6 +304,6 @@ CASES = (
         line="self.conv(x) * (1 + gain) + shift",
         cause="elementwise-overflow",
         fixes=("keep the modulation in fp32", "demodulate the weights"),
-        cure={"build": seeded(Generator, strength=1.0)},
+        repair={"build": seeded(Generator, strength=1.0)},
     ),
 )

@@ -29,11 +29,11 @@ class Case:
 
     `mechanism` is a row of the table of mechanisms. `build` and `batch` are deterministic; `batch` gives the arrays of
     the dump and `call` runs the model on them. `module` is the dotted path that owns the origin, "" the root and
-    "<loss>" the loss function; for a bad weight or buffer its owner, for a bad batch "". `op` is the aten name without
-    overload, backend prefix or in-place underscore, "" where the origin is no operation; for a custom autograd
+    "<loss>" the loss function; for a non-finite weight or buffer its owner, for such a batch "". `op` is the aten name
+    without overload, backend prefix or in-place underscore, "" where the origin is no operation; for a custom autograd
     Function its class name. `line` is a piece of the source line that makes it, found on no other line of that file.
     `near_causes` are codes that a good doctor could defend as well, where a mechanism touches two of them. `fixes` are
-    accepted cures in words, smallest first. `cure` holds the fields in which the healthy twin differs.
+    accepted fixes in words, smallest first. `repair` holds the fields in which the healthy twin differs.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
     cause: str = ""
     near_causes: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
-    cure: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    repair: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -62,14 +62,14 @@ class Case:
 
     def twin(self) -> Case:
         """The nearest healthy case: a fix applied, or the weights or the data changed."""
-        assert self.cure, f"{self.name} is healthy already"
-        return healthy(dataclasses.replace(self, name=f"{self.name} (healthy)", **self.cure))
+        assert self.repair, f"{self.name} is healthy already"
+        return healthy(dataclasses.replace(self, name=f"{self.name} (healthy)", **self.repair))
 
 
 def healthy(case: Case) -> Case:
     """The same case with nothing to blame."""
     return dataclasses.replace(
-        case, verdict="healthy", module="", op="", line="", cause="", near_causes=(), fixes=(), cure={}
+        case, verdict="healthy", module="", op="", line="", cause="", near_causes=(), fixes=(), repair={}
     )
 
 

@@ -238,7 +238,7 @@ CASES = (
         line="torch.log(self.last(states[:, -1]))",
         cause="invalid-domain",
         fixes=("softplus before the log", "predict the logarithm itself"),
-        cure={"build": seeded(Forecast, level=3.0)},
+        repair={"build": seeded(Forecast, level=3.0)},
     ),
     Case(
         name="domain/one-pass-variance",
@@ -252,7 +252,7 @@ CASES = (
         line="torch.cat([mean, torch.sqrt(spread)], dim=-1)",
         cause="invalid-domain",
         fixes=("x.var()", "the moments in fp32"),
-        cure={"build": seeded(MotorMonitor, two_pass=True)},
+        repair={"build": seeded(MotorMonitor, two_pass=True)},
     ),
     Case(
         name="domain/gamma-curve",
@@ -266,7 +266,7 @@ CASES = (
         line="if self.signed else light) ** self.gamma",
         cause="invalid-domain",
         fixes=("clamp at a small positive value",),
-        cure={"build": seeded(RawDeveloper, signed=True)},
+        repair={"build": seeded(RawDeveloper, signed=True)},
     ),
     Case(
         name="domain/angle-with-itself",
@@ -280,7 +280,7 @@ CASES = (
         line="torch.acos(cosine.clamp(-self.limit, self.limit)",
         cause="invalid-domain",
         fixes=("clamp to less than one", "the cosine in fp32"),
-        cure={"build": seeded(SoundSource, limit=0.999)},
+        repair={"build": seeded(SoundSource, limit=0.999)},
     ),
     Case(
         name="form/multiplied-mask",
@@ -294,7 +294,7 @@ CASES = (
         line="scores + (1 - mask) * -torch.inf",
         cause="indeterminate-form",
         fixes=("masked_fill",),
-        cure={"build": seeded(ClipClassifier, fill=True)},
+        repair={"build": seeded(ClipClassifier, fill=True)},
     ),
     Case(
         name="form/forward-algorithm",
@@ -308,7 +308,7 @@ CASES = (
         line="alpha + F.softplus(moved - alpha) + emissions[:, step]",
         cause="indeterminate-form",
         fixes=("a large finite start", "torch.logaddexp"),
-        cure={"build": seeded(Aligner, start=-1e4)},
+        repair={"build": seeded(Aligner, start=-1e4)},
     ),
     Case(
         name="form/gated-mask",
@@ -322,7 +322,7 @@ CASES = (
         line="(scores + self.gate * self.causal).softmax(dim=-1)",
         cause="indeterminate-form",
         fixes=("a finite mask constant", "masked_fill after the gate"),
-        cure={"build": seeded(MusicModel, low=-1e4)},
+        repair={"build": seeded(MusicModel, low=-1e4)},
     ),
     Case(
         name="form/entropy",
@@ -339,6 +339,6 @@ CASES = (
         cause="log-of-zero",
         near_causes=("indeterminate-form",),
         fixes=("torch.special.entr", "log_softmax of the logits"),
-        cure={"build": seeded(ActionModel, gain=1.0)},
+        repair={"build": seeded(ActionModel, gain=1.0)},
     ),
 )

@@ -161,7 +161,7 @@ CASES = (
         line="self.gain * (centred / (x.std(",
         cause="eps-underflow",
         fixes=("eps=1e-4", "keep even in fp32"),
-        cure={"build": seeded(TileSegmenter, eps=1e-3)},
+        repair={"build": seeded(TileSegmenter, eps=1e-3)},
     ),
     Case(
         name="eps/missing-answers",
@@ -175,7 +175,7 @@ CASES = (
         line="torch.rsqrt(spread + self.eps)",
         cause="eps-underflow",
         fixes=("eps=1e-5", "keep scale in fp32"),
-        cure={"build": seeded(Questionnaire, eps=1e-5)},
+        repair={"build": seeded(Questionnaire, eps=1e-5)},
     ),
     Case(
         name="eps/digital-silence",
@@ -189,7 +189,7 @@ CASES = (
         line="torch.log(energy + self.eps)",
         cause="eps-underflow",
         fixes=("eps=1e-5", "add the eps in fp32"),
-        cure={"build": seeded(Listener, eps=1e-5)},
+        repair={"build": seeded(Listener, eps=1e-5)},
     ),
     Case(
         name="eps/relu-attention",
@@ -203,6 +203,6 @@ CASES = (
         line="(query @ context) / (total + self.eps)",
         cause="eps-underflow",
         fixes=("eps=1e-4", "keep the division in fp32"),
-        cure={"build": seeded(DenseDepth, eps=1e-4)},
+        repair={"build": seeded(DenseDepth, eps=1e-4)},
     ),
 )

@@ -222,7 +222,7 @@ CASES = (
         line="spread = torch.exp(0.5 * logvar)",
         cause="exp-overflow",
         fixes=("clamp the log-variance to [-30, 20]",),
-        cure={"build": seeded(Autoencoder, bound=10.0)},
+        repair={"build": seeded(Autoencoder, bound=10.0)},
     ),
     Case(
         name="exponential/octaves",
@@ -236,7 +236,7 @@ CASES = (
         line="wave * torch.exp2(self.control(wave))",
         cause="exp-overflow",
         fixes=("keep loudness in fp32", "clamp the octaves"),
-        cure={"build": seeded(Mastering, octaves=3.0)},
+        repair={"build": seeded(Mastering, octaves=3.0)},
     ),
     Case(
         name="exponential/box-size",
@@ -250,7 +250,7 @@ CASES = (
         line="torch.exp(size.clamp(max=self.bound)) * self.anchors",
         cause="exp-overflow",
         fixes=("clamp the raw size, as torchvision does at log(1000 / 16)",),
-        cure={"build": seeded(YoloTiny, bound=4.0)},
+        repair={"build": seeded(YoloTiny, bound=4.0)},
     ),
     Case(
         name="exponential/softplus-by-hand",
@@ -264,7 +264,7 @@ CASES = (
         line="torch.log(1 + torch.exp(x))",
         cause="exp-overflow",
         fixes=("torch.nn.functional.softplus",),
-        cure={"build": seeded(RateModel, stable=True)},
+        repair={"build": seeded(RateModel, stable=True)},
     ),
     Case(
         name="exponential/temperature",
@@ -279,7 +279,7 @@ CASES = (
         cause="exp-overflow",  # the product overflows, but its factor is e ** 12.5: CLIP clamps it at e ** 4.6
         near_causes=("elementwise-overflow",),
         fixes=("clamp logit_scale at log(100)", "multiply in fp32"),
-        cure={"build": seeded(Contrast, logit_scale=2.7)},
+        repair={"build": seeded(Contrast, logit_scale=2.7)},
     ),
     Case(
         name="sigmoid/spam",
@@ -295,7 +295,7 @@ CASES = (
         line="(1 - target) * torch.log(1 - probability)",
         cause="log-of-zero",
         fixes=("binary_cross_entropy_with_logits", "the sigmoid in fp32"),
-        cure={"build": seeded(Spam, gain=1.0)},
+        repair={"build": seeded(Spam, gain=1.0)},
     ),
     Case(
         name="sigmoid/critic",
@@ -311,7 +311,7 @@ CASES = (
         line="torch.log(1.0 - output).mean()",
         cause="log-of-zero",
         fixes=("logsigmoid(-logit)",),
-        cure={"build": seeded(Judge, gain=1.0)},
+        repair={"build": seeded(Judge, gain=1.0)},
     ),
     Case(
         name="sigmoid/stick-breaking",
@@ -325,7 +325,7 @@ CASES = (
         line="torch.cumsum(torch.log(1 - taken), dim=-1)",
         cause="log-of-zero",
         fixes=("logsigmoid(-x)", "the sigmoid in fp32"),
-        cure={"build": seeded(MixtureDensity, gain=1.0)},
+        repair={"build": seeded(MixtureDensity, gain=1.0)},
     ),
     Case(
         name="sigmoid/log-of-softmax",
@@ -339,6 +339,6 @@ CASES = (
         line="torch.log(scores.softmax(dim=-1))",
         cause="log-of-zero",
         fixes=("log_softmax",),
-        cure={"build": seeded(Chooser, gain=1.0)},
+        repair={"build": seeded(Chooser, gain=1.0)},
     ),
 )

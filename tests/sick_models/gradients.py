@@ -196,7 +196,7 @@ CASES = (
         line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
         cause="gradient-singularity",
         fixes=("an eps under the root", "use the squared distance"),
-        cure={"build": seeded(Signatures, eps=1e-6)},
+        repair={"build": seeded(Signatures, eps=1e-6)},
     ),
     Case(
         name="singularity/dead-channel",
@@ -212,7 +212,7 @@ CASES = (
         line="(products + self.eps).pow(0.5).flatten(1)",
         cause="gradient-singularity",
         fixes=("an eps under the root",),
-        cure={"build": seeded(BirdSpecies, eps=1e-3)},
+        repair={"build": seeded(BirdSpecies, eps=1e-3)},
     ),
     Case(
         name="singularity/identity-rotation",
@@ -228,7 +228,7 @@ CASES = (
         line="torch.acos((trace - 1) / 2).mean()",
         cause="gradient-singularity",
         fixes=("clamp the cosine to less than one", "atan2 of sine and cosine"),
-        cure={"build": seeded(PoseHead, spin=0.5)},
+        repair={"build": seeded(PoseHead, spin=0.5)},
     ),
     Case(
         name="where/log-returns",
@@ -244,7 +244,7 @@ CASES = (
         line="torch.where(positive, torch.log(safe), 0.0)",
         cause="where-gradient-trap",
         fixes=("a second where inside the log",),
-        cure={"build": seeded(Portfolio, guarded=True)},
+        repair={"build": seeded(Portfolio, guarded=True)},
     ),
     Case(
         name="where/pair-distances",
@@ -260,7 +260,7 @@ CASES = (
         line="torch.where(apart, torch.sqrt(safe), 0.0)",
         cause="where-gradient-trap",
         fixes=("a second where inside the root",),
-        cure={"build": seeded(ForceField, guarded=True)},
+        repair={"build": seeded(ForceField, guarded=True)},
     ),
     Case(
         name="where/click-rate",
@@ -276,6 +276,6 @@ CASES = (
         line="torch.where(views > 0, clicks / divisor, 0.0)",
         cause="where-gradient-trap",
         fixes=("a second where around the divisor",),
-        cure={"build": seeded(ClickRate, guarded=True)},
+        repair={"build": seeded(ClickRate, guarded=True)},
     ),
 )

@@ -17,7 +17,7 @@ from sick_models.probing import run
 
 
 def diagnose(case: Case, folder: Path, *, fixes: bool = False) -> Report:
-    """The report on the case's failing step, by way of a dump file in `folder`; cures only where they are asked for.
+    """The report on the case's failing step, by way of a dump file in `folder`; fixes only where they are asked for.
 
     The file holds the last good weights; where the case has an optimizer, also what the step left in it.
     """

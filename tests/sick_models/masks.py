@@ -276,7 +276,7 @@ CASES = (
         line="torch.where(keep[:, None, :], scores, low)",
         cause="mask-constant-overflow",
         fixes=("torch.finfo(scores.dtype).min as the constant", "keep the scores in fp32"),
-        cure={"build": seeded(Tagger, low=None)},
+        repair={"build": seeded(Tagger, low=None)},
     ),
     Case(
         name="mask-constant/penalty",
@@ -290,7 +290,7 @@ CASES = (
         line="(1.0 - mask.to(scores.dtype)) * self.low",
         cause="mask-constant-overflow",
         fixes=("-1e4 as the constant", "add the mask in fp32"),
-        cure={"build": seeded(Sentiment, low=-1e4)},
+        repair={"build": seeded(Sentiment, low=-1e4)},
     ),
     Case(
         name="mask-constant/lowest-plus-bias",
@@ -304,7 +304,7 @@ CASES = (
         line="biased = lowest + (scores + self.bias)",
         cause="mask-constant-overflow",
         fixes=("mask last", "half of finfo.min", "keep the scores in fp32"),
-        cure={"build": seeded(Forecaster, slope=0.01)},
+        repair={"build": seeded(Forecaster, slope=0.01)},
     ),
     Case(
         name="mask-constant/two-masks",
@@ -318,7 +318,7 @@ CASES = (
         line="padding.float() * lowest + blocked.float() * lowest",
         cause="mask-constant-overflow",
         fixes=("combine the boolean masks before scaling them",),
-        cure={"build": seeded(Captioner, combine=True)},
+        repair={"build": seeded(Captioner, combine=True)},
     ),
     Case(
         name="full-row/point-cloud",
@@ -332,7 +332,7 @@ CASES = (
         line="(scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)",
         cause="fully-masked-softmax",
         fixes=("drop or unmask empty samples",),
-        cure={"batch": lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=None)}},
+        repair={"batch": lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=None)}},
     ),
     Case(
         name="full-row/multihead-attention",
@@ -346,7 +346,7 @@ CASES = (
         line="self.attend(x, x, x, key_padding_mask=padding",
         cause="fully-masked-softmax",
         fixes=("drop or unmask empty samples",),
-        cure={"batch": lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=None)}},
+        repair={"batch": lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=None)}},
     ),
     Case(
         name="full-row/isolated-atom",
@@ -360,7 +360,7 @@ CASES = (
         line="torch.softmax(scores.masked_fill(adjacency == 0",
         cause="fully-masked-softmax",
         fixes=("add self-loops",),
-        cure={"batch": lambda: molecule(isolated=False)},
+        repair={"batch": lambda: molecule(isolated=False)},
     ),
     Case(
         name="full-row/no-legal-move",
@@ -374,6 +374,6 @@ CASES = (
         line="F.log_softmax(logits, dim=-1).clamp(min=-100.0)",
         cause="fully-masked-softmax",
         fixes=("skip finished games", "always allow a pass"),
-        cure={"batch": lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=None)}},
+        repair={"batch": lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=None)}},
     ),
 )

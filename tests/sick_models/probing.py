@@ -44,7 +44,7 @@ class Outcome:
     optimizer: dict[str, Any]
 
     @property
-    def first_bad(self) -> str:
+    def first_nonfinite(self) -> str:
         """The first of output, loss, gradients and weights that is not finite; "" where all are."""
         stages = {
             "output": self.output,
@@ -77,7 +77,7 @@ def first_birth(case: Case, *, autocast: bool) -> NonfiniteSource | None:
     """The first nonfinite_source in forward or loss; in backward where the forward absorbed whatever it made."""
     witness = Witness()
     outcome = _step(case, autocast=autocast, witness=witness)
-    backward_only = outcome.first_bad == "gradients"
+    backward_only = outcome.first_nonfinite == "gradients"
     return next((b for b in witness.nonfinite_sources if not backward_only or b.phase == "backward"), None)
 
 
@@ -249,8 +249,8 @@ class Midwife(TorchDispatchMode):
         result = func(*args, **kwargs)
         if "empty" not in kernel:  # memory that nobody has written to yet can hold anything
             made = float_tensors(result)
-            born = all_finite and not all(map(finite, made))
-            if born or (not any_nan and any(bool(tensor.isnan().any()) for tensor in made)):
+            made_here = all_finite and not all(map(finite, made))
+            if made_here or (not any_nan and any(bool(tensor.isnan().any()) for tensor in made)):
                 self.tell(kernel)
         return result
 

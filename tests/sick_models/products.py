@@ -193,7 +193,7 @@ CASES = (
         line="self.down(F.gelu(self.up(x)))",
         cause="matmul-overflow",
         fixes=("keep layers.1.feed.down in fp32", "scale the hidden layer down before the product"),
-        cure={"build": seeded(Decoder, gain=1.0)},
+        repair={"build": seeded(Decoder, gain=1.0)},
     ),
     Case(
         name="product/patch-attention-scores",
@@ -207,7 +207,7 @@ CASES = (
         line="(before * self.query(x)) @ self.key(x)",
         cause="matmul-overflow",
         fixes=("scale the query before the product", "keep the scores in fp32"),
-        cure={"build": seeded(PatchEncoder, scale_first=True)},
+        repair={"build": seeded(PatchEncoder, scale_first=True)},
     ),
     Case(
         name="product/detector-lateral",
@@ -221,7 +221,7 @@ CASES = (
         line="self.smooth(self.lateral(fine))",
         cause="matmul-overflow",
         fixes=("keep neck.lateral and neck.smooth in fp32",),
-        cure={"build": seeded(Detector, gain=1.0)},
+        repair={"build": seeded(Detector, gain=1.0)},
     ),
     Case(
         name="product/recurrence",
@@ -235,7 +235,7 @@ CASES = (
         line="F.relu(self.recur(state) + drive)",
         cause="matmul-overflow",
         fixes=("keep recur in fp32", "a spectral radius below one"),
-        cure={"build": seeded(Recurrence, radius=0.9)},
+        repair={"build": seeded(Recurrence, radius=0.9)},
     ),
     Case(
         name="product/retrieval-einsum",
@@ -249,6 +249,6 @@ CASES = (
         line='torch.einsum("qd,pd->qp"',
         cause="matmul-overflow",
         fixes=("normalise the embeddings", "keep the product in fp32"),
-        cure={"build": seeded(Retrieval, gain=1.0)},
+        repair={"build": seeded(Retrieval, gain=1.0)},
     ),
 )

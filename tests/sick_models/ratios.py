@@ -234,7 +234,7 @@ CASES = (
         line="(words * mask.unsqueeze(-1)).sum(dim=1) / count",
         cause="division-by-zero",
         fixes=("clamp the count at one", "drop empty sentences"),
-        cure={"build": seeded(SentenceEncoder, at_least_one=True)},
+        repair={"build": seeded(SentenceEncoder, at_least_one=True)},
     ),
     Case(
         name="ratio/flat-picture",
@@ -248,7 +248,7 @@ CASES = (
         line="(picture - low) / (high - low)",
         cause="division-by-zero",
         fixes=("an eps in the denominator", "drop flat pictures"),
-        cure={"batch": lambda: heat(flat=False)},
+        repair={"batch": lambda: heat(flat=False)},
     ),
     Case(
         name="ratio/isolated-paper",
@@ -262,7 +262,7 @@ CASES = (
         line="adjacency.sum(dim=1).pow(-0.5)",
         cause="division-by-zero",
         fixes=("add self-loops", "clamp the degree at one"),
-        cure={"batch": lambda: citations(isolated=False)},
+        repair={"batch": lambda: citations(isolated=False)},
     ),
     Case(
         name="ratio/silent-microphone",
@@ -276,7 +276,7 @@ CASES = (
         line="torch.fft.irfft(cross / (cross.abs() + self.eps))",
         cause="division-by-zero",
         fixes=("an eps in the denominator",),
-        cure={"build": seeded(Localiser, eps=1e-6)},
+        repair={"build": seeded(Localiser, eps=1e-6)},
     ),
     Case(
         name="ratio/no-organ",
@@ -292,7 +292,7 @@ CASES = (
         line="2 * overlap / (probability + organ)",
         cause="division-by-zero",
         fixes=("a smoothing term in numerator and denominator",),
-        cure={"build": seeded(SoftSegmenter)},
+        repair={"build": seeded(SoftSegmenter)},
     ),
     Case(
         name="ratio/nothing-measured",
@@ -308,7 +308,7 @@ CASES = (
         line='[batch["valid"]].abs().mean()',
         cause="empty-reduction",
         fixes=("sum divided by max(count, 1)", "skip the batch"),
-        cure={"batch": lambda: measured(any_valid=True)},
+        repair={"batch": lambda: measured(any_valid=True)},
     ),
     Case(
         name="ratio/all-labels-ignored",
@@ -324,7 +324,7 @@ CASES = (
         line='F.cross_entropy(output.flatten(0, 1), batch["labels"]',
         cause="empty-reduction",
         fixes=("sum divided by max(count, 1)", "skip the batch"),
-        cure={"batch": lambda: labelled(some=True)},
+        repair={"batch": lambda: labelled(some=True)},
     ),
     Case(
         name="ratio/batch-of-one",
@@ -338,6 +338,6 @@ CASES = (
         line="(x - x.mean(dim=0)) / (x.std(dim=0) + 1e-3)",
         cause="empty-reduction",
         fixes=("unbiased=False", "drop the last batch"),
-        cure={"batch": lambda: {"features": randn(6, 16)}},
+        repair={"batch": lambda: {"features": randn(6, 16)}},
     ),
 )

@@ -181,7 +181,7 @@ CASES = (
         line="power = (x * x).mean(dim=-1, keepdim=True)",
         cause="silent-overflow",
         fixes=("compute norm in fp32",),
-        cure={"build": seeded(SmallLanguageModel, upcast=True)},
+        repair={"build": seeded(SmallLanguageModel, upcast=True)},
     ),
     Case(
         name="square/channel-variance-silent",
@@ -195,7 +195,7 @@ CASES = (
         line="spread = x.var(dim=(2, 3), keepdim=True)",
         cause="silent-overflow",
         fixes=("compute even in fp32",),
-        cure={"build": seeded(Colouriser, upcast=True)},
+        repair={"build": seeded(Colouriser, upcast=True)},
     ),
     Case(
         name="square/unit-vector-silent",
@@ -209,7 +209,7 @@ CASES = (
         line="x / torch.sqrt((x * x).sum(",
         cause="silent-overflow",
         fixes=("x.norm(), which autocast runs in fp32", "normalise in fp32"),
-        cure={"build": seeded(FaceEmbedding, gain=10.0)},
+        repair={"build": seeded(FaceEmbedding, gain=10.0)},
     ),
     Case(
         name="square/spectrum-share",
@@ -223,7 +223,7 @@ CASES = (
         line="power = bands * bands",
         cause="elementwise-overflow",
         fixes=("bands.square(), which autocast runs in fp32", "keep spectrum in fp32"),
-        cure={"build": seeded(KeywordSpotter, loudness=10.0)},
+        repair={"build": seeded(KeywordSpotter, loudness=10.0)},
     ),
     Case(
         name="square/critic-diversity",
@@ -237,7 +237,7 @@ CASES = (
         line="(x.float() if self.upcast else x).var(dim=0",
         cause="reduction-overflow",
         fixes=("take the variance in fp32",),
-        cure={"build": seeded(Critic, upcast=True)},
+        repair={"build": seeded(Critic, upcast=True)},
     ),
     Case(
         name="square/speaker-moments",
@@ -251,6 +251,6 @@ CASES = (
         line="second_moment = (x * x).mean(dim=1)",
         cause="elementwise-overflow",
         fixes=("x.square(), which autocast runs in fp32", "keep pool in fp32"),
-        cure={"build": seeded(Speaker, loudness=1.0)},
+        repair={"build": seeded(Speaker, loudness=1.0)},
     ),
 )

@@ -1,6 +1,6 @@
 """Poison that stood in the file before the step: weights, buffers, batches, targets, and an optimizer in pure fp16.
 
-In: nothing. Out: `CASES` of the rows "weights bad", "buffers bad", "batch bad" and "optimizer eps".
+In: nothing. Out: `CASES` of the rows "non-finite weights", "... buffers", "... batch" and "optimizer eps".
 """
 # mypy: disable-error-code=no-any-return
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from sick_models.case import Batch, Case, biased, positional, rand, randn, seeded, whole
 
-WEIGHTS = "weights bad"
-BUFFERS = "buffers bad"
-BATCH = "batch bad"
+WEIGHTS = "non-finite weights"
+BUFFERS = "non-finite buffers"
+BATCH = "non-finite batch"
 OPTIMIZER = "optimizer eps"
 
 Spoil = Callable[[nn.Module], None]
@@ -69,7 +69,7 @@ class Chatter(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Users and items -> {"score"}; one row of a table went bad in an earlier step."""
+    """Users and items -> {"score"}; one row of a table went non-finite in an earlier step."""
 
     def __init__(self, spoiled: Spoil) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ CASES = (
         module="mid.0",
         cause="poisoned-weights",
         fixes=("go back to an earlier checkpoint",),
-        cure={"build": seeded(TextureNet, untouched)},
+        repair={"build": seeded(TextureNet, untouched)},
     ),
     Case(
         name="weights/uninitialised",
@@ -280,7 +280,7 @@ CASES = (
         module="adapter.up",
         cause="poisoned-weights",
         fixes=("initialise the adapter",),
-        cure={"build": seeded(Chatter, untouched)},
+        repair={"build": seeded(Chatter, untouched)},
     ),
     Case(
         name="weights/embedding-row",
@@ -293,7 +293,7 @@ CASES = (
         module="items",
         cause="poisoned-weights",
         fixes=("go back to an earlier checkpoint",),
-        cure={"build": seeded(Recommender, untouched)},
+        repair={"build": seeded(Recommender, untouched)},
     ),
     Case(
         name="buffers/running-variance",
@@ -307,7 +307,7 @@ CASES = (
         module="stages.1.1",
         cause="poisoned-buffers",
         fixes=("estimate the running statistics again",),
-        cure={"build": seeded(CellCounter, untouched)},
+        repair={"build": seeded(CellCounter, untouched)},
     ),
     Case(
         name="buffers/running-mean",
@@ -321,7 +321,7 @@ CASES = (
         module="door",
         cause="poisoned-buffers",
         fixes=("estimate the running statistics again",),
-        cure={"build": seeded(Sensors, untouched)},
+        repair={"build": seeded(Sensors, untouched)},
     ),
     Case(
         name="buffers/codebook",
@@ -334,7 +334,7 @@ CASES = (
         module="book",
         cause="poisoned-buffers",
         fixes=("reset the dead code",),
-        cure={"build": seeded(Quantised, untouched)},
+        repair={"build": seeded(Quantised, untouched)},
     ),
     Case(
         name="batch/nan-pixel",
@@ -346,7 +346,7 @@ CASES = (
         verdict="input",
         cause="poisoned-input",
         fixes=("drop the sample", "fill the hole"),
-        cure={"batch": lambda: holed_picture(0.5)},
+        repair={"batch": lambda: holed_picture(0.5)},
     ),
     Case(
         name="batch/inf-in-a-table",
@@ -359,7 +359,7 @@ CASES = (
         verdict="input",
         cause="poisoned-input",
         fixes=("drop the row",),
-        cure={"batch": claims},
+        repair={"batch": claims},
     ),
     Case(
         name="batch/nan-target",
@@ -372,7 +372,7 @@ CASES = (
         verdict="input",
         cause="poisoned-target",
         fixes=("mask what was not measured",),
-        cure={"batch": lambda: fields(0.3)},
+        repair={"batch": lambda: fields(0.3)},
     ),
     Case(
         name="batch/inf-target",
@@ -385,7 +385,7 @@ CASES = (
         verdict="input",
         cause="poisoned-target",
         fixes=("log1p of what was paid",),
-        cure={"batch": claims},
+        repair={"batch": claims},
     ),
     Case(
         name="optimizer/dead-unit",
@@ -401,7 +401,7 @@ CASES = (
         op="addcdiv",
         cause="optimizer-eps-underflow",
         fixes=("eps=1e-4", "fp32 master weights"),
-        cure={"optimizer": partial(torch.optim.Adam, lr=1e-3, eps=1e-4)},
+        repair={"optimizer": partial(torch.optim.Adam, lr=1e-3, eps=1e-4)},
     ),
     Case(
         name="optimizer/unseen-words",
@@ -417,7 +417,7 @@ CASES = (
         op="addcdiv",
         cause="optimizer-eps-underflow",
         fixes=("eps=1e-4", "fp32 master weights"),
-        cure={"optimizer": partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)},
+        repair={"optimizer": partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)},
     ),
     Case(
         name="optimizer/small-gradient",
@@ -433,6 +433,6 @@ CASES = (
         op="addcdiv",
         cause="optimizer-eps-underflow",
         fixes=("eps=1e-4", "fp32 master weights"),
-        cure={"optimizer": partial(torch.optim.RMSprop, lr=1e-2, eps=1e-4)},
+        repair={"optimizer": partial(torch.optim.RMSprop, lr=1e-2, eps=1e-4)},
     ),
 )

@@ -191,7 +191,7 @@ CASES = (
         line="self.body(self.norm(self.stem(counts)))",
         cause="input-cast-overflow",
         fixes=("normalise the image before the model", "keep stem in fp32"),
-        cure={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
+        repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
     ),
     Case(
         name="input/credit-table",
@@ -208,7 +208,7 @@ CASES = (
         line="F.relu(self.entry(features))",
         cause="input-cast-overflow",
         fixes=("standardise the column", "keep entry in fp32"),
-        cure={
+        repair={
             "batch": lambda: {
                 "numbers": torch.tensor([[2.5, 0.3, -1.0, 0.5], [0.61, 1.3, 0.2, -0.7], [0.33, 0.0, 0.9, 0.1]]),
                 "region": torch.tensor([0, 3, 5]),
@@ -227,7 +227,7 @@ CASES = (
         line="self.values(readings) + self.clock(seconds)",
         cause="input-cast-overflow",
         fixes=("subtract the start of the series", "keep clock in fp32"),
-        cure={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
+        repair={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
     ),
     Case(
         name="long-sum/linear-attention",
@@ -242,7 +242,7 @@ CASES = (
         cause="reduction-overflow",
         near_causes=("matmul-overflow",),
         fixes=("divide the key by the length before the product", "keep the context in fp32"),
-        cure={"build": seeded(LongReader, mean_first=True)},
+        repair={"build": seeded(LongReader, mean_first=True)},
     ),
     Case(
         name="long-sum/graph-hub",
@@ -256,7 +256,7 @@ CASES = (
         line="total.index_add(0, target, messages)",
         cause="reduction-overflow",
         fixes=("aggregate in fp32", "average the messages"),
-        cure={"build": seeded(GraphClassifier, average=True)},
+        repair={"build": seeded(GraphClassifier, average=True)},
     ),
     Case(
         name="long-sum/crowd-windows",
@@ -270,7 +270,7 @@ CASES = (
         line="F.avg_pool2d(density, self.window, divisor_override=1)",
         cause="reduction-overflow",
         fixes=("sum the density in fp32", "count in smaller windows"),
-        cure={"build": seeded(CrowdCounter, window=4)},
+        repair={"build": seeded(CrowdCounter, window=4)},
     ),
     Case(
         name="long-sum/bag-of-phrases",
@@ -284,7 +284,7 @@ CASES = (
         line="tokens.sum(dim=1, dtype=dtype)",
         cause="reduction-overflow",
         fixes=("sum in fp32",),
-        cure={"build": seeded(BagOfPhrases, in_fp32=True)},
+        repair={"build": seeded(BagOfPhrases, in_fp32=True)},
     ),
     Case(
         name="long-sum/point-set",
@@ -299,6 +299,6 @@ CASES = (
         cause="reduction-overflow",
         near_causes=("matmul-overflow",),
         fixes=("average instead of summing", "keep the pooling in fp32"),
-        cure={"build": seeded(OnesPooling, average=True)},
+        repair={"build": seeded(OnesPooling, average=True)},
     ),
 )

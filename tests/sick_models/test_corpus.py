@@ -21,7 +21,8 @@ MECHANISMS = {
     "product too large", "residual too large", "gate or scale too large", "square or mean too large", "long sum",
     "exp too large", "input too large", "mask constant", "full mask row", "eps lost", "saturated sigmoid",
     "0/0, empty mean", "outside the domain", "inf - inf, 0 * inf", "gradient singularity", "where trap",
-    "fp16 gradient", "custom Function", "loss scale", "weights bad", "buffers bad", "batch bad", "optimizer eps",
+    "fp16 gradient", "custom Function", "loss scale", "non-finite weights", "non-finite buffers", "non-finite batch",
+    "optimizer eps",
 }  # fmt: skip
 # What a recorder alone can see, the update by the optimizer, has its trainings in tests/capture.
 CAUSES = {cause.CODE for cause in registry.CAUSES if cause.PHASES != ("update",)}
@@ -30,7 +31,7 @@ SHOWS_IN = {
     "loss": ("loss",),
     "backward": ("gradients",),
     "optimizer": ("weights",),
-    # Bad state or a bad batch comes to light wherever it is first read.
+    # Non-finite state or a non-finite batch comes to light wherever it is first read.
     "state": ("output", "loss", "gradients"),
     "input": ("output", "loss"),
 }
@@ -45,15 +46,15 @@ pytestmark = pytest.mark.slow
 
 def assert_sick(case: Case, outcome: Outcome) -> None:
     if case.verdict == "silent":
-        assert outcome.first_bad == ""
+        assert outcome.first_nonfinite == ""
         assert distance(outcome, run(case, autocast=False)) > 0.3
     else:
-        assert outcome.first_bad in SHOWS_IN[case.phase]
+        assert outcome.first_nonfinite in SHOWS_IN[case.phase]
 
 
 def assert_healthy(case: Case) -> None:
     autocast, fp32 = run(case, autocast=True), run(case, autocast=False)
-    assert (autocast.first_bad, fp32.first_bad) == ("", "")
+    assert (autocast.first_nonfinite, fp32.first_nonfinite) == ("", "")
     assert distance(autocast, fp32) < 0.05
 
 
@@ -88,11 +89,11 @@ def test_is_sick_where_it_says_under_autocast(case: Case) -> None:
 
 @every_case
 def test_in_fp32_is_as_its_verdict_says(case: Case) -> None:
-    first_bad = run(case, autocast=False).first_bad
+    first_nonfinite = run(case, autocast=False).first_nonfinite
     if case.verdict in ("precision", "silent", "loss-scale"):
-        assert first_bad == ""
+        assert first_nonfinite == ""
     elif case.verdict == "numerics":
-        assert first_bad in SHOWS_IN[case.phase]
+        assert first_nonfinite in SHOWS_IN[case.phase]
     else:
         assert case.verdict == case.phase  # "state" and "input" are judged below, by what they hold
 
@@ -142,9 +143,9 @@ def test_origin_is_the_same_in_fp32(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.verdict == "loss-scale"], ids=lambda case: case.name)
-def test_loss_scale_is_cured_by_halving(case: Case) -> None:
+def test_loss_scale_is_fixed_by_halving(case: Case) -> None:
     scale = case.loss_scale
-    while scale > 1 and run(dataclasses.replace(case, loss_scale=scale), autocast=True).first_bad:
+    while scale > 1 and run(dataclasses.replace(case, loss_scale=scale), autocast=True).first_nonfinite:
         scale /= 2
     assert 1 < scale < case.loss_scale
 
@@ -157,13 +158,13 @@ def test_a_mean_of_nothing_leaves_every_gradient_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.phase == "state"], ids=lambda case: case.name)
-def test_bad_state_is_in_the_module_that_it_names_alone(case: Case) -> None:
+def test_nonfinite_state_is_in_the_module_that_it_names_alone(case: Case) -> None:
     model = case.build()
     guilty = model.get_submodule(case.module)
     kind = "parameters" if case.cause == "poisoned-weights" else "buffers"
-    bad = {id(tensor) for tensor in model.state_dict(keep_vars=True).values() if absurd(tensor)}
-    assert bad
-    assert bad <= {id(tensor) for tensor in getattr(guilty, kind)(recurse=False)}
+    nonfinite = {id(tensor) for tensor in model.state_dict(keep_vars=True).values() if absurd(tensor)}
+    assert nonfinite
+    assert nonfinite <= {id(tensor) for tensor in getattr(guilty, kind)(recurse=False)}
 
 
 def absurd(tensor: torch.Tensor) -> bool:
@@ -171,10 +172,10 @@ def absurd(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.phase == "input"], ids=lambda case: case.name)
-def test_bad_batch_is_bad_before_the_model_sees_it(case: Case) -> None:
-    bad = [name for name, array in case.batch().items() if float_tensors(array) and not finite(array)]
-    assert len(bad) == 1
-    assert (bad[0] in ("tomorrow", "paid")) == (case.cause == "poisoned-target")
+def test_nonfinite_batch_is_so_before_the_model_sees_it(case: Case) -> None:
+    nonfinite = [name for name, array in case.batch().items() if float_tensors(array) and not finite(array)]
+    assert len(nonfinite) == 1
+    assert (nonfinite[0] in ("tomorrow", "paid")) == (case.cause == "poisoned-target")
 
 
 @every_case
@@ -190,7 +191,7 @@ def test_renamed_is_the_same_illness_under_other_names(case: Case) -> None:
         assert nonfinite_source is not None
         assert (nonfinite_source.phase, nonfinite_source.module) == (other.phase, other.module)
         assert case.op in nonfinite_source.ops
-    assert run(other.twin(), autocast=True).first_bad == ""
+    assert run(other.twin(), autocast=True).first_nonfinite == ""
 
 
 @every_case

@@ -60,10 +60,10 @@ def _rebuilt(case: Case, change: Callable[[nn.Module], nn.Module], **fields: Any
     def changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: change(build())
 
-    cure = dict(case.cure)
-    if "build" in cure:
-        cure["build"] = changed(cure["build"])
-    return dataclasses.replace(case, build=changed(case.build), cure=cure, **fields)
+    repair = dict(case.repair)
+    if "build" in repair:
+        repair["build"] = changed(repair["build"])
+    return dataclasses.replace(case, build=changed(case.build), repair=repair, **fields)
 
 
 def _with_meaningless_names(model: nn.Module) -> nn.Module:

@@ -40,13 +40,13 @@ def test_an_input_that_is_called_scores(examine):
     assert blamed(report) == ("precision", "rank", "linear", "matmul-overflow")
 
 
-def test_a_bad_input_of_an_unheard_of_name_is_no_output(examine):
+def test_a_nonfinite_input_of_an_unheard_of_name_is_no_output(examine):
     report = examine(Locator(), {"waypoints": with_a_nan(normal(4, 8))})
     assert blamed(report) == ("input", "", None, "poisoned-input")
     assert report.origin.elements.samples == (1,)
 
 
-def test_a_bad_array_that_the_user_names_as_an_input(examine):
+def test_a_nonfinite_array_that_the_user_names_as_an_input(examine):
     report = examine(Locator(), {"z": with_a_nan(normal(4, 8))}, inputs="waypoints=z")
     assert blamed(report) == ("input", "", None, "poisoned-input")
 
@@ -71,7 +71,7 @@ def test_gaps_that_are_multiplied_away_and_are_not_gone(examine):
     assert blamed(examine(Locator(), batch, loss=loss)) == ("input", "", None, "poisoned-target")
 
 
-def test_of_two_saved_outputs_the_bad_one_is_graded_against(examine):
+def test_of_two_saved_outputs_the_nonfinite_one_is_compared(examine):
     class Detector(nn.Module):
         def __init__(self):
             super().__init__()

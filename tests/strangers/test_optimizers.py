@@ -63,7 +63,7 @@ def test_these_are_healthy(replay_after_step, model, make, options):
     assert replay_after_step(model, make, **options).verdict == "healthy"
 
 
-def test_the_same_weights_gone_bad_for_another_reason(replay_after_step):
+def test_the_same_weights_gone_nonfinite_for_another_reason(replay_after_step):
     model = Detector()
     with torch.no_grad():
         model.out.weight[0, 0] = float("nan")

@@ -1,4 +1,4 @@
-"""Meant infinities in outputs, outputs of which one is bad, losses that cannot be computed, functions seldom used."""
+"""Meant infinities in outputs, one non-finite output of several, losses that cannot be computed, rare functions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_branch_that_leads_nowhere_is_healthy(examine):
     assert blamed(examine(Between(Curious()), {"x": 10 * normal(5, 8)})) == HEALTHY
 
 
-def test_one_of_two_outputs_is_bad(examine):
+def test_one_of_two_outputs_is_nonfinite(examine):
     class Adversaries(nn.Module):
         def __init__(self):
             super().__init__()

@@ -87,7 +87,7 @@ def test_a_recurrence_that_grows_step_by_step(examine):
     assert blamed(examine(Reader(), {"x": normal(40, 3, 8)}))[1:] == ("cells", "rnn_relu", "matmul-overflow")
 
 
-def test_a_bounded_recurrence_before_the_bad_layer_is_innocent(examine):
+def test_a_bounded_recurrence_before_the_layer_is_innocent(examine):
     class Tagger(nn.Module):
         def __init__(self):
             super().__init__()

@@ -43,7 +43,7 @@ def test_a_running_average_that_is_written_to_through_data(examine):
     assert blamed(report) == ("precision", "", "mul", "elementwise-overflow")
 
 
-def test_a_bad_weight_that_is_read_through_data(examine):
+def test_a_nonfinite_weight_that_is_read_through_data(examine):
     class Frozen(Scaled):
         def forward(self, x):
             return self.inner(x * self.scale.data)
@@ -54,7 +54,7 @@ def test_a_bad_weight_that_is_read_through_data(examine):
     assert blamed(examine(model, {"x": normal(4, 8)})) == ("state", "", None, "poisoned-weights")
 
 
-def test_a_bad_weight_that_is_mended_through_data(examine):
+def test_a_nonfinite_weight_that_is_mended_through_data(examine):
     class Mending(Scaled):
         def forward(self, x):
             self.scale.data.nan_to_num_(1.0)

@@ -232,7 +232,7 @@ def test_no_tensor_is_kept():
 @pytest.mark.parametrize(
     ("value", "asks"), [(math.nan, True), (math.inf, True), (1e-6, True), (0.0, False), (1.0, False)]
 )
-def test_examination_counts_what_is_bad_or_may_be_flushed(value, asks):
+def test_examination_counts_what_is_nonfinite_or_may_be_flushed(value, asks):
     (call,) = trace(nn.Identity(), torch.full((4,), value), statistics="counts")
     assert (call.outputs[0].counts is not None) is asks
     assert trace(nn.Identity(), torch.full((4,), value))[0].outputs[0].counts is None

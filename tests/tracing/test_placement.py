@@ -16,10 +16,10 @@ from nandoctor.tracing.tensor_stats import collect, measure
 
 
 def mask(shape, *places):
-    bad = torch.zeros(shape, dtype=torch.bool)
+    nonfinite = torch.zeros(shape, dtype=torch.bool)
     for place in places:
-        bad[place] = True
-    return bad
+        nonfinite[place] = True
+    return nonfinite
 
 
 def test_nothing_uneven_is_shown_over_the_last_two_dimensions():
@@ -28,7 +28,7 @@ def test_nothing_uneven_is_shown_over_the_last_two_dimensions():
     assert grid.counts == ((8,) * 5,) * 3
 
 
-def test_a_bad_channel_is_shown_rather_than_the_rows_it_fills():
+def test_a_nonfinite_channel_is_shown_and_not_the_rows_it_fills():
     grid = place_nonfinite(mask((2, 6, 3, 5), (slice(None), 4)))
     assert grid.dims == (1, 3)
     assert [sum(row) for row in grid.counts] == [0, 0, 0, 0, 30, 0]
@@ -39,8 +39,8 @@ def test_a_bad_channel_is_shown_rather_than_the_rows_it_fills():
     [((3,), (0,), ((0, 1, 0),)), ((2, 3), (0, 1), ((0, 0, 0), (1, 1, 1))), ((2, 3, 1), (1, 2), ((0,), (1,), (0,)))],
 )
 def test_few_dimensions(shape, dims, counts):
-    bad = mask(shape, 1) if len(shape) < 3 else mask(shape, (1, 1))
-    grid = place_nonfinite(bad)
+    nonfinite = mask(shape, 1) if len(shape) < 3 else mask(shape, (1, 1))
+    grid = place_nonfinite(nonfinite)
     assert (grid.dims, grid.counts) == (dims, counts)
 
 
@@ -51,12 +51,14 @@ def test_a_scalar_has_no_place():
 @pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
 def test_large_dimensions_are_joined_into_cells_without_loss(size):
     torch.manual_seed(0)
-    bad = torch.rand(2, size, 50) < 0.3
-    grid = place_nonfinite(bad)
+    nonfinite = torch.rand(2, size, 50) < 0.3
+    grid = place_nonfinite(nonfinite)
     assert max(len(grid.counts), len(grid.counts[0])) <= 32
-    assert sum(map(sum, grid.counts)) == int(bad.sum())
+    assert sum(map(sum, grid.counts)) == int(nonfinite.sum())
     cells = torch.arange(size) * min(size, 32) // size
-    assert [sum(row) for row in grid.counts] == [int(bad[:, cells == cell].sum()) for cell in range(min(size, 32))]
+    assert [sum(row) for row in grid.counts] == [
+        int(nonfinite[:, cells == cell].sum()) for cell in range(min(size, 32))
+    ]
 
 
 def test_samples_are_counted_one_by_one():
@@ -88,12 +90,12 @@ def stats_of(tensor, **options):
     return collect([("", measure(tensor, counts_for=FP16, **options))])[0]
 
 
-def test_a_census_places_nothing_unless_asked():
-    sound, bad = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
+def test_a_counts_places_nothing_unless_asked():
+    sound, nonfinite = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
     assert (stats_of(sound).counts.by_sample, stats_of(sound).counts.exponents) == ((), ())
-    assert stats_of(bad).counts.grid is None
-    assert [sample.num_bad for sample in stats_of(bad).counts.by_sample] == [1, 0]
-    assert stats_of(bad, place=True).counts.grid.counts == ((0, 1), (0, 0))
+    assert stats_of(nonfinite).counts.grid is None
+    assert [sample.num_bad for sample in stats_of(nonfinite).counts.by_sample] == [1, 0]
+    assert stats_of(nonfinite, place=True).counts.grid.counts == ((0, 1), (0, 0))
     assert stats_of(sound, per_sample=True).counts.exponents == ((0, 6),)
     assert len(stats_of(sound, per_sample=True).counts.by_sample) == 2
 

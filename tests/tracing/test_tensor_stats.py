@@ -31,7 +31,7 @@ def stats_of(tensor, counts_for=None):
     return None if reading is None else collect([("here", reading)])[0]
 
 
-def naive_census(values, own, target):
+def naive_counts(values, own, target):
     """The counts of a counts, one Python float at a time."""
     magnitudes = [abs(value) for value in values if math.isfinite(value) and value != 0]
     return {
@@ -46,18 +46,18 @@ def naive_census(values, own, target):
 
 
 @pytest.mark.parametrize(("dtype", "float_format"), FLOATS.items())
-def test_limits_of_a_finite_tensor_need_no_census(dtype, float_format):
+def test_limits_of_a_finite_tensor_need_no_counts(dtype, float_format):
     stats = stats_of(torch.tensor([[-3.0, 0.5], [2.0, 0.0]]).to(dtype))
     assert (stats.path, stats.shape, stats.numel, stats.dtype) == ("here", (2, 2), 4, float_format)
     assert (stats.finite, stats.min, stats.max, stats.absmax) == (True, -3.0, 2.0, 3.0)
     assert stats.counts is None
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("nonfinite", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype is not torch.float8_e4m3fn])
-def test_one_bad_element_anywhere_is_seen(dtype, bad):
+def test_one_nonfinite_element_anywhere_is_seen(dtype, nonfinite):
     values = torch.ones(3, 700)
-    values[2, 699] = bad
+    values[2, 699] = nonfinite
     stats = stats_of(values.to(dtype))
     assert not stats.finite
     assert stats.absmax is None
@@ -67,7 +67,7 @@ def test_a_finite_fp16_tensor_with_an_infinite_sum_is_finite():
     assert stats_of(torch.full((4096,), 60000.0, dtype=torch.float16)).finite
 
 
-def test_limits_of_a_bad_tensor_are_those_of_its_finite_elements():
+def test_limits_of_a_tensor_are_those_of_its_finite_elements():
     stats = stats_of(torch.tensor([NAN, -7.0, INF, 2.0]), counts_for=FP16)
     assert (stats.finite, stats.min, stats.max, stats.absmax) == (False, -7.0, 2.0, 7.0)
 
@@ -85,23 +85,23 @@ SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e-8, 2.0**-24, 2.0**-25, 
 @pytest.mark.parametrize("target", [FP16, BF16, FP8_E4M3], ids=str)
 @settings(max_examples=25)
 @given(values=st.lists(SPECIAL | st.floats(width=32), min_size=1, max_size=12))
-def test_the_census_is_that_of_a_naive_count(dtype, target, values):
+def test_the_counts_is_that_of_a_naive_count(dtype, target, values):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     counts = stats_of(tensor, counts_for=target).counts
-    expected = naive_census(tensor.tolist(), FLOATS[dtype], target)
+    expected = naive_counts(tensor.tolist(), FLOATS[dtype], target)
     assert {name: getattr(counts, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_census_of_fp8_is_that_of_a_naive_count(dtype):
+def test_the_counts_of_fp8_is_that_of_a_naive_count(dtype):
     every_code = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     counts = stats_of(every_code, counts_for=FP16).counts
-    expected = naive_census(every_code.double().tolist(), FLOATS[dtype], FP16)
+    expected = naive_counts(every_code.double().tolist(), FLOATS[dtype], FP16)
     assert {name: getattr(counts, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("shape", "bad", "first", "samples"),
+    ("shape", "nonfinite", "first", "samples"),
     [
         ((4, 3, 2), [(2, 1, 1), (3, 0, 0)], (2, 1, 1), (2, 3)),
         ((4,), [(1,), (3,)], (1,), (1, 3)),
@@ -110,12 +110,12 @@ def test_the_census_of_fp8_is_that_of_a_naive_count(dtype):
         ((2, 2), [], None, ()),
     ],
 )
-def test_the_first_bad_index_and_the_bad_samples(shape, bad, first, samples):
+def test_the_first_nonfinite_index_and_the_nonfinite_samples(shape, nonfinite, first, samples):
     tensor = torch.zeros(shape)
-    for index in bad:
+    for index in nonfinite:
         tensor[index] = NAN
     counts = stats_of(tensor, counts_for=FP16).counts
-    assert (counts.first_bad_index, counts.samples, counts.num_bad) == (first, samples, len(bad))
+    assert (counts.first_bad_index, counts.samples, counts.num_bad) == (first, samples, len(nonfinite))
 
 
 def test_no_more_than_a_screenful_of_samples_is_listed():
