@@ -44,10 +44,10 @@ def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
         ends = [place.value for place in places[-1:]]
     if trace.raised is not None and not ends:
         return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
-    bad = [stats for stats in ends if not stats.finite]
-    made = [stats.producer for stats in bad if stats.producer is not None]
+    nonfinite = [stats for stats in ends if not stats.finite]
+    made = [stats.producer for stats in nonfinite if stats.producer is not None]
     # An array of numpy is as little an op's as what is in an output that cannot be looked into.
-    return [*made, *(trace.handed_out if trace.unread or len(made) < len(bad) else ())]
+    return [*made, *(trace.handed_out if trace.unread or len(made) < len(nonfinite) else ())]
 
 
 def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
