@@ -1,6 +1,6 @@
 """A model's weights and buffers as a run meets them: their names, and which of them are non-finite.
 
-In: a model, and the calls of its modules. Out: named tensors for the op tracer, and the calls with their non-finite state.
+In: a model, and the calls of its modules. Out: named tensors for the op tracer; the calls with their non-finite state.
 """
 
 from __future__ import annotations
