@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nandoctor.case import repro as repro
     from nandoctor.errors import NanDoctorError as NanDoctorError
     from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
+    from nandoctor.fleet.triage import TriageOptions as TriageOptions
+    from nandoctor.fleet.triage import triage as triage
 
 __version__ = "0.1.0"
 
@@ -27,11 +29,13 @@ _HOMES = {
     "NanDoctorError": "nandoctor.errors",
     "NonFiniteTrainingError": "nandoctor.errors",
     "Recorder": "nandoctor.capture.recorder",
+    "TriageOptions": "nandoctor.fleet.triage",
     "cuda_autocast": "nandoctor.autocast.region",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",
     "repro": "nandoctor.case",
+    "triage": "nandoctor.fleet.triage",
 }
 
 __all__ = [
@@ -39,12 +43,14 @@ __all__ = [
     "NanDoctorError",
     "NonFiniteTrainingError",
     "Recorder",
+    "TriageOptions",
     "__version__",
     "cuda_autocast",
     "describe",
     "load",
     "replay",
     "repro",
+    "triage",
 ]
 
 

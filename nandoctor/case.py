@@ -25,7 +25,7 @@ from nandoctor.renderers.save import save_report
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.progress import Progress
-from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, override, read_settings
+from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, anchored, override, read_settings
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
 
@@ -68,7 +68,7 @@ def replay(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     dump, settings = _read(dump, options)
-    return Case(replay_dump(dump, _anchor(model), settings, progress=progress).report)
+    return Case(replay_dump(dump, anchor(model), settings, progress=progress).report)
 
 
 @takes_options(StepOptions)
@@ -88,7 +88,7 @@ def repro(
             project's own code.
     """
     dump, settings = _read(dump, options)
-    found = replay_dump(dump, _anchor(model), override(settings, {"fixes": False}), progress=progress)
+    found = replay_dump(dump, anchor(model), override(settings, {"fixes": False}), progress=progress)
     return make_script(found.report, found.step, dump.state)
 
 
@@ -109,12 +109,12 @@ def list_eps(
     """
     if dump is None:
         settings = override(read_settings(Path.cwd()), _given(options))
-        source = _anchor(model) if model is not None else settings.model
+        source = anchor(model) if model is not None else settings.model
         if source is None:
             raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
         return fold(list_constants(build_model(source, settings.model_args, directory=settings.directory)))
     dump, settings = _read(dump, options)
-    return audit_dump(dump, _anchor(model), settings, progress=progress)
+    return audit_dump(dump, anchor(model), settings, progress=progress)
 
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
@@ -125,17 +125,7 @@ def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tu
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not left out, SPECs among them made absolute."""
-    return {
-        name: _anchor(value) if name in ("call", "loss", "config") else value
-        for name, value in options.items()
-        if value is not None
-    }
-
-
-def _anchor(spec: Any) -> Any:
-    """A file's SPEC made absolute, so that it does not move when the project's pyproject.toml lies further up."""
-    location, separator, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
-    return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
+    return anchored({name: value for name, value in options.items() if value is not None})
 
 
 def describe(tensor: torch.Tensor) -> str:

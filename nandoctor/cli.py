@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from nandoctor import __version__
+from nandoctor.cli_fleet import triage
 from nandoctor.cli_options import (
     MODEL_AND_STEP,
     GroupedCommand,
@@ -83,7 +84,11 @@ def main() -> None:
     nandoctor inspect dump.pth
     nandoctor repro dump.pth --model train.py:make_model -o repro.py
     nandoctor eps 1e-8
+    nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
+
+
+main.add_command(triage)
 
 
 @main.command()

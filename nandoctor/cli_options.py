@@ -112,6 +112,24 @@ def _parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Bytes: 8GB, 512 MiB, 1e9."""
+    if text is None:
+        return None
+    number = text.strip().rstrip("BbKkMmGgTtIi ")
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        nbytes = float(number) * _UNITS[unit]
+        if not 0 < nbytes < 2**60:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise click.BadParameter(f"{text!r} is no size: write 8GB or 512MiB.") from None
+    return int(nbytes)
+
+
 def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:
     context.meta[_FORCE] = force
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from nandoctor.replaying.torch_settings import read_settings, write_settings
 
@@ -71,6 +72,12 @@ class Project:
         """Run the step: what the code sets in torch ends with the run."""
         with self._open():
             yield
+
+    def files(self, model: nn.Module) -> set[Path]:
+        """The user's own files that were imported for the step, and those that define the classes of `model`."""
+        classes = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        found = {_file_of(module) for module in (*self._modules.values(), *classes)}
+        return {file for file in found if file is not None and file.is_file() and not _is_installed(file)}
 
     def enter_folder(self, folder: Path) -> None:
         """Put a folder first on the import path of the project, which is open."""

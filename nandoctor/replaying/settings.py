@@ -267,6 +267,20 @@ def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(settings, **{name: check_setting(name, value) for name, value in options.items()})
 
 
+_SPECS = ("model", "config", "call", "loss")
+
+
+def anchored(options: Mapping[str, Any]) -> dict[str, Any]:
+    """These options with the files of their SPECs made absolute."""
+    return {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
+
+
+def anchor(spec: Any) -> Any:
+    """A file's SPEC made absolute, so that it does not move when the project's pyproject.toml lies further up."""
+    location, separator, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
+    return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
+
+
 def options_markdown() -> str:
     """All settings as a table in Markdown, for the docs."""
     lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]

@@ -1,0 +1,107 @@
+"""The verb for many dumps, `triage`.
+
+In: arguments. Out: a table or JSON lines on standard output, progress on standard error, an exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nandoctor.cli_options import GroupedCommand, parse_size, settings_options
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.triage import Triage
+    from nandoctor.fleet.triage import Progress
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("patterns", metavar="DIR|GLOB...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("nandoctor-triage"),
+    show_default=True,
+    help="Where results, reports and the page go; an earlier run in it is continued.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Worker processes (default: by cores and memory)."
+)
+@click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
+@click.option("--memory", callback=parse_size, metavar="SIZE", help="What one worker may allocate, such as 8GB.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one file may take.",
+)
+@click.option("--retry", is_flag=True, help="Do again what could not be analysed in an earlier run.")
+@click.option("--force", is_flag=True, help="Work in a folder that holds other files.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines: one for each dump, one for each group.")
+@click.option("--trust", is_flag=True, help="Unpickle whatever the files hold: only if you know who wrote them.")
+@settings_options("model", "step", "statistics", "fixes")
+@click.pass_context
+def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Replay many dumps in parallel, and group them by cause and place in the code.
+
+    Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others, and what was done
+    is not done again: after Ctrl-C the same command goes on.
+    """
+    from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
+    from nandoctor.fleet.triage import triage as run_triage
+    from nandoctor.replaying.settings import OPTIONS
+
+    settings = {name: value for name, value in options.items() if name in OPTIONS and value is not None}
+    others = {name: value for name, value in options.items() if name not in OPTIONS}
+    try:
+        with _progress_shown() as progress:
+            found = run_triage(patterns, TriageOptions(settings=settings, **others), progress=progress)
+    except InterruptedTriageError as error:
+        _print(error.triage, as_json=as_json)
+        raise
+    _print(found, as_json=as_json)
+    context.exit(0 if any(result.outcome == "analysed" for result in found.dumps) else 1)
+
+
+def _print(found: Triage, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from nandoctor.renderers.triage import print_triage, triage_lines
+
+    if as_json:
+        click.echo(triage_lines(found), nl=False)
+    else:
+        print_triage(found, Console())
+
+
+@contextmanager
+def _progress_shown() -> Iterator[Progress]:
+    """A line on standard error while it is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("dumps"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("Starting workers", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

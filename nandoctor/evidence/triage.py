@@ -1,0 +1,159 @@
+"""Many dumps at once: what each file gave, and the groups that they fall into.
+
+In: what the replays of the files told. Out: `Triage`, to and from plain JSON data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nandoctor.evidence.report import Grade, Verdict
+from nandoctor.evidence.serialization import INLINED
+
+SCHEMA = "nandoctor.triage/1"
+
+FileOutcome = Literal["analysed", "unreadable", "failed", "out-of-memory", "died", "timed-out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodePlace:
+    """A place that many dumps may share: a line of code, or a module where the origin is no operation of a line.
+
+    `file` is "" and `line` 0 where no line is known. `module` is its dotted path and `type` its class.
+    """
+
+    file: str = ""
+    line: int = 0
+    text: str = ""
+    module: str = ""
+    type: str = ""
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleId:
+    """What tells one sample of the data from the others.
+
+    `by` "name": the name, path or index that the batch carries; "content": the first digits of the sha256 of
+    its inputs.
+    """
+
+    by: Literal["name", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMoment:
+    """When and where in a training the step was, None where the file does not say; `run` is the folder of the file."""
+
+    run: str
+    step: int | None = None
+    epoch: int | None = None
+    rank: int | None = None
+    fold: str | None = None
+    written: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The part of a report that dumps are grouped by; `samples` are those of the batch that the origin fails in."""
+
+    verdict: Verdict
+    grade: Grade
+    headline: str
+    cause: str | None
+    title: str
+    place: CodePlace
+    samples: tuple[SampleId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file of the user's code that a result depends on, and its sha256."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpResult:
+    """What one file gave. `reason` says why it was not analysed, `finding` is None then.
+
+    `key` names the content of the file and the settings of its replay. `report` is the saved report, as a path from the
+    folder of the triage, "" without one.
+    """
+
+    kind: Literal["dump"] = "dump"
+    path: str
+    key: str
+    outcome: FileOutcome
+    reason: str = ""
+    finding: Finding | None = None
+    when: TrainingMoment | None = None
+    report: str = ""
+    elapsed_s: float = 0.0
+    sources: tuple[SourceFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurringSample:
+    """A sample that `num_dumps` of `num_known` dumps fail in; `num_known` are those whose samples can be told apart."""
+
+    sample: SampleId = field(metadata=INLINED)
+    num_dumps: int
+    num_known: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFix:
+    """A change that was tried on the group's representative; `patch` is that of `report.Fix`."""
+
+    title: str
+    kind: str
+    verified: bool
+    patch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Dumps with one cause at one place in the code.
+
+    `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in.
+    `steps` and `written` are the first and the last. `recurring` are samples that at least half of the dumps fail in.
+    `fixes` were tried on `representative`, whose page is `page`; `fix_note` tells why there are none.
+    """
+
+    kind: Literal["group"] = "group"
+    verdict: Verdict
+    cause: str | None
+    title: str
+    headline: str
+    place: CodePlace
+    paths: tuple[str, ...]
+    modules: tuple[str, ...]
+    steps: tuple[int, int] | None
+    ranks: tuple[int, ...]
+    folds: tuple[str, ...]
+    runs: tuple[str, ...]
+    written: tuple[str, str] | None
+    recurring: tuple[RecurringSample, ...]
+    representative: str
+    fixes: tuple[GroupFix, ...] = ()
+    fix_note: str = ""
+    page: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Triage:
+    """All of it. `num_reused` results were there from an earlier run; `num_left` files were not looked at."""
+
+    schema: str = SCHEMA
+    dumps: tuple[DumpResult, ...]
+    groups: tuple[Group, ...]
+    recurring: tuple[RecurringSample, ...]
+    num_reused: int
+    num_left: int
+    num_workers: int
+    elapsed_s: float
+    folder: str

@@ -1,0 +1,153 @@
+"""Where the work of a triage is done: processes of this machine, or the workers of a Dask cluster.
+
+In: how many processes, or a scheduler's address. Out: a `concurrent.futures.Executor` whose futures fail alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.machine import available_memory, count_cores, limit_memory
+
+T = TypeVar("T")
+
+_LEAST_NBYTES = 1 << 30
+"""What a worker needs for torch and a small model: no more of them are started than memory has room for."""
+_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """An executor and the number of calls that it makes at once; `is_death` knows the end of a worker."""
+
+    executor: Executor
+    size: int
+    is_death: Callable[[BaseException], bool]
+
+
+@contextmanager
+def open_workers(*, jobs: int | None, scheduler: str | None, memory: int | None) -> Iterator[Workers]:
+    """Workers of the cluster at `scheduler`, else `jobs` processes of this machine, each held to `memory` bytes.
+
+    Raises:
+        NanDoctorError: there is no such cluster, or Dask is not installed.
+    """
+    if scheduler is not None:
+        with _open_cluster(scheduler) as workers:
+            yield workers
+        return
+    room = available_memory()
+    if jobs is None:
+        jobs = min(count_cores(), max((room or 0) // _LEAST_NBYTES, 1)) if room is not None else count_cores()
+    if memory is None and room is not None:
+        memory = max(int(_SHARE * room / jobs), _LEAST_NBYTES)
+    executor = SingleProcesses(jobs, memory=memory)
+    try:
+        yield Workers(executor=executor, size=jobs, is_death=lambda error: isinstance(error, BrokenProcessPool))
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+class SingleProcesses(Executor):
+    """Processes that live until the end, one pool for each: one that dies takes nobody's work with it but its own.
+
+    At most `size` calls may be waiting for a result at a time.
+    """
+
+    def __init__(self, size: int, *, memory: int | None) -> None:
+        self._memory = memory
+        self._num_threads = max(count_cores() // size, 1)
+        self._idle = [self._start() for _ in range(size)]
+        self._pools = set(self._idle)
+        self._lock = threading.Lock()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+            initializer=_prepare_worker,
+            initargs=(self._memory, self._num_threads),
+        )
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Have an idle process make the call. Raises IndexError where none is idle."""
+        with self._lock:
+            pool = self._idle.pop()
+        future = pool.submit(fn, *args, **kwargs)
+        future.add_done_callback(lambda done: self._release(pool, done))
+        return future
+
+    def _release(self, pool: ProcessPoolExecutor, done: Future[Any]) -> None:
+        broken = not done.cancelled() and isinstance(done.exception(), BrokenProcessPool)
+        with self._lock:
+            if broken:
+                self._pools.discard(pool)
+                pool = self._start()
+                self._pools.add(pool)
+            self._idle.append(pool)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop; without `wait` the processes are killed, whatever they are doing."""
+        for pool in self._pools:
+            processes = list((getattr(pool, "_processes", None) or {}).values())
+            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+            if not wait:
+                for process in processes:
+                    process.kill()
+
+
+def _prepare_worker(memory: int | None, num_threads: int) -> None:
+    """Runs first in every process: it leaves Ctrl-C to the parent, ends with it, and writes nothing to its output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # what a model prints is no part of the table
+    if memory is not None:
+        limit_memory(memory)
+    import torch  # noqa: PLC0415  (only workers need it)
+
+    torch.set_num_threads(num_threads)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot tell its processes, which would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _open_cluster(address: str) -> Iterator[Workers]:
+    try:
+        from distributed import Client  # noqa: PLC0415  (an extra)
+        from distributed.scheduler import KilledWorker  # noqa: PLC0415
+    except ImportError as error:
+        raise NanDoctorError(
+            "A cluster needs Dask, which is not installed.", remedy="Install it: pip install 'nandoctor[fleet]'."
+        ) from error
+    try:
+        client = Client(address, timeout="20s", set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise NanDoctorError(
+            f"There is no Dask scheduler at {address}: {error}.",
+            remedy="Start one with `dask scheduler` and workers with `dask worker ADDRESS --nthreads 1`.",
+        ) from error
+    with contextlib.closing(client):
+        size = sum(client.nthreads().values())
+        if not size:
+            raise NanDoctorError(
+                f"The cluster at {address} has no workers.", remedy="Start some: `dask worker ADDRESS --nthreads 1`."
+            )
+        executor = client.get_executor(pure=False, retries=0)
+        yield Workers(executor=executor, size=size, is_death=lambda error: isinstance(error, KilledWorker))

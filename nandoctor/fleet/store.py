@@ -1,0 +1,93 @@
+"""The folder of a triage: one result for each content and setting, so that it can be stopped and taken up again.
+
+In: a folder. Out: `Store`; every file in it is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nandoctor import __version__
+from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.triage import DumpResult
+from nandoctor.fleet.worker import Answer, hash_file, unchanged
+from nandoctor.renderers.atomic_write import write_text
+from nandoctor.replaying.settings import Settings
+
+PAGE = "index.html"
+LINES = "triage.jsonl"
+_RESULTS, _REPORTS = "results", "reports"
+_KEY_DIGITS = 16
+
+
+class Store:
+    """The results that are there already, and a place for new ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._hashes: dict[Path, str] = {}
+
+    def open(self, *, force: bool = False) -> None:
+        """Make the folder, or take over one that a triage made.
+
+        Raises:
+            NanDoctorError: it holds other files and `force` is not set, or cannot be made.
+        """
+        known = (self.folder / _RESULTS).is_dir()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NanDoctorError(f"{self.folder} is a file.", remedy="Name another folder with -o.")
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not (known or force):
+            raise NanDoctorError(
+                f"{self.folder} holds files that no triage wrote.",
+                remedy="Name another folder with -o, or add --force.",
+            )
+        try:
+            for name in (_RESULTS, _REPORTS):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NanDoctorError(
+                f"The folder {self.folder} cannot be made: {error.strerror or error}.",
+                remedy="Name another one with -o.",
+            ) from error
+
+    def key_of(self, path: Path, settings: Settings, *, trust: bool) -> str:
+        """What names the result of this file's content under these settings. Raises OSError."""
+        if path not in self._hashes:
+            self._hashes[path] = hash_file(path)
+        told = json.dumps([__version__, trust, _plain(settings)], sort_keys=True, default=str)
+        return f"{self._hashes[path][:32]}-{hashlib.sha256(told.encode()).hexdigest()[:_KEY_DIGITS]}"
+
+    def find(self, key: str) -> DumpResult | None:
+        """The result of an earlier run; None where there is none, or the code that it came from has changed since."""
+        try:
+            data = json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes())
+            result = from_plain(DumpResult, data)
+        except (OSError, ValueError, ReportError):
+            return None
+        return result if unchanged(result.sources) else None
+
+    def keep(self, answer: Answer) -> DumpResult:
+        """Write what a worker gave; the result comes last, so that what it names is there."""
+        result, name = answer.result, f"{_REPORTS}/{answer.result.key}"
+        if answer.report:
+            write_text(answer.report + "\n", self.folder / f"{name}.json")
+            result = replace(result, report=f"{name}.json")
+        if answer.page:
+            write_text(answer.page, self.page_of(result.key))
+        plain = json.dumps(to_plain(result), indent=1, allow_nan=False)
+        write_text(plain + "\n", self.folder / _RESULTS / f"{result.key}.json")
+        return result
+
+    def page_of(self, key: str) -> Path:
+        """Where the page of a result belongs."""
+        return self.folder / _REPORTS / f"{key}.html"
+
+
+def _plain(settings: Settings) -> Mapping[str, object]:
+    return {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}

@@ -1,0 +1,266 @@
+"""Replays many dumps in long-lived workers, groups what they died of, and tries fixes on one of each group.
+
+In: files, how to replay them, and where to work. Out: `Triage`, and a folder with every result.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nandoctor.diagnosis.grouping import failed, find_recurring, group_results
+from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.evidence.triage import DumpResult, Group, GroupFix, Triage
+from nandoctor.fleet.pool import Workers, open_workers
+from nandoctor.fleet.store import LINES, PAGE, Store
+from nandoctor.fleet.worker import Answer, Job, run_job
+from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.jsonfile import read_report
+from nandoctor.renderers.triage import triage_lines
+from nandoctor.renderers.triage_page import triage_page
+from nandoctor.replaying.settings import Settings, anchored, override, read_settings
+
+DUMP_ENDINGS = (".pth", ".pt")
+_MAX_FIXES_KEPT = 3
+_NOT_REUSED = ("failed",)  # most often the code or the environment, which may have been put right since
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many files are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriageOptions:
+    """Where and how to work.
+
+    `settings` are those of a replay, over those of the project; `jobs` processes (None: by cores and memory), each held
+    to `memory` bytes, or the Dask cluster at `scheduler`. A file may take `timeout_s` seconds. `retry` does again what
+    was not analysed, `force` takes a folder that holds other files.
+    """
+
+    folder: Path = Path("nandoctor-triage")
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trust: bool = False
+    jobs: int | None = None
+    scheduler: str | None = None
+    memory: int | None = None
+    timeout_s: float | None = 1800.0
+    retry: bool = False
+    force: bool = False
+
+
+class InterruptedTriageError(NanDoctorError):
+    """Ctrl-C was pressed; `triage` has what was done until then."""
+
+    exit_code = 130
+
+    def __init__(self, triage: Triage) -> None:
+        left = f"{triage.num_left:,} files are left"
+        super().__init__(
+            f"InterruptedTriageError: {left}.", remedy="The same command goes on from here: what is done is kept."
+        )
+        self.triage = triage
+
+
+def find_dumps(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files that folders (searched for .pth and .pt), glob patterns and names stand for, each once, in order.
+
+    Raises:
+        NanDoctorError: one of them stands for nothing.
+    """
+    found: dict[Path, Path] = {}
+    for given in patterns:
+        pattern = os.fspath(given)
+        path = Path(pattern)
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix in DUMP_ENDINGS and file.is_file())
+        elif path.exists():
+            files = [path]
+        else:
+            names = glob.glob(pattern, recursive=True)  # noqa: PTH207  (a pattern may be absolute)
+            files = sorted(Path(name) for name in names if Path(name).is_file())
+        if not files:
+            raise NanDoctorError(f"{pattern}: there is no dump there.", remedy="Name files, folders or patterns.")
+        for file in files:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def triage(
+    patterns: Sequence[str | os.PathLike[str]],
+    options: TriageOptions | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+) -> Triage:
+    """Replay every dump, group them, try fixes on one of each group, and write the page into the folder.
+
+    A file that cannot be read, does not fit or ends its worker is one line of the result; the others go on. What was
+    done in an earlier run in the same folder is not done again. Where this is called from a script, the call belongs
+    under `if __name__ == "__main__":`, since the workers import the script.
+
+    Raises:
+        NanDoctorError: there are no files, no folder to work in or no cluster, or a setting is wrong.
+        InterruptedTriageError: after Ctrl-C, with what was done.
+    """
+    options = options or TriageOptions()
+    run = _Run(options, find_dumps(patterns), progress)
+    if options.jobs is not None and options.jobs < 1:
+        raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
+    run.store.open(force=options.force)
+    try:
+        with open_workers(jobs=options.jobs, scheduler=options.scheduler, memory=options.memory) as workers:
+            run.workers = workers
+            run.diagnose()
+            run.try_fixes()
+    except KeyboardInterrupt:
+        raise InterruptedTriageError(run.finish()) from None
+    return run.finish()
+
+
+class _Run:
+    """One triage while it is under way."""
+
+    def __init__(self, options: TriageOptions, paths: Sequence[Path], progress: Progress) -> None:
+        self.options = options
+        self.paths = paths
+        self.progress = progress
+        self.store = Store(options.folder)
+        self.workers: Workers | None = None
+        self.results: dict[str, DumpResult] = {}
+        self.fixes: dict[str, DumpResult] = {}
+        self.num_reused = 0
+        self._made: set[str] = set()  # keys of this run
+        self._started = time.perf_counter()
+
+    def diagnose(self) -> None:
+        """One result for each file, as it comes."""
+        for number, result in enumerate(self._work(self.paths, fixes=False), 1):
+            self.results[result.path] = result
+            self.progress("Diagnosing", number, len(self.paths))
+
+    def try_fixes(self) -> None:
+        """The search for fixes on the representative of each group that failed."""
+        if self.options.settings.get("fixes") is False:
+            return
+        found = failed(self.results.values())
+        chosen = [Path(group.representative) for group in group_results(found)]
+        for number, result in enumerate(self._work(chosen, fixes=True), 1):
+            self.fixes[result.path] = result
+            self.progress("Fixes", number, len(chosen))
+
+    def finish(self) -> Triage:
+        """What is known, and the files that tell it."""
+        results = sorted(self.results.values(), key=lambda result: result.path)
+        found = Triage(
+            dumps=tuple(results),
+            groups=tuple(self._with_fixes(group) for group in group_results(results)),
+            recurring=find_recurring(failed(results)),
+            num_reused=self.num_reused,
+            num_left=len(self.paths) - len(results),
+            num_workers=self.workers.size if self.workers is not None else 0,
+            elapsed_s=time.perf_counter() - self._started,
+            folder=str(self.store.folder),
+        )
+        write_text(triage_lines(found), self.store.folder / LINES)
+        write_text(triage_page(found), self.store.folder / PAGE)
+        return found
+
+    def _with_fixes(self, group: Group) -> Group:
+        result = self.fixes.get(group.representative)
+        if result is None:
+            return group
+        if result.outcome != "analysed":
+            return replace(group, fix_note=f"The search for fixes ended early ({result.outcome}): {result.reason}")
+        page = self.store.page_of(result.key)
+        try:
+            report = read_report(self.store.folder / result.report)
+        except ReportError as error:
+            return replace(group, fix_note=error.message)
+        fixes = tuple(
+            GroupFix(title=fix.title, kind=fix.kind, verified=fix.verified, patch=fix.patch)
+            for fix in report.fixes[:_MAX_FIXES_KEPT]
+        )
+        return replace(group, fixes=fixes, page=str(page.relative_to(self.store.folder)) if page.is_file() else "")
+
+    def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
+        """The results for these files: from the folder, else from a worker, in the order in which they come.
+
+        No more jobs are handed out than there are workers, so that a worker that dies takes one file with it.
+        """
+        assert self.workers is not None
+        waiting, running = deque(paths), dict[Future[Answer], tuple[Job, float]]()
+        twins: dict[str, list[str]] = {}
+        while waiting or running:
+            while waiting and len(running) < self.workers.size:
+                job = self._make_job(waiting.popleft(), fixes=fixes)
+                if isinstance(job, DumpResult):
+                    yield job
+                elif job.key in twins:  # the same content once more: its result is on its way
+                    twins[job.key].append(job.shown)
+                else:
+                    twins[job.key] = []
+                    self._made.add(job.key)
+                    running[self.workers.executor.submit(run_job, job)] = job, time.perf_counter()
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                job, began = running.pop(future)
+                result = self._take(future, job, time.perf_counter() - began)
+                yield result
+                yield from (replace(result, path=path) for path in twins.pop(job.key))
+
+    def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
+        """What a worker has to do for this file, or the result where that is known."""
+        shown = str(path)
+        try:
+            settings = self._settings_for(path, fixes=fixes)
+            key = self.store.key_of(path, settings, trust=self.options.trust)
+        except OSError as error:
+            reason = f"The file cannot be read: {error.strerror or error}."
+            return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
+        known = self.store.find(key)
+        if known is not None and self._is_reused(known):
+            self.num_reused += key not in self._made
+            return replace(known, path=shown)
+        return Job(
+            path=path.resolve(),
+            shown=shown,
+            key=key,
+            settings=settings,
+            trust=self.options.trust,
+            cwd=Path.cwd(),
+            page=fixes,
+            timeout_s=self.options.timeout_s,
+        )
+
+    def _is_reused(self, known: DumpResult) -> bool:
+        return known.outcome == "analysed" or not (known.outcome in _NOT_REUSED or self.options.retry)
+
+    def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
+        return replace(override(read_settings(path), anchored(self.options.settings)), fixes=fixes)
+
+    def _take(self, future: Future[Answer], job: Job, elapsed_s: float) -> DumpResult:
+        """The result of a job that ended, kept in the folder."""
+        assert self.workers is not None
+        try:
+            answer = future.result()
+        except (Exception, CancelledError) as error:
+            answer = Answer(result=_describe_end(job, error, elapsed_s, died=self.workers.is_death(error)))
+        return self.store.keep(answer)
+
+
+def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
+    """What is said of a file whose worker gave no answer."""
+    result = DumpResult(path=job.shown, key=job.key, outcome="failed", reason=f"{type(error).__name__}: {error}")
+    if not died:
+        return replace(result, elapsed_s=elapsed_s)
+    if job.timeout_s is not None and elapsed_s >= job.timeout_s:
+        reason = f"It took longer than {job.timeout_s:g} s (--timeout)."
+        return replace(result, outcome="timed-out", reason=reason, elapsed_s=elapsed_s)
+    reason = "Its worker process ended without an answer: killed for its memory, or ended by the model's own code."
+    return replace(result, outcome="died", reason=reason, elapsed_s=elapsed_s)

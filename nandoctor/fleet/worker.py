@@ -1,0 +1,208 @@
+"""What a worker does with one file: replays it, and gives back the result and the reports as text.
+
+In: a `Job`. Out: `Answer`. torch is imported when the first job runs, and stays for the next, with the user's modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nandoctor.errors import DumpError, NanDoctorError
+from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SourceFile, TrainingMoment
+from nandoctor.replaying.settings import Settings
+from nandoctor.text import brief
+
+if TYPE_CHECKING:
+    from nandoctor.dumps.dump import Dump
+    from nandoctor.evidence.report import Report
+    from nandoctor.pipeline import Diagnosed
+
+_MAX_REASON = 600
+_RUN_NAMES = ("run", "run_id", "run_name", "experiment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A file to replay; `path` is absolute, `shown` as the user named it, `cwd` what SPECs and dumps start from.
+
+    `page`: draw the page as well. After `timeout_s` the process ends itself, None for never.
+    """
+
+    path: Path
+    shown: str
+    key: str
+    settings: Settings
+    trust: bool
+    cwd: Path
+    page: bool = False
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of a job; the report as JSON and as a page are "" where there is none."""
+
+    result: DumpResult
+    report: str = ""
+    page: str = ""
+
+
+def run_job(job: Job) -> Answer:
+    """Replay the file; whatever goes wrong short of the end of the process is in the answer."""
+    started = time.perf_counter()
+    try:
+        with _deadline(job.timeout_s), _working_directory(job.cwd), contextlib.redirect_stdout(sys.stderr):
+            answer = _replay(job)
+    except (Exception, SystemExit) as error:
+        answer = Answer(result=_describe_error(job, error))
+    return replace(answer, result=replace(answer.result, elapsed_s=time.perf_counter() - started))
+
+
+def _replay(job: Job) -> Answer:
+    from nandoctor.dumps.reader import read_dump
+    from nandoctor.pipeline import replay_dump
+    from nandoctor.renderers.jsonfile import dumps
+    from nandoctor.renderers.page import report_page
+
+    dump = read_dump(job.path, trust=job.trust)
+    found = replay_dump(dump, None, job.settings)
+    result = DumpResult(
+        path=job.shown,
+        key=job.key,
+        outcome="analysed",
+        finding=_find(found.report, dump),
+        when=_describe_moment(dump, job.shown),
+        sources=tuple(_list_sources(found)),
+    )
+    return Answer(result=result, report=dumps(found.report), page=report_page(found.report) if job.page else "")
+
+
+def _find(report: Report, dump: Dump) -> Finding:
+    from nandoctor.dumps.sample_ids import identify_samples
+
+    samples = report.origin.elements.samples if report.origin is not None else None
+    inputs = [
+        array.name for array in report.dump.arrays if _is_input(array.name, array.role, recorded=bool(dump.recorded))
+    ]
+    return Finding(
+        verdict=report.verdict,
+        grade=report.reproduction.grade,
+        headline=report.headline,
+        cause=report.cause.code if report.cause is not None else None,
+        title=report.cause.title if report.cause is not None else "",
+        place=_describe_place(report),
+        samples=identify_samples(dump, samples or (), inputs),
+    )
+
+
+def _is_input(name: str, role: str | None, *, recorded: bool) -> bool:
+    return name.startswith("input") if recorded else role not in ("output", "target")
+
+
+def _describe_place(report: Report) -> CodePlace:
+    origin = report.origin
+    if origin is None:
+        first = report.first_nonfinite
+        return CodePlace(module=first.place.module, type=first.place.type) if first is not None else CodePlace()
+    source = origin.source
+    return CodePlace(
+        file=source.file if source is not None else "",
+        line=source.line if source is not None else 0,
+        text=source.text if source is not None else "",
+        module=origin.place.module,
+        type=origin.place.type,
+        op=origin.op or "",
+    )
+
+
+def _describe_moment(dump: Dump, shown: str) -> TrainingMoment:
+    """What the file says of step, epoch, rank and fold, under the names that the recorder and most scripts use."""
+    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
+    run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
+    fold = scalars.get("fold")
+    written = scalars.get("written")
+    return TrainingMoment(
+        run=brief(run if run is not None else str(Path(shown).parent)),
+        step=_whole(scalars, "step", "global_step", "iteration", "iter"),
+        epoch=_whole(scalars, "epoch"),
+        rank=_whole(scalars, "rank", "global_rank"),
+        fold=brief(str(fold)) if isinstance(fold, (int, str)) else None,
+        written=brief(written) if isinstance(written, str) else None,
+    )
+
+
+def _whole(scalars: dict[str, Any], *names: str) -> int | None:
+    return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
+
+
+def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
+    """The user's own files that the result depends on, so that a later run can tell whether it still holds."""
+    if found.step is None:
+        return
+    for path in sorted(found.step.project.files(found.step.model)):
+        with contextlib.suppress(OSError):
+            yield SourceFile(path=str(path), sha256=hash_file(path))
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe_error(job: Job, error: BaseException) -> DumpResult:
+    from nandoctor.replaying.memory import is_out_of_memory
+
+    known = isinstance(error, NanDoctorError)
+    text = (
+        f"{error.message} {error.remedy}" if isinstance(error, NanDoctorError) else f"{type(error).__name__}: {error}"
+    )
+    outcome: Any = "unreadable" if isinstance(error, DumpError) else "failed"
+    if is_out_of_memory(error):
+        outcome, text = "out-of-memory", text if known else "There was not enough memory to replay it."
+    return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(text, _MAX_REASON))
+
+
+@contextmanager
+def _deadline(seconds: float | None) -> Iterator[None]:
+    """End the process when time is up: code in C cannot be interrupted in any other way."""
+    if seconds is None:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _working_directory(folder: Path) -> Iterator[None]:
+    """A worker of a cluster may have been started elsewhere; what a dump names is looked up from the user's folder."""
+    if folder == Path.cwd() or not folder.is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        yield
+
+
+def unchanged(sources: Iterable[SourceFile]) -> bool:
+    """Tell whether all these files are as they were."""
+    for source in sources:
+        try:
+            if hash_file(Path(source.path)) != source.sha256:
+                return False
+        except OSError:
+            return False
+    return True

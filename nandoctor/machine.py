@@ -1,0 +1,64 @@
+"""What this machine gives a process: cores and memory, within the limits of its container.
+
+In: nothing. Out: counts and bytes; None where the system does not tell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def count_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated before the machine, or the container, runs out."""
+    return min(_limits(), default=None)
+
+
+def anonymous_memory() -> int | None:
+    """Bytes of this process that no file stands behind (RssAnon): what it has allocated and written to."""
+    return _read_field(Path("/proc/self/status"), "RssAnon:")
+
+
+def limit_memory(nbytes: int) -> bool:
+    """Make allocations fail beyond `nbytes` of private writable memory; False where the system has no such limit.
+
+    Files that are mapped to be read do not count. https://man7.org/linux/man-pages/man2/getrlimit.2.html, RLIMIT_DATA.
+    """
+    if sys.platform != "linux":
+        return False
+    import resource  # noqa: PLC0415  (not on Windows)
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return True
+
+
+def _limits() -> Iterator[int]:
+    if (free := _read_field(Path("/proc/meminfo"), "MemAvailable:")) is not None:
+        yield free
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = _read_field(_CGROUP / "memory.stat", "anon", unit=1) or 0  # cached files give way
+        yield max(limit - used, 0)
+
+
+def _read_field(path: Path, name: str, unit: int = 1024) -> int | None:
+    """The number in a line of /proc, which counts in KiB, as bytes."""
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.split()[:1] == [name]:
+                return int(line.split()[1]) * unit
+    return None

@@ -1,0 +1,183 @@
+"""What `nandoctor triage` prints: the groups as a table, and what could not be analysed.
+
+In: a `Triage`. Out: text on a rich console, or JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
+from nandoctor.renderers.atomic_write import MARK
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.text import brief, join_first, join_words, percent, plural, printable, shorten
+
+_MAX_LISTED = 5
+_MAX_NAMED = 3
+_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 24, 22, 16
+_OUTCOMES = {
+    "unreadable": "unreadable",
+    "failed": "not replayed",
+    "out-of-memory": "out of memory",
+    "died": "ended their worker",
+    "timed-out": "timed out",
+}
+
+
+def triage_lines(triage: Triage) -> str:
+    """One JSON object for each dump, then one for each group, then one for the whole; ASCII only."""
+    whole = to_plain(triage)
+    parts = [*whole.pop("dumps"), *whole.pop("groups"), {"kind": "triage", "tool": MARK, **whole}]
+    return "".join(f"{json.dumps(part, allow_nan=False)}\n" for part in parts)
+
+
+def print_triage(triage: Triage, console: Console) -> None:
+    """Print the groups, what fixes them, what recurs, what could not be analysed, and where the rest is."""
+    for part in _parts(triage, console.width):
+        console.print(Encodable(part), highlight=False)
+
+
+def _parts(triage: Triage, width: int) -> Iterator[Table | Text]:
+    yield literal(describe_triage(triage), "bold")
+    if triage.groups:
+        yield Text()
+        yield _table(triage.groups, width)
+    facts = [*_fix_facts(triage.groups), *_recurring_facts(triage)]
+    if facts:
+        yield Text()
+        yield labelled(facts)
+    missing = list(_missing_facts(triage.dumps))
+    if missing:
+        yield Text()
+        yield labelled(missing)
+    yield Text()
+    yield labelled([("page", os.path.join(triage.folder, "index.html"))])  # noqa: PTH118  (as the user wrote it)
+
+
+def describe_triage(triage: Triage) -> str:
+    """The whole in one line: "412 dumps, 5 groups, 3 unreadable (2:41, 8 workers)"."""
+    counts = [plural(len(triage.dumps), "dump"), plural(len(triage.groups), "group")]
+    for outcome, name in _OUTCOMES.items():
+        number = sum(result.outcome == outcome for result in triage.dumps)
+        counts += [f"{number:,} {name}"] if number else []
+    counts += [f"{triage.num_left:,} left"] if triage.num_left else []
+    reused = f", {triage.num_reused:,} from an earlier run" if triage.num_reused else ""
+    minutes, seconds = divmod(round(triage.elapsed_s), 60)
+    return f"{', '.join(counts)} ({minutes}:{seconds:02}, {plural(triage.num_workers, 'worker')}{reused})"
+
+
+def describe_place(place: CodePlace) -> str:
+    """Where: "model/norm.py:45 ChannelNorm", or the module where no line is known."""
+    if not place.file:
+        return place.module or place.type or "-"
+    return printable(f"{_relative(place.file)}:{place.line} {place.type}".strip())
+
+
+def describe_samples(group: Group) -> str:
+    """The sample that most of the group's dumps fail in, if there is one."""
+    if not group.recurring:
+        return "-"
+    first = group.recurring[0]
+    return f"{name_sample(first)} {percent(first.num_dumps / first.num_known)}"
+
+
+def name_sample(found: RecurringSample) -> str:
+    """A sample by its name, or as one whose inputs have this digest."""
+    return found.sample.text if found.sample.by == "name" else f"data {found.sample.text}"
+
+
+def describe_steps(group: Group) -> str:
+    """The first and the last step: "12-9,120"."""
+    if group.steps is None:
+        return "-"
+    first, last = group.steps
+    return f"{first:,}" if first == last else f"{first:,}-{last:,}"
+
+
+def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
+    """What was not analysed, one row for each outcome and reason: (outcome, reason, paths), the most frequent first."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.outcome != "analysed":
+            reason = result.reason.replace(f"{result.path}: ", "")
+            rows.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
+    listed = [(outcome, reason, sorted(paths)) for (outcome, reason), paths in rows.items()]
+    return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
+
+
+def _relative(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def _table(groups: Sequence[Group], width: int) -> Table:
+    """The columns that say something; the place gives way where the window is narrow."""
+    columns: list[tuple[str, bool, list[str]]] = [
+        ("dumps", True, [f"{len(group.paths):,}" for group in groups]),
+        ("cause", False, [shorten(group.cause or group.verdict, _CAUSE_WIDTH) for group in groups]),
+        ("place", False, [describe_place(group.place) for group in groups]),
+        ("samples", False, [shorten(describe_samples(group), _SAMPLES_WIDTH) for group in groups]),
+        ("steps", True, [describe_steps(group) for group in groups]),
+        ("ranks", False, [_listed(group.ranks) for group in groups]),
+        ("folds", False, [_listed(group.folds) for group in groups]),
+        ("runs", True, [f"{len(group.runs):,}" for group in groups]),
+    ]
+    shown = [column for column in columns if any(cell not in ("-", "") for cell in column[2])]
+    others = sum(max(map(len, (name, *cells))) + 2 for name, _, cells in shown if name != "place")
+    room = max(width - others - 2, _MIN_PLACE_WIDTH)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, is_number, _ in shown:
+        table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+    for row in zip(*(cells for _, _, cells in shown), strict=True):
+        cells = (shorten(cell, room) if shown[i][0] == "place" else cell for i, cell in enumerate(row))
+        table.add_row(*map(literal, cells))
+    return table
+
+
+def _listed(values: Sequence[object]) -> str:
+    """A few values, or the first and the last of consecutive numbers: "0-7"."""
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return brief(join_first([str(value) for value in values], _MAX_NAMED), 20) if values else "-"
+
+
+def _fix_facts(groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
+    for number, group in enumerate(groups, 1):
+        verified = [fix for fix in group.fixes if fix.verified]
+        if verified:
+            yield f"group {number}", f"{verified[0].title} (verified on {group.representative})"
+        elif group.fixes:
+            yield (
+                f"group {number}",
+                f"none of {plural(len(group.fixes), 'change')} tried on {group.representative} held",
+            )
+        elif group.fix_note:
+            yield f"group {number}", group.fix_note
+
+
+def _recurring_facts(triage: Triage) -> Iterator[tuple[str, str]]:
+    for found in triage.recurring:
+        share = percent(found.num_dumps / found.num_known)
+        yield "data", f"{name_sample(found)} is among the failing samples of {share} of the dumps: look at it first"
+
+
+def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
+    rows = fold_reasons(results)
+    for outcome, reason, paths in rows[:_MAX_LISTED]:
+        yield outcome, f"{join_first(paths, 1) if len(paths) < 3 else _counted(paths)}: {reason}"
+    if len(rows) > _MAX_LISTED:
+        left = sum(len(paths) for _, _, paths in rows[_MAX_LISTED:])
+        yield "", f"{left:,} more, with other reasons, on the page"
+
+
+def _counted(paths: Sequence[str]) -> str:
+    return join_words([paths[0], f"{len(paths) - 1:,} more"])

@@ -1,0 +1,89 @@
+"""Which dumps belong together, and which sample stands out."""
+
+from __future__ import annotations
+
+from nandoctor.diagnosis.grouping import find_recurring, group_results
+from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SampleId, TrainingMoment
+
+
+def result(path, cause="eps-underflow", *, verdict="precision", samples=(), grade="exact", when=None, **place):
+    place = place or {"file": "net.py", "line": 45, "module": "norm", "type": "ChannelNorm"}
+    finding = Finding(
+        verdict=verdict,
+        grade=grade,
+        headline="...",
+        cause=cause,
+        title="...",
+        place=CodePlace(**place),
+        samples=tuple(SampleId(by="name", text=name) for name in samples),
+    )
+    return DumpResult(path=path, key=path, outcome="analysed", finding=finding, when=when)
+
+
+def test_a_line_of_code_makes_a_group():
+    results = [
+        result("a", file="net.py", line=45, module="blocks.0.norm", type="Norm"),
+        result("b", file="net.py", line=45, module="blocks.7.norm", type="Norm"),
+        result("c", file="net.py", line=46, module="blocks.0.norm", type="Norm"),
+    ]
+    groups = group_results(results)
+    assert [group.paths for group in groups] == [("a", "b"), ("c",)]
+    assert groups[0].modules == ("blocks.0.norm", "blocks.7.norm")
+
+
+def test_one_line_may_fail_for_two_reasons():
+    results = [result("a", "eps-underflow"), result("b", "reduction-overflow"), result("c", "eps-underflow")]
+    assert [group.cause for group in group_results(results)] == ["eps-underflow", "reduction-overflow"]
+
+
+def test_repeated_modules_without_a_line_are_one_group():
+    state = {"cause": "poisoned-weights", "verdict": "state"}
+    results = [
+        result("a", **state, module="blocks.0.norm", type="LayerNorm"),
+        result("b", **state, module="blocks.3.norm", type="LayerNorm"),
+        result("c", **state, module="head", type="Linear"),
+    ]
+    assert sorted(group.paths for group in group_results(results)) == [("a", "b"), ("c",)]
+
+
+def test_what_did_not_fail_comes_last_in_one_group():
+    results = [
+        result("a", None, verdict="healthy", module="x", type="X"),
+        result("b", None, verdict="healthy", module="y", type="Y"),
+        result("c"),
+    ]
+    groups = group_results(results)
+    assert [(group.verdict, group.paths) for group in groups] == [("precision", ("c",)), ("healthy", ("a", "b"))]
+
+
+def test_a_group_tells_steps_ranks_folds_runs_and_times():
+    moments = [
+        TrainingMoment(run="b", step=9120, rank=1, fold="2", written="2026-11-02 10:00:00"),
+        TrainingMoment(run="a", step=12, rank=0, fold="0", written="2026-11-01 10:00:00"),
+        TrainingMoment(run="a"),
+    ]
+    (group,) = group_results(result(str(number), when=moment) for number, moment in enumerate(moments))
+    assert (group.steps, group.ranks, group.folds, group.runs) == ((12, 9120), (0, 1), ("0", "2"), ("a", "b"))
+    assert group.written == ("2026-11-01 10:00:00", "2026-11-02 10:00:00")
+    assert group.paths == ("2", "1", "0")
+
+
+def test_the_best_replay_stands_for_its_group():
+    results = [result("a", grade="elsewhere"), result("b", grade="exact"), result("c", grade="same-mask")]
+    assert group_results(results)[0].representative == "b"
+
+
+def test_a_sample_that_most_dumps_fail_in_is_pointed_out():
+    results = [result(str(number), samples=("tile_381", f"tile_{number}")) for number in range(9)]
+    results.append(result("10", samples=("tile_10",)))
+    (found,) = find_recurring(results)
+    assert (found.sample.text, found.num_dumps, found.num_known) == ("tile_381", 9, 10)
+
+
+def test_batches_of_the_same_samples_point_at_none():
+    same = tuple(f"tile_{number}" for number in range(8))
+    assert find_recurring([result(str(number), samples=same) for number in range(5)]) == ()
+
+
+def test_two_dumps_point_at_no_sample():
+    assert find_recurring([result("a", samples=("x",)), result("b", samples=("x",))]) == ()

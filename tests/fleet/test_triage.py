@@ -1,0 +1,223 @@
+"""Many dumps: each is done once, none stops the others, and what was done stays done."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_models import Overflowing
+from torch import nn
+
+import nandoctor.fleet.triage as fleet
+from nandoctor.cli import main
+from nandoctor.errors import NanDoctorError
+from nandoctor.fleet.pool import Workers
+from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, find_dumps, triage
+
+MODELS = """
+from torch import nn
+from tiny_models import Overflowing
+
+def broken():
+    raise RuntimeError("no such backbone")
+"""
+
+
+class Inline(Executor):
+    """Makes each call at once; `endings` are raised by the calls with these numbers instead."""
+
+    def __init__(self):
+        self.jobs, self.endings = [], {}
+
+    def submit(self, fn, /, job):
+        self.jobs.append(job)
+        ending = self.endings.pop(len(self.jobs), None)
+        if isinstance(ending, KeyboardInterrupt):
+            raise ending
+        future = Future()
+        if ending is not None:
+            future.set_exception(ending)
+        else:
+            future.set_result(fn(job))
+        return future
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    inline = Inline()
+
+    @contextmanager
+    def open_workers(**_):
+        yield Workers(executor=inline, size=2, is_death=lambda error: isinstance(error, BrokenProcessPool))
+
+    monkeypatch.setattr(fleet, "open_workers", open_workers)
+    return inline
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """Three dumps of one failure in two runs, and the code of their model."""
+    (tmp_path / "models_of_the_test.py").write_text(MODELS)
+    state = Overflowing().state_dict()
+    for run, step in (("a", 7), ("a", 12), ("b", 3)):
+        (tmp_path / "runs" / run).mkdir(parents=True, exist_ok=True)
+        dump = {"state_dict": state, "image": torch.ones(2, 4), "logit": torch.full((2, 4), torch.nan), "step": step}
+        torch.save(dump, tmp_path / "runs" / run / f"nan-{step}.pth")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+OPTIONS = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "fixes": False})
+
+
+def test_dumps_of_one_line_are_one_group(executor):
+    found = triage(["runs"], OPTIONS)
+    (group,) = found.groups
+    assert len(executor.jobs) == 3
+    assert group.paths == ("runs/a/nan-7.pth", "runs/a/nan-12.pth", "runs/b/nan-3.pth")
+    assert (group.steps, group.runs) == ((3, 12), ("runs/a", "runs/b"))
+    assert [result.outcome for result in found.dumps] == ["analysed"] * 3
+
+
+def test_the_folder_holds_the_reports_and_a_page_that_links_to_them(executor, workplace):
+    found = triage(["runs"], OPTIONS)
+    folder = workplace / "nandoctor-triage"
+    page = (folder / "index.html").read_text()
+    for result in found.dumps:
+        assert json.loads((folder / result.report).read_text())["schema"].startswith("nandoctor.report/")
+        assert f'href="{result.report}"' in page
+    lines = [json.loads(line) for line in (folder / "triage.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["dump", "dump", "dump", "group", "triage"]
+
+
+def test_fixes_are_tried_on_one_dump_of_a_group(executor, workplace):
+    options = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "max_trials": 20})
+    (group,) = triage(["runs"], options).groups
+    assert len(executor.jobs) == 4
+    assert [job.settings.fixes for job in executor.jobs] == [False, False, False, True]
+    assert group.fixes[0].verified
+    assert (workplace / "nandoctor-triage" / group.page).is_file()
+
+
+def test_what_was_done_is_not_done_again(executor):
+    triage(["runs/a"], OPTIONS)
+    found = triage(["runs"], OPTIONS)
+    assert len(executor.jobs) == 3
+    assert found.num_reused == 2
+    assert len(found.groups[0].paths) == 3
+
+
+def test_changed_code_is_run_again(executor, workplace):
+    triage(["runs"], OPTIONS)
+    with (workplace / "models_of_the_test.py").open("a") as file:
+        file.write("# mended\n")
+    assert triage(["runs"], OPTIONS).num_reused == 0
+    assert len(executor.jobs) == 6
+
+
+def test_other_settings_are_another_result(executor):
+    triage(["runs/b"], OPTIONS)
+    triage(["runs/b"], TriageOptions(settings={**OPTIONS.settings, "amp_dtype": "bfloat16"}))
+    assert len(executor.jobs) == 2
+
+
+def test_the_same_content_is_done_once(executor, workplace):
+    copy = workplace / "runs" / "b" / "copy.pth"
+    copy.write_bytes((workplace / "runs" / "b" / "nan-3.pth").read_bytes())
+    found = triage(["runs/b"], OPTIONS)
+    assert len(executor.jobs) == 1
+    assert found.groups[0].paths == ("runs/b/copy.pth", "runs/b/nan-3.pth")
+
+
+def test_a_file_that_cannot_be_read_is_listed_with_its_reason(executor, workplace):
+    (workplace / "runs" / "a" / "torn.pth").write_bytes(b"PK\x03\x04 torn")
+    found = triage(["runs"], OPTIONS)
+    (torn,) = [result for result in found.dumps if result.outcome != "analysed"]
+    assert (torn.path, torn.outcome) == ("runs/a/torn.pth", "unreadable")
+    assert "torn.pth" in torn.reason
+    assert len(found.groups[0].paths) == 3
+
+
+def test_a_model_that_does_not_fit_stops_nobody(executor):
+    torch.save({"state_dict": nn.Linear(3, 3).state_dict(), "image": torch.ones(2, 3)}, "runs/a/other.pth")
+    found = triage(["runs"], OPTIONS)
+    assert [result.path for result in found.dumps if result.outcome == "failed"] == ["runs/a/other.pth"]
+
+
+def test_a_worker_that_dies_costs_one_file(executor):
+    executor.endings[2] = BrokenProcessPool("a child process terminated abruptly")
+    found = triage(["runs"], OPTIONS)
+    assert sorted(result.outcome for result in found.dumps) == ["analysed", "analysed", "died"]
+
+
+def test_what_ended_its_worker_is_tried_again_only_if_asked(executor):
+    executor.endings[1] = BrokenProcessPool("a child process terminated abruptly")
+    triage(["runs/b"], OPTIONS)
+    assert triage(["runs/b"], OPTIONS).dumps[0].outcome == "died"
+    assert len(executor.jobs) == 1
+    retried = triage(["runs/b"], TriageOptions(settings=OPTIONS.settings, retry=True))
+    assert retried.dumps[0].outcome == "analysed"
+
+
+def test_ctrl_c_keeps_what_was_done(executor):
+    executor.endings[3] = KeyboardInterrupt()
+    with pytest.raises(InterruptedTriageError) as caught:
+        triage(["runs"], OPTIONS)
+    before = caught.value.triage
+    assert before.num_left > 0
+    assert caught.value.exit_code == 130
+    after = triage(["runs"], OPTIONS)
+    assert after.num_left == 0
+    assert len({job.key for job in executor.jobs}) == 3
+
+
+def test_a_strange_folder_is_left_alone(executor, workplace):
+    (workplace / "notes").mkdir()
+    (workplace / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(NanDoctorError, match="no triage wrote"):
+        triage(["runs"], TriageOptions(folder=workplace / "notes"))
+
+
+def test_folders_patterns_and_names_find_each_file_once(workplace):
+    assert len(find_dumps(["runs", "runs/*/nan-*.pth", "runs/a/nan-7.pth"])) == 3
+    with pytest.raises(NanDoctorError, match="no dump there"):
+        find_dumps(["runs/*/none-*.pth"])
+
+
+def test_an_unsigned_dump_runs_no_code_of_its_own(executor, workplace):
+    contents = {
+        "format": "nandoctor.dump/1",
+        "state_dict": Overflowing().state_dict(),
+        "model": {"module": "models_of_the_test", "name": "broken", "file": "models_of_the_test.py"},
+        "calls": [{"names": ["x"], "args": (torch.ones(2, 4),)}],
+    }
+    torch.save(contents, "strange.pth")
+    (result,) = triage(["strange.pth"], TriageOptions()).dumps
+    assert result.outcome == "failed"
+    assert "Nothing was run" in result.reason
+
+
+def test_the_command_prints_a_table_or_json_lines(executor):
+    arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing", "--no-fixes"]
+    shown = CliRunner().invoke(main, arguments)
+    assert shown.exit_code == 0
+    assert shown.output.startswith("3 dumps, 1 group (0:0")
+    lines = CliRunner().invoke(main, [*arguments, "--json"])
+    assert [json.loads(line)["kind"] for line in lines.stdout.splitlines()][-2:] == ["group", "triage"]
+
+
+def test_the_command_after_ctrl_c_exits_with_130(executor):
+    executor.endings[2] = KeyboardInterrupt()
+    shown = CliRunner().invoke(main, ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"])
+    assert shown.exit_code == 130
+    assert "Interrupted" in shown.stderr
+
+
+@pytest.mark.parametrize("size", ["", "many", "-1GB", "0", "8XB"])
+def test_what_is_no_size_is_wrong_usage(size):
+    assert CliRunner().invoke(main, ["triage", "runs", "--memory", size]).exit_code == 2

@@ -1,0 +1,152 @@
+"""Real workers: processes of this machine and of a Dask cluster, some of which die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from fleet.many_dumps import CAUSES, make_dumps
+from tiny_models import Overflowing
+
+from nandoctor.fleet.pool import SingleProcesses
+from nandoctor.fleet.triage import TriageOptions, triage
+
+pytestmark = pytest.mark.slow
+
+MODELS = """
+import os, time
+import torch
+from tiny_models import Overflowing
+
+class Deadly(Overflowing):
+    def forward(self, x):
+        if os.path.exists("deadly") and float(x.flatten()[0]) == 13:
+            os._exit(1)
+        return super().forward(x)
+
+class Endless(Overflowing):
+    def forward(self, x):
+        time.sleep(60 if float(x.flatten()[0]) == 13 else 0)
+        return super().forward(x)
+
+class Greedy(Overflowing):
+    def forward(self, x):
+        torch.ones(10**10 if float(x.flatten()[0]) == 13 else 1)
+        return super().forward(x)
+"""
+NUMBER = 5
+ANALYSED = ["analysed"] * (NUMBER - 1)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """Five dumps, of which the third has a sample that its model cannot stand."""
+    (tmp_path / "models_of_the_test.py").write_text(MODELS)
+    (tmp_path / "deadly").touch()
+    (tmp_path / "runs").mkdir()
+    for step in range(NUMBER):
+        image = torch.full((2, 4), 13.0 if step == 2 else float(step + 1))
+        torch.save(
+            {"state_dict": Overflowing().state_dict(), "image": image, "step": step}, f"{tmp_path}/runs/{step}.pth"
+        )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(model, **more):
+    return TriageOptions(settings={"model": f"models_of_the_test.py:{model}", "fixes": False}, jobs=2, **more)
+
+
+def outcomes(found):
+    return {result.path: result.outcome for result in found.dumps}
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "outcome"),
+    [
+        ("Deadly", {}, "died"),
+        ("Endless", {"timeout_s": 8.0}, "timed-out"),
+        ("Greedy", {"memory": 6 << 30}, "out-of-memory"),
+    ],
+)
+def test_a_worker_that_ends_costs_its_own_file(workplace, model, more, outcome):
+    found = outcomes(triage(["runs"], options(model, **more)))
+    assert found.pop("runs/2.pth") == outcome
+    assert list(found.values()) == ANALYSED
+
+
+def test_processes_live_on_and_are_replaced_when_they_die():
+    with SingleProcesses(1, memory=None) as pool:
+        first = pool.submit(os.getpid).result()
+        assert pool.submit(os.getpid).result() == first
+        assert isinstance(pool.submit(os._exit, 1).exception(), Exception)
+        assert pool.submit(os.getpid).result() != first
+
+
+COMMAND = ("-m", "nandoctor", "triage", "runs", "--jobs", "1", "--json", "--no-fixes")
+
+
+def start(*more):
+    command = [sys.executable, *COMMAND, "--model", "models_of_the_test.py:Overflowing", *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_results(folder, number):
+    deadline = time.monotonic() + 120
+    while len(list((folder / "nandoctor-triage" / "results").glob("*.json"))) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_it_does_no_file_twice(workplace, ending):
+    for number in range(30):
+        path = workplace / "runs" / f"more-{number}.pth"
+        torch.save({"state_dict": Overflowing().state_dict(), "image": torch.ones(2, 4), "step": 100 + number}, path)
+    process = start()
+    wait_for_results(workplace, 2)
+    process.send_signal(ending)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL)
+    results = workplace / "nandoctor-triage" / "results"
+    before = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert 2 <= len(before) < NUMBER + 30
+    if ending == signal.SIGINT:
+        assert json.loads(stdout.splitlines()[-1])["num_left"] > 0
+    stdout, _ = start().communicate(timeout=240)
+    whole = json.loads(stdout.splitlines()[-1])
+    assert (whole["num_reused"], whole["num_left"]) == (len(before), 0)
+    after = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert len(after) == NUMBER + 30
+    assert all(json.loads(path.read_text())["outcome"] == "analysed" for path in after)
+    assert {path: after[path] for path in before} == before
+
+
+def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    truth = make_dumps(tmp_path, 2 * len(CAUSES))
+    monkeypatch.chdir(tmp_path)
+    settings = {"fixes": False}
+    local = triage(["runs"], TriageOptions(folder=tmp_path / "local", settings=settings, jobs=2))
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        address = cluster.scheduler_address
+        remote = triage(["runs"], TriageOptions(folder=tmp_path / "remote", settings=settings, scheduler=address))
+    assert [group.paths for group in local.groups] == [group.paths for group in remote.groups]
+    assert len(local.groups) == len(CAUSES)
+    for group in local.groups:
+        assert {truth[tmp_path / path] for path in group.paths} == {group.cause}
+
+
+def test_a_killed_worker_of_a_cluster_costs_one_file(workplace):
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        found = outcomes(triage(["runs"], options("Deadly", scheduler=cluster.scheduler_address)))
+    assert found.pop("runs/2.pth") == "died"
+    assert list(found.values()) == ANALYSED
