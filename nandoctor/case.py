@@ -25,7 +25,16 @@ from nandoctor.renderers.save import save_report
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.progress import Progress
-from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, anchored, override, read_settings
+from nandoctor.replaying.settings import (
+    MEANINGS,
+    ReplayOptions,
+    Settings,
+    StepOptions,
+    anchor,
+    anchored,
+    override,
+    read_settings,
+)
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
 

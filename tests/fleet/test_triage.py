@@ -84,7 +84,7 @@ def test_dumps_of_one_line_are_one_group(executor):
     assert [result.outcome for result in found.dumps] == ["analysed"] * 3
 
 
-def test_the_folder_holds_the_reports_and_a_page_that_links_to_them(executor, workplace):
+def test_the_folder_holds_the_reports_and_a_page_of_links(executor, workplace):
     found = triage(["runs"], OPTIONS)
     folder = workplace / "nandoctor-triage"
     page = (folder / "index.html").read_text()
