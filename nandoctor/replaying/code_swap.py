@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -63,7 +64,7 @@ def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType,
     except SyntaxError as error:
         raise CannotRunError(f"The changed text is not Python: {error}") from error
     changed = {_key(was): now for was, now in _changed_pairs(old, new)}
-    found = [item for item in _functions_of(file.path, model) if _key(item.__code__) in changed]
+    found = _functions_with(changed, file.path, model)
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
@@ -73,21 +74,35 @@ def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType,
     return swaps
 
 
-def _functions_of(path: str, model: nn.Module) -> list[FunctionType]:
-    """Every live function whose code is in the file.
+def _functions_with(keys: Container[tuple[object, ...]], path: str, model: nn.Module) -> list[FunctionType]:
+    """Every live function of the file whose code has one of these keys.
 
     Not by gc.get_objects(): it hands out tuples that another thread is still building, which breaks that thread
-    (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely.
+    (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely. It takes a walk
+    over the whole memory, so it is asked only where the functions that are known do not account for every reference.
     """
-    codes: dict[int, CodeType] = {}
-    for function in _reachable(path, model):
-        waiting = [function.__code__]
-        while waiting:
-            code = waiting.pop()
-            codes[id(code)] = code
-            waiting += _inner(code)
-    holders = gc.get_referrers(*codes.values()) if codes else []
-    return [item for item in holders if type(item) is FunctionType and item.__code__.co_filename == path]
+    known = list({id(function): function for function in _reachable(path, model)}.values())
+    wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
+    if _are_the_only_holders(known, wanted):
+        return [function for function in known if id(function.__code__) in wanted]
+    return [item for item in gc.get_referrers(*wanted.values()) if type(item) is FunctionType]
+
+
+def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in _inner(code):
+        yield from _all_codes(inner)
+
+
+def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int, CodeType]) -> bool:
+    """Tell whether the functions, and the codes around, account for every reference to some codes."""
+    outer = {id(code): code for function in functions for code in _all_codes(function.__code__)}
+    accounted = Counter(id(function.__code__) for function in functions)
+    accounted.update(id(inner) for code in outer.values() for inner in _inner(code))
+    del outer
+    # What has no holder shows how many references the mapping and the counting itself make.
+    alone, *counts = [sys.getrefcount(code) for code in ({0: compile("0", "", "eval")} | dict(codes)).values()]
+    return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
 
 
 def _reachable(path: str, model: nn.Module) -> Iterator[FunctionType]:
