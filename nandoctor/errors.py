@@ -33,7 +33,7 @@ class UnapprovedCodeError(ModelError):
 
 
 class LossError(ModelError):
-    """The loss function that a dump names raised at the replay."""
+    """The loss function cannot be computed at the replay: it raised, or gave no scalar with a gradient."""
 
 
 class UnsupportedTorchError(NanDoctorError):

@@ -66,16 +66,22 @@ def replay_dump(
 
     Raises:
         ModelError: no model is known, it does not fit the weights, or it cannot be called with the batch.
+        LossError: the loss of the settings cannot be computed.
         DumpError: the file holds nothing to replay.
     """
     try:
         return _replay_dump(dump, model, settings, progress)
     except LossError as error:
-        assert dump.recorded is not None
-        without = replace(dump, recorded=replace(dump.recorded, loss_function=None))
-        found = _replay_dump(without, model, settings, progress)
-        notes = (*found.report.notes, f"{error.message}. {error.remedy}")
+        found = _replay_dump(_without_loss(dump, settings, error), model, settings, progress)
+        notes = (*found.report.notes, f"{error.message} {error.remedy}")
         return replace(found, report=replace(found.report, notes=notes))
+
+
+def _without_loss(dump: Dump, settings: Settings, error: LossError) -> Dump:
+    """The dump without the loss that it names, which raised `error`; the user's own is left to the user."""
+    if settings.loss is not None or dump.recorded is None:
+        raise error
+    return replace(dump, recorded=replace(dump.recorded, loss_function=None, loss_field=None))
 
 
 def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Diagnosed:
@@ -105,6 +111,13 @@ def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
+    try:
+        return _audit_dump(dump, model, settings, progress)
+    except LossError as error:
+        return _audit_dump(_without_loss(dump, settings, error), model, settings, progress)
+
+
+def _audit_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> tuple[EpsUse, ...]:
     step = reproduce(prepare(dump, model, settings, RunProgress(progress))).step
     ops = step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
     return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))

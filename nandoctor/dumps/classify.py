@@ -17,7 +17,7 @@ from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
-from nandoctor.dumps.trees import MAX_NAME, name_tensors
+from nandoctor.dumps.trees import MAX_NAME, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size
 
@@ -49,12 +49,16 @@ _DTYPES = frozenset(
         *(torch.complex32, torch.complex64, torch.complex128),
     }
 )
+_NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(slots=True, kw_only=True)
 class Contents:
-    """What a file of `nbytes` bytes held, by dotted name; `left_out` names what no replay uses."""
+    """What a file of `nbytes` bytes held, by dotted name; `left_out` names what no replay uses.
+
+    `tree` has arrays and plain values in the containers that they were saved in, a `Slot` for each array.
+    """
 
     nbytes: int
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -64,6 +68,7 @@ class Contents:
     moments: list[SecondMoment] = field(default_factory=list)
     optimizer_eps: tuple[float, ...] = ()
     left_out: list[str] = field(default_factory=list)
+    tree: Any = None
     num_values: int = 0
     claimed_nbytes: int = 0
 
@@ -80,7 +85,7 @@ def sort_contents(saved: object, nbytes: int) -> Contents:
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
     contents = Contents(nbytes=nbytes)
-    _sort(contents, "", saved, depth=0)
+    contents.tree = _sort(contents, "", saved, depth=0)
     return contents
 
 
@@ -178,7 +183,8 @@ def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
     return bool(state) and all(name.startswith(prefix) or prefix + name in state for name in state)
 
 
-def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
+def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
+    """Sort a value and all that it holds; its part of the tree, `_NOTHING` where no batch has it."""
     contents.num_values += 1
     if depth > _MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise DumpError(
@@ -189,19 +195,21 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> None:
         value = value.state_dict()
     if isinstance(value, Mapping):
         # By subscription: a pickle may give an OrderedDict an attribute called "items".
-        _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
-    elif is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        return _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
+    if is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
         contents.rng_states[name] = check_state(value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):
-        for index, item in enumerate(value):
-            _sort(contents, _join(name, str(index)), item, depth + 1)
+        items = [_sort(contents, _join(name, str(index)), item, depth + 1) for index, item in enumerate(value)]
+        kept = [None if item is _NOTHING else item for item in items]
+        return tuple(kept) if isinstance(value, tuple) else kept
     else:
-        _sort_leaf(contents, name, value)
+        return _sort_leaf(contents, name, value)
+    return _NOTHING
 
 
-def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> None:
+def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> Any:
     if mapping.keys() >= _OPTIMIZER_KEYS:
         _take_optimizer(contents, name, mapping)
     elif is_bookkeeping(name):
@@ -209,9 +217,12 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
     elif _is_state(name, mapping):
         contents.states[name] = _take_state(contents, name, mapping)
     else:
+        tree = {}
         for key, item in mapping.items():
             part = _check_name(str(key) if isinstance(key, int) else key)
-            _sort(contents, _join(name, part), item, depth + 1)
+            tree[key] = _sort(contents, _join(name, part), item, depth + 1)
+        return {key: item for key, item in tree.items() if item is not _NOTHING}
+    return _NOTHING
 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
@@ -259,16 +270,17 @@ def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, ob
         contents.left_out.append(name)
 
 
-def _sort_leaf(contents: Contents, name: str, value: object) -> None:
+def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
     if name in contents.arrays or name in contents.scalars:
         raise DumpError(f"two values in it are called {name!r}.", remedy="Give each a name of its own.")
     if is_array(value):
         tensor = _take_tensor(contents, name, value)
         if tensor.dim() or tensor.layout is not torch.strided:
             contents.arrays[name] = tensor
-        else:
-            contents.scalars[name] = tensor.item()
-    elif isinstance(value, _PLAIN):
+            return Slot(name=name)
+        contents.scalars[name] = tensor.item()
+        return tensor
+    if isinstance(value, _PLAIN):
         contents.scalars[name] = value
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents.scalars[name] = list(value)
@@ -276,6 +288,8 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> None:
         contents.scalars[name] = str(value)
     else:
         contents.left_out.append(f"{name} ({_describe(value)})")
+        return _NOTHING
+    return contents.scalars[name]
 
 
 def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:

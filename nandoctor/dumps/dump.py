@@ -27,10 +27,11 @@ class Dump:
     `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
-    dotted names. `rng_states` are the states of random generators, `moments` the second moments of the optimizer and
-    `optimizer_eps` the eps of each of its groups of parameters. `left_out` names what the file holds besides: other
-    weights, schedules, arrays of text. `recorded` is what a file of the recorder's own format says of the call and its
-    environment, and `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold.
+    dotted names; `tree` has them in their containers, a `Slot` for each array. `rng_states` are the states of random
+    generators, `moments` the second moments of the optimizer and `optimizer_eps` the eps of each of its groups of
+    parameters. `left_out` names what the file holds besides: other weights, schedules, arrays of text. `recorded` is
+    what a file of the recorder's own format says of the call and its environment, and `provenance` whether this user's
+    own recorder wrote it; `missing` names what it could not hold.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Dump:
     prefix: str = ""
     state_name: str = ""
     left_out: tuple[str, ...] = ()
+    tree: Any = None
     recorded: Recorded | None = None
     provenance: Provenance = field(default_factory=Provenance)
     missing: tuple[str, ...] = ()

@@ -77,6 +77,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
         rng_states=tuple(contents.rng_states.values()),
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
+        tree=contents.tree,
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
     )
 

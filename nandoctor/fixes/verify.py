@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
-from nandoctor.errors import ModelError
+from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
@@ -204,6 +204,11 @@ class Trials:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
             return _keep(replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome)
+        except LossError:
+            # Of a loss that cannot be computed nothing follows for the change; fewer samples may not suit it.
+            if self.step.loss is surrogate_loss or any(isinstance(edit, KeepSamples) for edit in _key(edits)):
+                return _keep(None)
+            raise
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):  # says nothing about the change, and the next one would fare no better
                 self._budget.out_of_memory = True

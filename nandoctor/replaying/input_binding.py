@@ -20,6 +20,7 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.errors import ModelError
 
 WHOLE_BATCH = "*"
+_NONE: Mapping[str, Any] = {}
 
 _MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
 # Without values() and copy(), which tensors and models have as well.
@@ -50,19 +51,21 @@ def bind_user_call(function: Callable[..., Any], name: str, arrays: Sequence[str
     return Binding(description=f"{name}(model, batch)", arrays=tuple(arrays), forward=function)
 
 
-def bind_inputs(inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str]) -> Binding:
+def bind_inputs(
+    inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
+) -> Binding:
     """The binding that the user spelled out: names by position, `parameter=array` pairs, or "*" for a dict of all.
 
-    `available` and `tensors` as in `find_bindings`.
+    `available`, `tensors` and `containers` as in `find_bindings`.
 
     Raises:
         ModelError: an array is not in the dump.
     """
     if tuple(inputs) == (WHOLE_BATCH,):
-        return _bind_whole(available, tensors)
+        return _bind_whole(available, tensors, containers)
     pairs = [(item.partition("=")[0], item.partition("=")[2]) if "=" in item else ("", item) for item in inputs]
     for _, array in pairs:
-        if array not in available:
+        if array not in available and array not in containers:
             raise ModelError(
                 f"The dump has no array {array!r}.",
                 remedy=f"--inputs takes names from: {', '.join(available) or '(none)'}.",
@@ -70,11 +73,14 @@ def bind_inputs(inputs: Sequence[str], available: Mapping[str, Any], tensors: Se
     return _bind_names([array for name, array in pairs if not name], {name: array for name, array in pairs if name})
 
 
-def find_bindings(model: nn.Module, available: Mapping[str, Any], tensors: Sequence[str]) -> list[Binding]:
+def find_bindings(
+    model: nn.Module, available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
+) -> list[Binding]:
     """Ways to call `model` with what is `available` (arrays and plain values), the likeliest first.
 
     By the names of forward's parameters; one parameter that is left takes the one array of `tensors` that is left and
-    is no target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in.
+    is no target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in,
+    `containers` the lists and dicts of them, which a parameter takes that has the name of one.
 
     Raises:
         ModelError: there is no way, or several and nothing to choose by; the candidates are listed.
@@ -82,6 +88,12 @@ def find_bindings(model: nn.Module, available: Mapping[str, Any], tensors: Seque
     parameters = _read_parameters(model)
     named = {p.name: array for p in parameters.named if (array := _find_array(p.name, available))}
     unmet = [p for p in parameters.required if p.name not in named]
+    alone = len(unmet) == 1 and not named  # it may want a container's content, or all there is
+    for parameter in unmet:
+        container = _find_array(parameter.name, containers)
+        if container is not None and not (alone and isinstance(containers[container], dict)):
+            named[parameter.name] = container
+    unmet = [p for p in unmet if p.name not in named]
     left = [name for name in tensors if name not in named.values()]
     spare = [name for name in left if role_of(name) != "target"] or left
     if not unmet and named:
@@ -91,7 +103,7 @@ def find_bindings(model: nn.Module, available: Mapping[str, Any], tensors: Seque
     if not unmet and parameters.variadic and len(spare) == 1:
         return [_bind_names(spare, {})]
     if len(unmet) == 1:
-        whole = [_bind_whole(available, tensors)] if not named else []
+        whole = [_bind_whole(available, tensors, containers)] if not named else []
         single = [_bind_parameters(parameters, named | {unmet[0].name: spare[0]})] if len(spare) == 1 else []
         takes_mapping = _takes_mapping(model, unmet[0])
         if single or (whole and takes_mapping):
@@ -128,11 +140,17 @@ def _bind_names(positional: Sequence[str], keyword: Mapping[str, str]) -> Bindin
     return Binding(description=f"model({', '.join(shown)})", arrays=(*positional, *keyword.values()), forward=forward)
 
 
-def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str]) -> Binding:
+def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any]) -> Binding:
     """The call with everything as one dict; a batch saved as a dict of its own ("batch.image") is that dict again."""
-    container = tensors[0].partition(".")[0] + "." if tensors else ""
-    prefix = container if all(name.startswith(container) for name in tensors) else ""
-    arrays = {name.removeprefix(prefix): name for name in available if name.startswith(prefix)}
+    first = tensors[0].partition(".")[0] if tensors else ""
+    prefix = f"{first}." if all(name.startswith(f"{first}.") for name in tensors) else ""
+    if prefix and first in containers:
+        content = containers[first]
+        shown = f"{{{', '.join(map(str, content))}}}" if isinstance(content, dict) else first
+        return Binding(description=f"model({shown})", arrays=(first,), forward=lambda model, batch: model(batch[first]))
+    outermost = {name.partition(".")[0] for name in available}.intersection(containers) if not prefix else frozenset()
+    names = dict.fromkeys(top if (top := name.partition(".")[0]) in outermost else name for name in available)
+    arrays = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
     def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         return model({key: batch[name] for key, name in arrays.items()})

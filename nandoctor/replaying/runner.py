@@ -26,6 +26,7 @@ from nandoctor.evidence.saved_flags import SavedFlags
 from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.replaying import interventions
 from nandoctor.replaying.isolation import in_mode, restored, seeded
+from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
 from nandoctor.replaying.module_state import known_tensors, with_nonfinite_state
@@ -62,6 +63,8 @@ class Watch:
     keep: bool = False
     on_op: OnOp | None = None
 
+
+_WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 MODULES_ONLY = Watch()
 CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
@@ -214,6 +217,8 @@ def _run(run: _Run) -> Outcome:
     for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
         run = replace(run, grad=grad)
         outcome, error = _record(run)
+        if error is not None and _is_wrong_call(error):
+            raise error
         if error is None or _shows_damage(outcome.trace):
             return outcome
     # What is made and checked in one forward shows in its ops alone; and tensors that dispatch ops themselves
@@ -311,7 +316,7 @@ def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -
     try:
         return loss(output, batch)
     except RuntimeError as error:
-        if "unsafe to autocast" not in str(error):
+        if NOT_UNDER_AUTOCAST not in str(error):
             raise
     with torch.autocast(device.type, enabled=False):
         return loss(output, batch)
@@ -328,6 +333,12 @@ def _backward(
     try:
         for parameter, _ in kept:
             parameter.grad = None
+        if not loss.requires_grad:
+            raise LossError(
+                "The loss has no gradient: it does not depend on a weight that is trained.",
+                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
+                "without --loss the forward alone is judged.",
+            )
         (loss * step.loss_scale).backward()  # type: ignore[no-untyped-call]
         if not keep:
             return bad_gradients(step.model), None
@@ -337,6 +348,11 @@ def _backward(
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+def _is_wrong_call(error: Exception) -> bool:
+    """Tell whether a loss was called with what it is not made for, which no value of the output explains."""
+    return isinstance(error, LossError) and isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
 
 
 def _shows_damage(trace: Trace) -> bool:

@@ -5,7 +5,6 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`; below here nobody read
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +17,21 @@ from torch import nn
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.policy import Policy, make_policy
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.saved_flags import read_flags
-from nandoctor.errors import LossError, ModelError, NanDoctorError
+from nandoctor.dumps.trees import fill, slots
+from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
-from nandoctor.replaying.code_references import build_configured, describe_change, find_loss, find_model
+from nandoctor.replaying.batch_tree import batch_maker, list_containers, on_batch
+from nandoctor.replaying.code_references import build_configured, describe_change, find_model
 from nandoctor.replaying.grading import is_finite, recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
+from nandoctor.replaying.loss_binding import find_step_loss
 from nandoctor.replaying.memory import build_within
-from nandoctor.replaying.model_loading import build_model, find_attribute, load_state, place_of
+from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
-from nandoctor.replaying.recorded_step import bind_calls, make_batch, own_loss
+from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 
@@ -84,24 +85,29 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     with cuda_code(device):
         net, model_notes = _build(dump, source, settings)
         call = _find_function(settings.call, settings)
-        loss, loss_notes = _find_loss(dump, settings, device)
+        loss = find_step_loss(dump, settings)
     check_method(net, dump, settings)
     state, state_notes = state_to_load(dump)
-    notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss_notes]
+    notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss.notes]
     net.to(device)
-    outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss)})
+    outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss.function)})
     if dump.recorded is not None:
         _take_dtypes(net, dump.state)
     batch, cast_notes = _make_batch(dump, net, device)
     inputs = {name: array for name, array in batch.items() if name not in outputs}
-    bindings = _find_bindings(dump, net, call, inputs if call is None else batch, settings)
+    make_batch = batch_maker(dump, inputs, device)
+    saved = _Saved(arrays=inputs, scalars=dump.scalars, containers=_containers(dump, outputs))
+    if call is not None:
+        bindings = [bind_user_call(on_batch(call, make_batch), getattr(call, "__name__", "call"), list(batch))]
+    else:
+        bindings = _find_bindings(dump, net, saved, settings)
     graded = _choose_output(outputs, dump)
     step = FailingStep(
         model=net,
         batch=batch,
         used=frozenset(),
         forward=net,
-        loss=loss,
+        loss=loss.bind(dump, make_batch),
         loss_scale=find_loss_scale(dump, settings),
         device=device,
         description="",
@@ -116,7 +122,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     )
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     return Preparation(
-        steps=tuple(_called_as(binding, step, inputs, dump.scalars) for binding in bindings),
+        steps=tuple(_called_as(binding, step, saved) for binding in bindings),
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
         saved=(graded, dump.arrays[graded]) if graded else None,
@@ -142,50 +148,6 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     make = find_model(reference, dump.path, dump.provenance)
     net = build_within(lambda: build_model(make, settings.model_args), dump.state)
     return net, describe_change(reference, net)
-
-
-def _find_loss(dump: Dump, settings: Settings, device: torch.device) -> tuple[Callable[..., Any] | None, list[str]]:
-    """The loss that the user named, else the dump's function, else the one that the model returns itself."""
-    loss: Callable[..., Any] | None = _find_function(settings.loss, settings)
-    notes: list[str] = []
-    if loss is None and dump.recorded is not None:
-        loss, notes = find_loss(dump.recorded.loss_function, dump.provenance)
-        if loss is None and dump.recorded.loss_field is not None:
-            return own_loss(dump.recorded.loss_field), notes
-        loss = None if loss is None else _named_by_dump(loss, dump.recorded)
-    return _on_recorded_batch(loss, dump.recorded, device), notes
-
-
-def _named_by_dump(loss: Callable[..., Any], recorded: Recorded) -> Callable[..., Any]:
-    """The loss that a dump names, which the training may have called with other things than the replay can."""
-    returned = f"the list of what {len(recorded.calls)} calls returned" if len(recorded.calls) > 1 else "the output"
-
-    @functools.wraps(loss)
-    def checked(output: Any, batch: Any) -> Any:
-        try:
-            return loss(output, batch)
-        except Exception as error:
-            raise LossError(
-                f"The loss function raised {type(error).__name__}{place_of(error)}: {error}",
-                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
-                f"scalar; output is {returned}, batch what the recorder was given.",
-            ) from error
-
-    return checked
-
-
-def _on_recorded_batch(
-    function: Callable[..., Any] | None, recorded: Recorded | None, device: torch.device
-) -> Callable[..., Any] | None:
-    """A user's function of something and the batch, made to take the recorder's dump: the batch is the loop's own."""
-    if function is None or recorded is None:
-        return function
-
-    @functools.wraps(function)
-    def on_batch(first: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-        return function(first, make_batch(recorded, tensors, device))
-
-    return on_batch
 
 
 def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -249,30 +211,41 @@ def _make_batch(dump: Dump, net: nn.Module, device: torch.device) -> tuple[dict[
     return batch, notes
 
 
-def _find_bindings(
-    dump: Dump, net: nn.Module, call: Callable[..., Any] | None, batch: Mapping[str, torch.Tensor], settings: Settings
-) -> list[Binding]:
-    available = {**dump.scalars, **batch}
-    if call is not None:
-        on_batch = _on_recorded_batch(call, dump.recorded, torch.device(settings.device))
-        assert on_batch is not None
-        return [bind_user_call(on_batch, getattr(call, "__name__", "call"), list(batch))]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What may go into the model, by name: arrays, plain values, and containers of both as trees."""
+
+    arrays: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Any]
+    containers: Mapping[str, Any]
+
+
+def _containers(dump: Dump, outputs: Collection[str]) -> dict[str, Any]:
+    """The containers that hold arrays, and no output."""
+    found = ((name, tree, list(slots(tree))) for name, tree in list_containers(dump.tree))
+    return {name: tree for name, tree, arrays in found if arrays and not set(arrays).intersection(outputs)}
+
+
+def _find_bindings(dump: Dump, net: nn.Module, saved: _Saved, settings: Settings) -> list[Binding]:
+    available = {**saved.scalars, **saved.arrays}
     if settings.inputs:
-        return [bind_inputs(settings.inputs, available, list(batch))]
+        return [bind_inputs(settings.inputs, available, list(saved.arrays), saved.containers)]
     if dump.recorded is not None and dump.recorded.calls:
         return [bind_calls(dump.recorded, torch.device(settings.device))]
-    return find_bindings(net, available, list(batch))
+    return find_bindings(net, available, list(saved.arrays), saved.containers)
 
 
-def _called_as(binding: Binding, step: FailingStep, inputs: Collection[str], scalars: Mapping[str, Any]) -> FailingStep:
-    plain = {name: scalars[name] for name in binding.arrays if name in scalars and name not in step.batch}
+def _called_as(binding: Binding, step: FailingStep, saved: _Saved) -> FailingStep:
+    plain = {name: saved.scalars[name] for name in binding.arrays if name in saved.scalars and name not in step.batch}
+    trees = {name: saved.containers[name] for name in binding.arrays if name in saved.containers}
 
     def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
         chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
-        return binding.forward(step.model, {**plain, **chosen})
+        filled = {name: fill(tree, tensors, step.device) for name, tree in trees.items() if name not in chosen}
+        return binding.forward(step.model, {**plain, **filled, **chosen})
 
-    used = frozenset(binding.arrays).intersection(inputs)
-    return replace(step, forward=forward, used=used, description=binding.description)
+    used = {*binding.arrays, *slots(trees)}.intersection(saved.arrays)
+    return replace(step, forward=forward, used=frozenset(used), description=binding.description)
 
 
 def _find_outputs(dump: Dump, net: nn.Module, settings: Settings, *, read: Collection[str]) -> list[str]:
@@ -280,7 +253,8 @@ def _find_outputs(dump: Dump, net: nn.Module, settings: Settings, *, read: Colle
     taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
     if dump.recorded is not None and settings.output is None:
         return recorded_outputs(dump.arrays)
-    return saved_outputs(dump.arrays, settings.output, taken=taken, read=read)
+    inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # a container's own names
+    return saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
 
 
 def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:

@@ -1,0 +1,128 @@
+"""Batches in containers reach the model, --call and --loss as the loop had them, and a wrong loss is told as such."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.errors import LossError
+
+IMAGES = torch.linspace(-1, 1, 24).reshape(3, 8)
+LABELS = [{"boxes": torch.ones(count, 4), "id": count, "weight": torch.tensor(0.5)} for count in (1, 2, 3)]
+
+
+class Detector(nn.Module):
+    """Overflows in fp16 if it is sick, after it has read every label."""
+
+    def __init__(self, scale=1e6):
+        super().__init__()
+        self.score, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, images, labels):
+        assert [len(label["boxes"]) for label in labels] == [label["id"] for label in labels]
+        return {"scores": self.score(images) * self.scale}
+
+
+class Classifier(Detector):
+    """Takes the whole batch, by its names in the loop."""
+
+    def forward(self, batch):
+        return super().forward(batch["images"], batch["labels"])
+
+
+class Plain(Detector):
+    """Takes the images alone."""
+
+    def forward(self, images):
+        return super().forward(images, LABELS)["scores"]
+
+
+def loss_of(output, batch):
+    """Needs labels in their containers."""
+    scores = output["scores"] if isinstance(output, dict) else output
+    return scores.float().mean() + batch["labels"][2]["boxes"].sum() * batch["labels"][0]["weight"]
+
+
+FLAT = {"images": IMAGES, "labels": LABELS, "epoch": 3}
+NESTED = {"batch": {"images": IMAGES, "labels": LABELS}, "scores": IMAGES, "epoch": 3}
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """A function (model, saved, **options) -> report."""
+
+    def replay(model, saved, **options):
+        torch.save({"state_dict": model.state_dict(), **saved}, tmp_path / "dump.pth")
+        return nandoctor.replay(tmp_path / "dump.pth", model, **{"mode": "train", "fixes": False, **options}).report
+
+    return replay
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "called"),
+    [
+        (Detector, FLAT, "model(images, labels)"),
+        (Detector, NESTED, "model(images=batch.images, labels=batch.labels)"),
+        (Classifier, NESTED, "model({images, labels})"),
+        (Classifier, FLAT, "model({labels, epoch, images})"),
+        (Plain, NESTED, "model(images=batch.images)"),
+    ],
+)
+def test_model_and_loss_get_the_containers(replay, model, saved, called):
+    for scale, verdict in ((1e6, "precision"), (1.0, "healthy")):
+        report = replay(model(scale), {**saved, "scores": torch.zeros(3, 8)} if scale == 1.0 else saved, loss=loss_of)
+        assert (report.verdict, report.notes[0].split(" in ")[0]) == (verdict, f"Called as {called}")
+
+
+def test_a_call_gets_the_containers(replay):
+    assert replay(Detector(), NESTED, call=lambda model, batch: model(**batch)).origin.op == "mul"
+
+
+def test_inputs_names_a_container(replay):
+    assert replay(Detector(), FLAT, inputs=("images", "labels")).origin.op == "mul"
+
+
+def test_the_samples_of_a_list_are_replayed(replay):
+    class PerImage(nn.Linear):
+        def forward(self, images):
+            return [super(PerImage, self).forward(image) for image in images]
+
+    assert replay(PerImage(8, 8), {"images": [IMAGES, IMAGES[:2]]}).notes[0].startswith("Called as model(images)")
+
+
+def wants_a_mask(output, batch):
+    """Asks for what is not there."""
+    return output.mean() * batch["mask"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (wants_a_mask, r"KeyError at .*test_nested_batches.py:\d+: 'mask' \(its batch has images, labels\)"),
+        (lambda output, _: output.mean().item(), "returned a float"),
+        (lambda output, _: output, r"returned a tensor of shape \[3, 8\]"),
+        (lambda _, batch: batch["images"].mean(), "has no gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_judges_nothing(replay, loss, said, scale):
+    with pytest.raises(LossError, match=said):
+        replay(Plain(scale), {"batch": {"images": IMAGES, "labels": LABELS}}, loss=loss)
+
+
+def test_a_wrong_shape_in_the_loss_is_not_the_overflows_doing(replay):
+    with pytest.raises(LossError, match="must match the size"):
+        replay(Plain(), FLAT, loss=lambda output, batch: (output - batch["images"][:, :3]).mean())
+
+
+def test_a_loss_that_refuses_what_is_non_finite_is_no_error(replay):
+    def strict(output, _):
+        if not output.isfinite().all():
+            raise ValueError("non-finite scores")
+        return output.float().mean()
+
+    report = replay(Plain(), FLAT, loss=strict, fixes=True, max_trials=40)
+    assert report.verdict == "precision"
+    assert any(fix.verified for fix in report.fixes)
