@@ -5,6 +5,7 @@ In: paths, models and options, as a notebook has them. Out: a `Case` around a re
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from nandoctor.replaying.settings import (
     StepOptions,
     anchor,
     anchored,
+    command_arguments,
     override,
     read_settings,
 )
@@ -77,7 +79,9 @@ def replay(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     dump, settings = _read(dump, options)
-    return Case(replay_dump(dump, anchor(model), settings, progress=progress).report)
+    report = replay_dump(dump, anchor(model), settings, progress=progress).report
+    given = {"model": model, **options}
+    return Case(dataclasses.replace(report, arguments=command_arguments(dump.path, given)))
 
 
 @takes_options(StepOptions)

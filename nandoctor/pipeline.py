@@ -18,6 +18,7 @@ from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
 from nandoctor.diagnosis.eps_audit import audit
+from nandoctor.diagnosis.excerpt import read_excerpt
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.forward import conclude
@@ -29,9 +30,10 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.exhibits import Excerpt, Picture
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
-from nandoctor.evidence.report import Environment, EpsUse, Picture, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import FixSearch, search_fixes
@@ -93,7 +95,7 @@ def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, prog
     step, findings = replayed.step, _diagnose(replayed)
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
     search = search_fixes(step, findings, budget) if settings.fixes else FixSearch()
-    notes = (f"Called as {step.description} in {replayed.name}.", *preparation.notes)
+    notes = (f"Replayed as {step.description} in {replayed.name}.", *preparation.notes)
     report = _write_report(replayed, findings, search, summary, notes)
     if settings.per_sample:
         report = replace(report, picture=_take_picture(report, step))
@@ -159,8 +161,17 @@ def _write_report(
             *_describe_blindness(trace),
             *describe_error_source(runs.autocast.modules),
         ),
-        next_steps=advise(verdict, shown, summary, findings.gaps),
+        next_steps=advise(verdict, summary, findings.gaps),
+        excerpt=_read_excerpt(first),
     )
+
+
+def _read_excerpt(first: Diagnosis | None) -> Excerpt | None:
+    """The source that the headline is about: the cause's own expression, else the origin's."""
+    if first is None:
+        return None
+    source = (first.cause.source if first.cause is not None else None) or first.origin.source
+    return None if source is None else read_excerpt(source)
 
 
 def _describe_blindness(trace: Trace) -> tuple[str, ...]:
@@ -303,7 +314,7 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
     names = join_first([array.name for array in nonfinite], 3)
     return Report(
         verdict="state",
-        headline=f"{part_of(len(nonfinite), summary.num_weights)} saved tensors are non-finite: {names}.",
+        headline=f"{part_of(len(nonfinite), summary.num_weights)} saved tensors are non-finite: {names}",
         reproduction=Reproduction(grade="no-reference"),
         first_nonfinite=None,
         origin=first.origin if first else None,
@@ -313,7 +324,7 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
         dump=summary,
         environment=describe_environment(torch.device("cpu")),
         notes=("The file holds no batch, so nothing was run.",),
-        next_steps=advise("state", Conclusion(), summary),
+        next_steps=advise("state", summary),
     )
 
 

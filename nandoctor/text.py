@@ -6,10 +6,12 @@ In: values of a report, and strings that come from a dump or a model and cannot 
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 _KINDS = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 _BRIEF_WIDTH = 120
+_CODE_WIDTH = 60
 _MAX_LISTED = 12
 _MAX_SAMPLES = 3
 
@@ -77,6 +79,19 @@ def bits_text(headroom: float | None) -> str:
     if headroom is None:
         return "-"
     return "Inf" if headroom == math.inf else f"{headroom:.1f}"
+
+
+def code(text: str) -> str:
+    """Source code in a sentence: in backticks, on one line, at most 60 characters."""
+    return f"`{brief(' '.join(text.replace('`', chr(39)).split()), _CODE_WIDTH)}`"
+
+
+def split_code(text: str) -> list[tuple[str, bool]]:
+    """A sentence in parts, each with whether it stood in backticks; an odd backtick is a letter."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return [(text, False)]
+    return [(part, place % 2 == 1) for place, part in enumerate(parts) if part]
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:
@@ -159,6 +174,12 @@ def printable(text: str) -> str:
 
 def _escape(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
+
+
+def cell_width(text: str) -> int:
+    """The columns of a terminal that the text takes: two for a wide letter, none for a combining one."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
 
 def shorten(text: str, width: int) -> str:

@@ -124,8 +124,9 @@ def test_every_sample_has_its_golden_files_and_no_other_is_there():
 def test_terminal(sample, sample_reports):
     text = terminal(sample_reports[sample])
     assert words(text) == words(updated(GOLDEN / f"{sample}.txt", text))
-    assert max(map(len, text.splitlines())) <= 80
-    assert len(text.splitlines()) <= 40
+    code = ("  +", "  -", "  apply it", "          nandoctor", "  more", "  # ")  # never broken, to be copied
+    assert max(len(line) for line in text.splitlines() if not line.startswith(code)) <= 80
+    assert len(text.splitlines()) <= 50
 
 
 @each_sample

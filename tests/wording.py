@@ -9,7 +9,7 @@ import re
 
 NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?(e[+-]?\d+)?")
 BAR = re.compile(r"[█░]+")
-AGREEMENT = re.compile(r"non-finite, (all others identical|the finite ones within # % of the largest)")
+AGREEMENT = re.compile(r"non-finite, (all others identical|all others within # % of the largest)")
 """A replay that agrees to the last bit here may agree within rounding there, and the other way round."""
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain, singular_inputs
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
 from nandoctor.ops import DIVISIONS, NORMALISATIONS
@@ -44,9 +45,11 @@ def diagnose(finding: Finding) -> Cause | None:
 
 
 def _explain(finding: Finding, name: str, zeros: int) -> Cause:
+    divisor = operand(finding.op, name) or ("the divisor" if name == "other" else "its argument")
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}",
         explanation=f"{finding.op.op} divides by exact zeros: {zeros:,} of them in its {name}.",
         evidence=(Evidence(name="num_zero", value=zeros, text=f"{plural(zeros, 'element')} of {name} equal to zero"),),
     )
@@ -60,6 +63,7 @@ def _explain_norm(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} divides by a spread of exactly 0",
         explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
         evidence=(
             Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'element')} without a finite value"),

@@ -19,6 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
+from nandoctor.causes.sentences import past, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS
 from nandoctor.text import constant, number
@@ -44,6 +45,7 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} {past(finding.analysis.exact_at_worst, finding.format)}",
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
         f"{past_limit(finding.analysis.exact_at_worst, finding.format)}.",
         evidence=(*overflow_evidence(finding), *operands),

@@ -34,6 +34,7 @@ from nandoctor.causes.base import (
     singular_inputs,
     site_of,
 )
+from nandoctor.causes.sentences import at_singularity, owner, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.rounding import LARGEST_EPS
@@ -78,7 +79,23 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     else:
         return None
     place, eps = next(_lost_constants(singular, finding.ops), (None, 0.0))
-    return None if place is None else _explain(what, place, eps, evidence)
+    if place is None:
+        return None
+    cause = _explain(what, place, eps, evidence)
+    return replace(cause, headline=_headline(finding, singular, place, eps))
+
+
+def _headline(finding: Finding | GradientFinding, singular: OpCall, place: OpCall, eps: float) -> str:
+    dtype = place.outputs[0].dtype
+    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(_beside(place))}"
+    if isinstance(finding, GradientFinding):
+        return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
+    return f"{constant(eps)} {lost} in {dtype}, so {owner(singular)} {at_singularity(singular, finding.analysis.kinds)}"
+
+
+def _beside(place: OpCall) -> float:
+    """The magnitude that absorbed the constant: 1 for a bound just beside it, else the largest that the op gave."""
+    return 1.0 if _gaps_beside_one(place) else place.outputs[0].absmax or 1.0
 
 
 def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...]) -> Cause:
@@ -94,6 +111,8 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
             Evidence(name="eps_rounded", value=rounded, text=f"{dtype} makes {number(rounded)} of it"),
             *evidence,
         ),
+        source=place.source,
+        remark=f"{constant(eps)} {'is 0' if rounded == 0 else 'is lost'} in {dtype}",
     )
 
 

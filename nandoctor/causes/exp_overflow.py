@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit
+from nandoctor.causes.sentences import past, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 from nandoctor.ops import EXPONENTIALS, PRODUCTS
@@ -71,6 +72,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
         explanation=f"{exponential.op}{'' if largest is None else f' of values up to {number(largest)}'} makes "
         f"{finding.op.op} reach "
         f"{past_limit(finding.analysis.exact_absmax, finding.format)}.",

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, site_of
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import SOFTMAXES
@@ -39,6 +40,8 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -Inf, "
+        f"so {subject(finding.op)} divides 0 by 0",
         explanation=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -inf (every position masked), so "
         f"{finding.op.op} is 0/0.",
         evidence=(Evidence(name="num_full_rows", value=rows, text=f"{masked} with every position masked"),),

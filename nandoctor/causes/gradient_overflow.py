@@ -18,6 +18,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import GradientFinding, gradient_evidence
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.report import Cause
 from nandoctor.text import number
 
@@ -33,6 +34,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
         explanation=f"The gradient through {finding.op.op} is finite coming in, and in fp32 going out as well; "
         f"{finding.low} holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),

@@ -23,9 +23,10 @@ from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge, singular_inputs
 from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause
 from nandoctor.evidence.trace import OpCall
-from nandoctor.text import constant, number
+from nandoctor.text import constant, kinds_text, number
 
 CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"
@@ -45,6 +46,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
     return _explain(
         finding,
+        _headline(finding, forward),
         f"The derivative of {forward.op} is infinite where it was evaluated{reach}: the gradient that comes in is "
         "finite, the one that goes out is not, in fp32 either.",
     )
@@ -53,13 +55,24 @@ def diagnose(finding: GradientFinding) -> Cause | None:
 def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) -> Cause:
     return _explain(
         finding,
+        f"{finding.low} rounds {operand(forward, 'self') or 'the argument'} to {constant(edge)}, where "
+        f"the derivative of {subject(forward)} is infinite",
         f"Rounding to {finding.low} makes the argument of {forward.op} exactly {constant(edge)}, where its derivative "
         "is infinite; in fp32 it stays beside that point, and the gradient is finite.",
     )
 
 
-def _explain(finding: GradientFinding, explanation: str) -> Cause:
-    return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=gradient_evidence(finding))
+def _headline(finding: GradientFinding, forward: OpCall) -> str:
+    result = f"its gradient is {kinds_text(finding.analysis.kinds)}"
+    argument = next((tensor.stats for tensor in singular_inputs(forward) if tensor.stats is not None), None)
+    at_zero = argument is not None and argument.min == 0.0 and singular_edge(forward) == 0.0
+    return f"The derivative of {subject(forward)} is infinite{' at 0' if at_zero else ''}, so {result}"
+
+
+def _explain(finding: GradientFinding, headline: str, explanation: str) -> Cause:
+    return Cause(
+        code=CODE, title=TITLE, headline=headline, explanation=explanation, evidence=gradient_evidence(finding)
+    )
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

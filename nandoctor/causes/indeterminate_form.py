@@ -30,10 +30,11 @@ from nandoctor.causes.base import (
     gradient_evidence,
     site_of,
 )
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import DIVISIONS, FILLS, PRODUCTS, SUMS
-from nandoctor.text import plural
+from nandoctor.text import kinds_text, plural
 
 CODE = "indeterminate-form"
 TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
@@ -52,10 +53,12 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     if "nan" not in finding.analysis.kinds or not (finding.had_inf_input or written):
         return None
     infinite = sum(operand.counts.num_posinf + operand.counts.num_neginf for operand in finding.analysis.operands)
+    deed, told = _form(finding)
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{finding.op.op} makes NaN of infinities{_form(finding)}: "
+        headline=f"{subject(finding.op)} {deed}",
+        explanation=f"{finding.op.op} makes NaN of infinities{told}: "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
         evidence=(
             Evidence(
@@ -67,15 +70,18 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     )
 
 
-def _form(finding: Finding) -> str:
-    """Which form it is, as far as the op and its operands tell."""
+def _form(finding: Finding) -> tuple[str, str]:
+    """Which form it is, as far as the op and its operands tell: what the op does, and the same after "infinities"."""
     op, operands = finding.op.op, finding.analysis.operands
     zeros = sum(operand.counts.num_zero for operand in operands)
     if (op in PRODUCTS or op == "mul") and zeros:
-        return f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+        told = f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+        return "multiplies 0 by Inf", told
     if op in SUMS or op in PRODUCTS:
-        return ", which it subtracts from each other (inf - inf)"
-    return ", which it divides by each other (inf / inf)" if op in DIVISIONS else ""
+        return "subtracts Inf from Inf", ", which it subtracts from each other (inf - inf)"
+    if op in DIVISIONS:
+        return "divides Inf by Inf", ", which it divides by each other (inf / inf)"
+    return "makes NaN of infinities", ""
 
 
 def _explain_written(finding: Finding, what: str) -> Cause:
@@ -83,6 +89,7 @@ def _explain_written(finding: Finding, what: str) -> Cause:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} writes {kinds_text(finding.analysis.kinds)}, which {what}",
         explanation=f"The {' or '.join(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
         evidence=(
             Evidence(name="num_infinite", value=num_bad, text=f"it writes {plural(num_bad, 'non-finite value')}"),
@@ -97,6 +104,7 @@ def _explain_function(finding: GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
         explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
         evidence=gradient_evidence(finding),
     )

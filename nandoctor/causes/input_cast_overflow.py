@@ -19,9 +19,10 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import Finding, format_of
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import CASTS, PRODUCTS
-from nandoctor.text import excess, number
+from nandoctor.text import code, excess, number
 
 CODE = "input-cast-overflow"
 TITLE = "The input is too large for the cast to the lower precision"
@@ -33,24 +34,27 @@ def diagnose(finding: Finding) -> Cause | None:
     if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
     target = finding.format
-    for operand in finding.analysis.operands:
-        wider = format_of(operand).max > target.max
-        if wider and operand.absmax is not None and not target.holds(operand.absmax):
-            tensor = next(t for t in finding.op.inputs if t.name == operand.name)
-            what = (
-                f"the batch's {tensor.path or operand.name}" if finding.is_from_batch(tensor) else f"its {operand.name}"
-            )
+    for taken in finding.analysis.operands:
+        wider = format_of(taken).max > target.max
+        if wider and taken.absmax is not None and not target.holds(taken.absmax):
+            tensor = next(t for t in finding.op.inputs if t.name == taken.name)
+            what = f"the batch's {tensor.path or taken.name}" if finding.is_from_batch(tensor) else f"its {taken.name}"
+            name = code(tensor.path) if finding.is_from_batch(tensor) and tensor.path else None
+            named = name or operand(finding.op, taken.name) or f"The input of {subject(finding.op)}"
+            how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
+            reached = number(taken.absmax, unlike=target.max)
             return Cause(
                 code=CODE,
                 title=TITLE,
+                headline=f"{named} reaches {reached}; {how} {target}, which stops at {number(target.max)}",
                 explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {number(target.max)}; the "
-                f"value {number(operand.absmax, unlike=target.max)} becomes Inf before anything is computed.",
+                f"value {number(taken.absmax, unlike=target.max)} becomes Inf before anything is computed.",
                 evidence=(
                     Evidence(
                         name="input_absmax",
-                        value=operand.absmax,
-                        text=f"{operand.name} reaches {number(operand.absmax, unlike=target.max)} in "
-                        f"{format_of(operand)}, {excess(operand.absmax, target.max)} what {target} can hold",
+                        value=taken.absmax,
+                        text=f"{taken.name} reaches {number(taken.absmax, unlike=target.max)} in "
+                        f"{format_of(taken)}, {excess(taken.absmax, target.max)} what {target} can hold",
                     ),
                 ),
             )

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, PRODUCTS, REDUCTIONS
@@ -47,12 +48,14 @@ def diagnose(finding: Finding) -> Cause | None:
 def _explain_domain(finding: Finding, outside: float) -> Cause:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
+    taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
     beyond = outside not in (domain.low, domain.high)
     reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
     in_fp32 = f"; rounding to {finding.low} makes it so, in fp32 it stays inside" if finding.reference_is_finite else ""
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{taken} reaches {reached}, and {_undefined(finding.op.op, outside)}",
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
         f"{argument} reaches {reached}{in_fp32}.",
         evidence=(
@@ -60,6 +63,14 @@ def _explain_domain(finding: Finding, outside: float) -> Cause:
             Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'non-finite element')} in the result"),
         ),
     )
+
+
+def _undefined(name: str, outside: float) -> str:
+    domain = DOMAINS[name]
+    if domain.is_open and outside in (domain.low, domain.high):
+        return f"{name} is infinite there"
+    side = f"below {number(domain.low)}" if outside < domain.low else f"above {number(domain.high)}"
+    return f"{name} is undefined {side}"
 
 
 def _explain_pole(finding: Finding) -> Cause | None:
@@ -72,6 +83,7 @@ def _explain_pole(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} has no finite value at {values}",
         explanation=f"{op} has no finite value at {values}, not even in float64.",
         evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
     )

@@ -33,6 +33,7 @@ from nandoctor.causes.base import (
     writes_infinity,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -51,17 +52,23 @@ def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
     """A logarithm whose argument is zero, in the open or by construction."""
     if isinstance(finding, OutsideTensor):
         counts = finding.stats.counts
-        return _explain(counts.num_neginf, _WRITTEN) if counts is not None and counts.kinds == ("-inf",) else None
+        return _explain_written(counts.num_neginf) if counts is not None and counts.kinds == ("-inf",) else None
     if writes_infinity(finding.op) and finding.analysis.kinds == ("-inf",):
-        return _explain(finding.analysis.num_bad, _WRITTEN)
+        return _explain_written(finding.analysis.num_bad)
     if finding.op.op in HIDDEN_LOGARITHMS and finding.analysis.kinds in (("+inf",), ("-inf",)):
-        return _explain(finding.analysis.num_bad, f"{finding.op.op} is infinite: {HIDDEN_LOGARITHMS[finding.op.op]}.")
+        why = HIDDEN_LOGARITHMS[finding.op.op]
+        headline = f"{subject(finding.op)} is infinite: {why}"
+        return _explain(finding.analysis.num_bad, headline, f"{finding.op.op} is infinite: {why}.")
     return _diagnose_logarithm(finding)
 
 
-def _explain(num_infinite: int, explanation: str) -> Cause:
+def _explain_written(num_infinite: int) -> Cause:
+    return _explain(num_infinite, "The loss is made of a -Inf that the code writes: the logarithm of 0", _WRITTEN)
+
+
+def _explain(num_infinite: int, headline: str, explanation: str) -> Cause:
     num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{plural(num_infinite, 'infinite value')}")
-    return Cause(code=CODE, title=TITLE, explanation=explanation, evidence=(num_bad,))
+    return Cause(code=CODE, title=TITLE, headline=headline, explanation=explanation, evidence=(num_bad,))
 
 
 def _diagnose_logarithm(finding: Finding) -> Cause | None:
@@ -85,6 +92,8 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
+        f"{nonfinite} values, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} elements "
         f"infinite{in_fp32}.",
         evidence=(

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.text import number
@@ -39,6 +40,8 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"At a loss scale of {number(finding.loss_scale)} the gradient through {subject(finding.op)} exceeds "
+        f"{number(finding.low.max)}, the largest number of {finding.low}",
         explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} passes what "
         f"{finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so the scaler's next "
         "steps will find a scale that fits.",

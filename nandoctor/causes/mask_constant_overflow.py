@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, site_of
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
@@ -47,6 +48,7 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=_headline(finding, masking),
         explanation=f"The mask's constant {constant(masking)} makes -inf in {finding.format}, whose limit is "
         f"{number(-finding.format.max)}; a row that is masked throughout has nothing finite left.",
         evidence=(
@@ -58,6 +60,14 @@ def diagnose(finding: Finding) -> Cause | None:
             ),
         ),
     )
+
+
+def _headline(finding: Finding, masking: float) -> str:
+    low, limit = finding.format, number(-finding.format.max)
+    if low.holds(masking):
+        passed = f"goes below {limit}, the lowest number of {low}"
+        return f"{subject(finding.op)} {passed}: its mask value is {constant(masking)}"
+    return f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}"
 
 
 def _constants(finding: Finding) -> list[float]:

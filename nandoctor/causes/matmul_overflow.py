@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, factors, overflow_evidence, past_limit, site_of
+from nandoctor.causes.sentences import past, subject
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -47,6 +48,7 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
         explanation=f"The {finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}, so the "
         "result is rounded to Inf.",
         evidence=(*overflow_evidence(finding), *terms, *sizes),

@@ -42,6 +42,7 @@ def diagnose(update: OptimizerUpdate) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{update.optimizer} makes {spoiled} non-finite{why}",
         explanation=f"The update by {update.optimizer} made {spoiled} non-finite{why}.",
         evidence=tuple(_evidence(update)),
     )

@@ -36,6 +36,7 @@ def diagnose(slot: OptimizerSlot) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"The optimizer's eps of {constant(slot.eps)} rounds to 0 in {dtype}, so its step divides by 0",
         explanation=f"The optimizer's eps of {constant(slot.eps)} is zero in {dtype}, and so are "
         f"{part_of(counts.num_zero, slot.moment.numel)} second moments of {slot.parameter or 'a parameter'}: "
         "its step divides by zero there.",

@@ -18,7 +18,9 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.sentences import how_bad
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.text import code
 
 CODE = "poisoned-input"
 TITLE = "The batch already holds NaN or Inf"
@@ -33,6 +35,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{code(name)} {how_bad(stats.counts, stats.numel)} before any layer reads it",
         explanation=f"The batch's {name} holds non-finite values before any layer sees it.",
         evidence=(Evidence(name="array", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
     )

@@ -19,8 +19,10 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.sentences import how_bad
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.text import number
+from nandoctor.evidence.trace import TensorStats
+from nandoctor.text import code, number
 
 CODE = "poisoned-weights"
 TITLE = "The weights already hold NaN, Inf or absurd values"
@@ -41,6 +43,13 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"The weight {code(name)} {_how_wrong(stats, copy)}",
         explanation=f"The weight {name} {how} before the forward starts{copy}.",
         evidence=(Evidence(name="weight", value=name, text=f"{name} {list(stats.shape)} {how}"),),
     )
+
+
+def _how_wrong(stats: TensorStats, copy: str) -> str:
+    if stats.finite:
+        return f"reaches {number(stats.absmax)}{copy}"
+    return f"{how_bad(stats.counts, stats.numel)} before the forward starts"

@@ -19,6 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import Finding, factors, overflow_evidence, past_limit
+from nandoctor.causes.sentences import past, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SERIAL_PRODUCTS
 from nandoctor.text import plural
@@ -41,6 +42,7 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} {_reach(finding)}",
         explanation=f"The {finding.op.op}{over} gives {_result(finding)}.",
         evidence=(*overflow_evidence(finding), *terms),
     )
@@ -49,6 +51,10 @@ def diagnose(finding: Finding) -> Cause | None:
 def _is_beyond_float64(finding: Finding) -> bool:
     """Tell whether finite terms make an infinity even in float64, as only long products do."""
     return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
+
+
+def _reach(finding: Finding) -> str:
+    return past(finding.analysis.exact_absmax if finding.overflowed else None, finding.format)
 
 
 def _result(finding: Finding) -> str:

@@ -19,6 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
+from nandoctor.causes.sentences import past, subject
 from nandoctor.evidence.report import Cause
 
 CODE = "silent-overflow"
@@ -33,6 +34,8 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}; "
+        "a later operation hides the Inf, and the output is wrong",
         explanation=f"{finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}. A later op "
         "hides the Inf, so the output is finite and far from fp32's.",
         evidence=overflow_evidence(finding),

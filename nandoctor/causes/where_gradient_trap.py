@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, clamp_candidate, gradient_evidence, singular_inputs
 from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.report import Cause
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DIVISIONS, LIMITS, MOVES, SCALINGS, SELECTIONS, SUMS
@@ -44,6 +45,8 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
+        headline=f"The gradient of {subject(finding.forward)} is 0 * Inf = NaN: the `{selection}` after it "
+        "hides the value, not the gradient",
         explanation=f"{selection} hides part of {finding.forward.op}'s result, and hands it zero gradients there; "
         f"the derivative of {finding.forward.op} is infinite at these places, and 0 * inf is NaN.",
         evidence=gradient_evidence(finding),

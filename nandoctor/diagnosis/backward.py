@@ -77,7 +77,8 @@ def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
     if cause is None:
         return None
     told = f"{cause.explanation} A later op hides that Inf; the backward of {op.op} multiplies it by zero: NaN."
-    return replace(cause, explanation=told)
+    headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that Inf by 0, which is NaN"
+    return replace(cause, headline=headline, explanation=told)
 
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:

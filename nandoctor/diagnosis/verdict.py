@@ -10,6 +10,7 @@ from nandoctor.diagnosis.coverage import Gap
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.evidence.verdicts import Verdict
@@ -47,59 +48,42 @@ def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:
-    """The verdict as one sentence for people."""
-    low = trace.format.label
+    """The verdict as one sentence without a full stop: what the cause says of it, else where it was first seen."""
     if verdict == "healthy":
         return _headline_of_healthy(trace)
     if verdict == "cannot-tell":
         return gaps[0].text
     if verdict == "not-reproduced":
-        return "The saved step is non-finite, and the replay is not: something of the failing step is missing here."
-    nonfinite_place, first = conclusion.first_nonfinite, next(iter(conclusion.diagnoses), None)
-    if first is not None and first.origin.phase in ("state", "input", "backward", "optimizer"):
-        return _headline_of_cause(first, low)
-    if nonfinite_place is None:
-        return _headline_without_place(verdict, first, low)
-    ending = {
-        "precision": "fp32 stays finite.",
-        "numerics": "fp32 goes non-finite as well.",
-        "silent": f"it is swallowed later, and the finite {low} output is wrong.",
-    }[verdict]
-    what = describe_nonfinite(nonfinite_place.value, trace)
-    return f"{_describe_place(nonfinite_place)} is the first to go non-finite under {low} autocast: {what}; {ending}"
+        return "The replay is finite, and the saved step is not"
+    first = next(iter(conclusion.diagnoses), None)
+    if first is not None and first.cause is not None:
+        return first.cause.headline or first.cause.explanation.rstrip(".")
+    return _headline_of_place(trace, first, conclusion.first_nonfinite)
+
+
+def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
+    """Where it was first seen, for a failure that no cause explains."""
+    if first is not None and first.origin.phase == "backward":
+        where = f"{first.origin.op} in {first.origin.place.in_words}"
+        return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
+    if place is None:
+        return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
+    what = describe_nonfinite(place.value, trace)
+    return f"{_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
 
 
 def _headline_of_healthy(trace: Trace) -> str:
     """What was looked at, and found to be finite."""
-    low = trace.format.label
+    under = _under(trace)
     if not trace.finite:
-        return f"Nothing failed under {low} autocast: the infinities in the output were written there by the code."
+        return f"Nothing failed {under}: the infinities in the output were written there by the code"
     if trace.loss is None:
-        return (
-            f"Nothing non-finite: the output is finite under {low} autocast and in fp32. Loss and gradients were not "
-            "looked at: pass --loss."
-        )
-    return f"Nothing non-finite: output, loss and gradients are finite under {low} autocast."
+        return f"Nothing is non-finite: the output is finite {under} and in fp32 (pass --loss to check gradients)"
+    return f"Nothing is non-finite: output, loss and gradients are finite {under}"
 
 
-def _headline_without_place(verdict: Verdict, first: Diagnosis | None, low: str) -> str:
-    """The headline where no module boundary ever saw a non-finite value."""
-    if first is None:
-        return f"The output is non-finite under {low} autocast, and no traced operation made it so."
-    origin = first.origin
-    ending = "and was swallowed; the finite output is wrong" if verdict == "silent" else "and reached the output"
-    where = origin.place.in_words if origin.place.module else "the model's own forward"
-    return f"A value overflowed in {where} ({origin.op}) under {low} autocast {ending}."
-
-
-def _headline_of_cause(first: Diagnosis, low: str) -> str:
-    """The headline where the origin is no op of the forward."""
-    origin = first.origin
-    if origin.phase == "backward":
-        where = f"{origin.op} in {origin.place.in_words}"
-        return f"The forward is finite; the gradient of {where} is the first that is not, under {low} autocast."
-    assert first.cause is not None
-    return first.cause.explanation
+def _under(trace: Trace) -> str:
+    return "in fp32" if trace.format == FP32 else f"under {trace.format} autocast"
 
 
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
@@ -123,22 +107,19 @@ def _describe_place(nonfinite_place: NonfinitePlace) -> str:
     return f"A value made in the forward of {name}, on its way into {nonfinite_place.seen_in.place.label},"
 
 
-def advise(verdict: Verdict, conclusion: Conclusion, dump: DumpSummary, gaps: tuple[Gap, ...] = ()) -> tuple[str, ...]:
-    """What to do next, most useful first."""
+def advise(verdict: Verdict, dump: DumpSummary, gaps: tuple[Gap, ...] = ()) -> tuple[str, ...]:
+    """What to do next besides applying a fix, most useful first."""
     if verdict == "cannot-tell":
         return (*(gap.remedy for gap in gaps), *dump.missing)
-    if verdict == "not-reproduced":
-        return (_ADVICE[verdict], *dump.missing)
-    cause = conclusion.diagnoses[0].cause if conclusion.diagnoses else None
-    explain = (f"What this is and how to fix it: nandoctor explain {cause.code}",) if cause else ()
-    return (*explain, _ADVICE.get(verdict, _PLOT))
+    advice = _ADVICE.get(verdict)
+    return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
 
-_PLOT = "Every layer, on one page with plots: nandoctor replay DUMP -o report.html"
 _ADVICE: dict[Verdict, str] = {
-    "not-reproduced": "Try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
-    "healthy": "If training did fail at this step, look at the loss and the backward pass: the forward is sound.",
-    "input": "Look at how this batch is loaded and normalised; skip or mend the samples named above.",
-    "state": "Go back to a checkpoint from before the state became non-finite, and replay the step that broke it.",
+    "not-reproduced": "If you changed the code, that is your fix working. If not, something is missing from the file: "
+    "try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
+    "healthy": "If training did fail at this step, look at the loss and the backward pass: pass --loss.",
+    "input": "Look at how this batch is loaded and normalised; skip or repair the samples named above.",
+    "state": "Go back to a checkpoint from before the state went non-finite, and replay the step that did it.",
     "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",
 }

@@ -10,6 +10,7 @@ from typing import Literal
 
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.exhibits import Excerpt, Picture
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.rounding import Effect
 from nandoctor.evidence.serialization import INLINED
@@ -35,8 +36,8 @@ class Reproduction:
     """How well the replay agrees with the output that the dump saved.
 
     `exact`: equal in every bit (all NaNs count as one). `same-mask`: the same elements are non-finite; `max_rel_err`
-    is the largest difference of the finite ones over the largest saved magnitude. `elsewhere`: other elements are.
-    `finite`: the replay alone is finite. `no-reference`: nothing to compare with. The last of `attempts` is reported.
+    is the largest difference of the others over the largest saved magnitude. `elsewhere`: other elements are. `finite`:
+    the replay is finite. `no-reference`: nothing to compare with. The last of `attempts` is reported.
     """
 
     grade: Grade
@@ -118,12 +119,20 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why it happened: a code of the published list, and the case in words."""
+    """Why it happened: a code of the published list, and the case in words.
+
+    `headline` says it in one sentence without a full stop, code of the user's in backticks; "" where only the
+    `explanation` tells. `source` is the expression that the sentence is about where that is not the origin's own, and
+    `remark` what may stand beside it.
+    """
 
     code: str
     title: str
     explanation: str
     evidence: tuple[Evidence, ...]
+    headline: str = ""
+    source: SourceLine | None = None
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,20 +357,6 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A sample of the saved array `name` as a small image, kept only where it was asked for.
-
-    `pixels` are height x width grey levels, one byte each, row by row, in base64.
-    """
-
-    name: str
-    sample: int
-    height: int
-    width: int
-    pixels: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Where the replay ran."""
 
@@ -374,7 +369,10 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it ran."""
+    """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it ran.
+
+    `arguments` replay it again on the command line; empty where the model or a function was given as an object.
+    """
 
     schema: str = SCHEMA
     verdict: Verdict
@@ -397,3 +395,5 @@ class Report:
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
     picture: Picture | None = None
+    excerpt: Excerpt | None = None
+    arguments: tuple[str, ...] = ()

@@ -180,6 +180,7 @@ class SourceLine:
 
     `column` to `end_line` and `end_column` delimit the expression that called the op: columns count from 0 in bytes of
     UTF-8, as CPython does, and all three are None where the interpreter does not tell (before Python 3.11).
+    `expression` is its text on one line, "" where that is not known.
     """
 
     file: str
@@ -188,6 +189,7 @@ class SourceLine:
     column: int | None = None
     end_line: int | None = None
     end_column: int | None = None
+    expression: str = ""
 
     @property
     def whole(self) -> SourceLine:

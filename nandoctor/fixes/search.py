@@ -38,11 +38,11 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
+from nandoctor.fixes.minimal_sets import find_minimal_sets
 from nandoctor.fixes.proof import verify_written
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
-from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first
 
@@ -120,7 +120,7 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):
-        yield f"None of the {len(ranked)} changes that were tried fixes it."
+        yield f"None of the {len(ranked)} changes that were tried helped."
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
 

@@ -40,7 +40,7 @@ def write_title(edit: Edit) -> str:
 
 def _module_name(edit: Any) -> str:
     name = edit.module or "the whole model"
-    return name if edit.children else f"the forward of {edit.module or 'the model'} without its submodules"
+    return name if edit.children else f"{edit.module or 'the model'} without its submodules"
 
 
 def _title_module(edit: KeepModule) -> str:

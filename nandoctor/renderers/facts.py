@@ -1,6 +1,6 @@
 """What a report says, in sentences.
 
-In: a `Report`. Out: `Fact` records, a label and a sentence each, for the terminal and the notebook alike.
+In: a `Report`. Out: `Fact` records, a label and a sentence each, for every surface alike.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, ReplayAttempt, Report, Reproduction
 from nandoctor.evidence.trace import TensorStats
+from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
     brief,
     excess,
-    file_line,
     join_first,
     kinds_text,
     number,
     part_of,
     percent,
+    plural,
     printable,
     samples_text,
     shape_text,
@@ -38,38 +39,53 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A label and a sentence. The text is printable: names from dumps and models stand in it escaped."""
+    """A label and a sentence, or with `is_command` a line to type, which is never broken.
+
+    The text is printable: names from dumps and models stand in it escaped.
+    """
 
     label: str
     text: str
+    is_command: bool = False
 
 
-def list_facts(report: Report) -> list[Fact]:
-    """The facts in the order of reading: may the replay be believed, what came first, what fp32 does there."""
-    facts = [Fact(label="replay", text=describe_reproduction(report.reproduction))]
+def evidence_facts(report: Report) -> list[Fact]:
+    """What speaks for the answer: the cause, the layers, how it spread, what fp32 has there, what else is wrong."""
+    facts = []
+    if report.cause is not None:
+        facts.append(Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}"))
+    if report.origin is not None and report.excerpt is None and report.origin.op is not None:
+        facts.append(Fact(label="origin", text=describe_origin(report.origin)))
     if report.first_nonfinite is not None:
         facts += _first_facts(report.first_nonfinite, report)
-    facts += _cause_facts(report)
-    facts += _state_facts(report)
-    facts += _run_facts(report)
+    return [*facts, *_spread_facts(report), *_state_facts(report), *_run_facts(report)]
+
+
+def detail_facts(report: Report) -> list[Fact]:
+    """What is looked up: the extent of the damage, and which replays were tried."""
+    facts = []
+    if report.first_nonfinite is not None:
+        facts.append(Fact(label="extent", text=_describe_extent(report.first_nonfinite)))
+    if report.reproduction.attempts and report.reproduction.grade not in ("exact", "same-mask"):
+        attempts = "; ".join(map(_describe_attempt, report.reproduction.attempts))
+        facts.append(Fact(label="tried", text=attempts))
     return facts
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:
     """The replay's grade against the saved output: may the rest be believed."""
-    output = _name(reproduction.output or "output")
+    output = _name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
-        found = f"nothing like the saved {output}" if reproduction.output else "no saved output"
-        return f"{found} to compare with, so the replay stands unchecked"
-    saved = f"{_count(reproduction.num_bad_saved)} of {_count(reproduction.numel)} elements"
+        what = f"nothing like the saved {output}" if reproduction.output else "no saved output"
+        return f"unchecked: there is {what} to compare with"
+    saved = f"{_count(reproduction.num_bad_saved)} of {_count(reproduction.numel)} values of {output}"
     if reproduction.grade in ("exact", "same-mask"):
-        same = f"the same {saved} are non-finite" if reproduction.num_bad_saved else "finite in both"
+        same = f"the same {saved} are non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
         error = reproduction.max_rel_err or 0.0
-        agrees = "reproduces" if reproduction.grade == "exact" or error <= _CLOSE else "reproduces in part"
-        return f"{agrees} the saved {output}: {same}, {_closeness(reproduction)}"
+        whole = reproduction.grade == "exact" or error <= _CLOSE
+        return f"reproduces your run{'' if whole else ' in part'}: {same}, {_closeness(reproduction)}"
     replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
-    tried = f" (tried {'; '.join(map(_describe_attempt, reproduction.attempts))})" if reproduction.attempts else ""
-    return f"does not reproduce the saved {output}: {saved} are non-finite there, {replayed}{tried}"
+    return f"does not reproduce your run: {saved} are non-finite in the file, {replayed}"
 
 
 def _describe_attempt(attempt: ReplayAttempt) -> str:
@@ -83,31 +99,23 @@ def _count(count: int | None) -> str:
 
 def _closeness(reproduction: Reproduction) -> str:
     if reproduction.grade == "exact":
-        return "all others identical" if reproduction.num_bad_saved else "all identical"
+        return "all others identical" if reproduction.num_bad_saved else "and identical"
     if reproduction.max_rel_err is None:
-        return "no finite ones to compare"
-    return f"the finite ones within {percent(reproduction.max_rel_err)} of the largest"
+        return "no others to compare"
+    others = "all others" if reproduction.num_bad_saved else "its values"
+    return f"{others} within {percent(reproduction.max_rel_err)} of the largest"
 
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
-    yield Fact(label="first", text=_describe_place(first))
-    yield Fact(label="extent", text=_describe_extent(first))
+    yield Fact(label="layers", text=_describe_place(first, report))
     if first.inputs:
         yield Fact(label="input", text=_describe_inputs(first.inputs))
     if reference := _describe_reference(first, report):
         yield Fact(label="in fp32", text=reference)
 
 
-def _cause_facts(report: Report) -> Iterator[Fact]:
-    """What made the first non-finite value, on which line, why, how it spread, and what else is wrong."""
-    if report.origin is None:
-        return
-    yield Fact(label="origin", text=describe_origin(report.origin))
-    if report.origin.source is not None:
-        source = report.origin.source
-        yield Fact(label="line", text=f"{file_line(source.file, source.line)}: {brief(source.text, _MESSAGE_WIDTH)}")
-    if report.cause is not None:
-        yield Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}")
+def _spread_facts(report: Report) -> Iterator[Fact]:
+    """How the damage spread, and what else is wrong."""
     if len(report.chain) > 1:
         yield Fact(label="path", text=_describe_path(report.chain))
     if report.bad_gradients:
@@ -128,7 +136,7 @@ def describe_origin(origin: Origin) -> str:
 
 
 def _describe_path(chain: Sequence[Link]) -> str:
-    """The modules that the damage went through, from its origin to where it showed."""
+    """The ops that the damage went through, from where it was made to where it showed."""
     stops = [f"{link.op} in {_name(link.place.in_words)}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
     return " -> ".join(shown)
@@ -146,15 +154,15 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
     return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
 
 
-def _describe_place(first: FirstNonfinite) -> str:
+def _describe_place(first: FirstNonfinite, report: Report) -> str:
     if first.where == "batch":
-        return f"{_name(first.value.path or 'an input')}, in the saved batch"
+        return f"{_name(first.value.path or 'an input')} is non-finite in the saved batch"
     if first.where == "loss":
-        return "the loss, with a finite output"
+        return "every layer is finite; the loss is not"
     owner = _name(first.place.with_type)
     if first.where == "output" or first.seen_in is None:
-        return f"{owner}, in its output"
-    return f"inside the forward of {owner}, before the call of {_name(first.seen_in.label)}"
+        return f"{owner} is the first non-finite of {plural(len(select_layers(report).pairs), 'layer')}"
+    return f"first seen inside the forward of {owner}, before the call of {_name(first.seen_in.label)}"
 
 
 def _describe_extent(first: FirstNonfinite) -> str:

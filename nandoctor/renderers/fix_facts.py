@@ -1,12 +1,13 @@
 """What was tried on the failing step, in sentences: fixes, variations, fp32 sets, eps constants.
 
-In: a `Report`. Out: `ShownFix` records and `Fact`s; nothing where nothing was tried.
+In: a `Report`. Out: `ShownFix`, a `FixSummary` and `Fact`s; nothing where nothing was tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nandoctor.evidence.report import (
     Counterfactual,
@@ -18,41 +19,108 @@ from nandoctor.evidence.report import (
     StepSetting,
     TrialOutcome,
 )
+from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.facts import Fact
 from nandoctor.text import brief, constant, file_line, join_first, number, percent, plural, printable, samples_text
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 7
+_MAX_PATCH_LINES = 10
+_TOLD_IN_FULL = 2  # output and gradients; of variations of the batch the names say enough
+_SHOWN_BESIDE = 1
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a fix may be says by how much."""
 
 
+FixState = Literal["verified", "off", "failed"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFix:
-    """A fix as people read it; `patch` holds its lines, and all text is printable."""
+    """A fix as people read it; `patch` holds its lines, and all text is printable.
+
+    `state` is "verified", "off" (finite, and not verified: too far from fp32, or never run as text) or "failed", and
+    `result` says so in words. `facts` tell what was checked, what was not, and how it is applied.
+    """
 
     kind: str
     title: str
     patch: tuple[str, ...]
+    state: FixState
+    result: str
     outcome: str
-    verified: bool
+    facts: tuple[Fact, ...]
+
+    @property
+    def verified(self) -> bool:
+        """Whether it held in every check that was made."""
+        return self.state == "verified"
 
 
 def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """The fixes that hold first, smallest change first; then those that were tried and do not."""
-    ordered = sorted(report.fixes, key=lambda fix: (not fix.verified, fix.rank))
-    return tuple(map(_show_fix, ordered))
+    """The verified fixes first, smallest change first; then those that are off, then those that failed."""
+    fixes = [_show_fix(fix, report) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
+    return tuple(sorted(fixes, key=lambda fix: _STATES.index(fix.state)))
 
 
-def _show_fix(fix: Fix) -> ShownFix:
+_STATES: tuple[FixState, ...] = ("verified", "off", "failed")
+
+
+def _show_fix(fix: Fix, report: Report) -> ShownFix:
+    state, result = _judge(fix)
     return ShownFix(
         kind=fix.kind,
         title=printable(fix.title),
         patch=tuple(printable(line.rstrip()) for line in fix.patch.expandtabs(4).splitlines()),
+        state=state,
+        result=result,
         outcome=describe_outcome(fix.outcome),
-        verified=fix.verified,
+        facts=(*_check_facts(fix), *_how_to_apply(fix, report)),
     )
+
+
+def _judge(fix: Fix) -> tuple[FixState, str]:
+    if fix.verified:
+        return "verified", "verified"
+    error = fix.outcome.max_rel_err
+    if not fix.outcome.finite:
+        return "failed", "failed: still non-finite"
+    if error is not None and error > _VISIBLE_ERROR:
+        return "off", f"finite, but {percent(error)} off fp32"
+    failed = next((check for check in fix.checks if check.status == "failed"), None)
+    if failed is not None:
+        return "failed", f"failed: {printable(failed.name)}: {printable(failed.text)}"
+    return "off", "finite, but not run as text"
+
+
+def _check_facts(fix: Fix) -> Iterator[Fact]:
+    passed = [check for check in fix.checks if check.status == "passed"]
+    skipped = [check for check in fix.checks if check.status == "not-checked"]
+    if passed:
+        told = [f"{printable(check.name)} {printable(check.text)}" for check in passed[:_TOLD_IN_FULL]]
+        told += [printable(check.name) for check in passed[_TOLD_IN_FULL:]]
+        yield Fact(label="checked", text="; ".join(told))
+    if skipped:
+        told = [f"{printable(check.name)}: {printable(check.text)}" for check in skipped]
+        yield Fact(label="not checked", text="; ".join(told))
+
+
+def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
+    if not fix.verified or not fix.patch:
+        return
+    if fix.kind == "source":
+        command = fix_command(report) if fix.rank == 0 else None
+        with_git = f"git apply, in {printable(fix.patch_root or 'your project')}"
+        yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
+    elif fix.kind in _WHERE_TO_RUN:
+        yield Fact(label="apply it", text=_WHERE_TO_RUN[fix.kind])
+
+
+_WHERE_TO_RUN = {
+    "snippet": "run these lines once the model is built and its weights are loaded",
+    "state": "run these lines once, after the weights are loaded",
+    "data": "run these lines on each batch, before the step",
+}
 
 
 def describe_outcome(outcome: TrialOutcome) -> str:
@@ -66,12 +134,44 @@ def describe_outcome(outcome: TrialOutcome) -> str:
     return f"finite, within {percent(outcome.max_rel_err)} of fp32"
 
 
-def fix_facts(report: Report) -> list[Fact]:
-    """The first fix with its patch in full, and a line each for whatever else is known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixSummary:
+    """The fixes on one screen: a heading, the lines of the first one, and what there is to say of it and the others."""
 
-    Constants that are lost are told where the cause is another one: it tells its own.
-    """
-    facts = list(_first_facts(report))
+    heading: str
+    patch: tuple[str, ...]
+    facts: tuple[Fact, ...]
+
+
+def summarize_fixes(report: Report) -> FixSummary | None:
+    """The first verified fix, or what was tried where none is; None where nothing was tried."""
+    fixes = list_fixes(report)
+    if not fixes:
+        return None
+    verified = [fix for fix in fixes if fix.verified]
+    if not verified:
+        tried = tuple(Fact(label="tried", text=f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
+        more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
+        return FixSummary(heading=f"No fix was verified{more}", patch=(), facts=tried)
+    first, *others = verified
+    of = f" 1 of {len(verified)}" if others else ""
+    alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
+    return FixSummary(
+        heading=f"Fix{of}, verified: {first.title}",
+        patch=_shorten_patch(_changed_lines(first)),
+        facts=(*first.facts, *alternatives),
+    )
+
+
+def _describe_alternatives(others: Sequence[ShownFix]) -> str:
+    shown = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
+    more = len(others) - len(shown)
+    return f"{'; '.join(shown)}{f'; {more} more in the report' if more else ''}"
+
+
+def trial_facts(report: Report) -> list[Fact]:
+    """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
+    facts = []
     if report.fp32_sets is not None and report.fp32_sets.sets:
         facts.append(Fact(label="fp32 fixes", text=describe_fp32_sets(report.fp32_sets)))
     facts += variation_facts(report.counterfactuals)
@@ -86,39 +186,15 @@ def _find_untold(report: Report) -> list[EpsUse]:
     return [use for use in report.eps_audit if use.effect == "zero" and not told]
 
 
-def _first_facts(report: Report) -> Iterator[Fact]:
-    fixes = list_fixes(report)
-    verified = [fix for fix in fixes if fix.verified]
-    if not verified:
-        if fixes:
-            yield Fact(label="fix", text=_describe_failure(fixes))
-        return
-    first, *others = verified
-    yield Fact(label="fix", text=f"{first.title}: tried, {first.outcome}")
-    yield from patch_facts(_changed_lines(first))
-    if others:
-        more = f"; {len(others) - 1} more in the report (-o report.html)" if len(others) > 1 else ""
-        yield Fact(label="or", text=f"{others[0].title}: {others[0].outcome}{more}")
-
-
-def _describe_failure(fixes: Sequence[ShownFix]) -> str:
-    titles = join_first([fix.title for fix in fixes], 2)
-    if len(fixes) == 1:
-        return f"the one change that was tried did not help: {titles}"
-    return f"none of the {len(fixes)} changes that were tried helped: {titles}"
-
-
 def _changed_lines(fix: ShownFix) -> list[str]:
-    """A diff without its context and line numbers, for which a terminal has no room: the report has it whole."""
+    """A diff without its context, for which a terminal has no room: the report has it whole."""
     return [line for line in fix.patch if fix.kind != "source" or (line and not line.startswith((" ", "@@")))]
 
 
-def patch_facts(patch: Sequence[str]) -> Iterator[Fact]:
-    """One line each, the label beside the first."""
-    for place, line in enumerate(patch[:_MAX_PATCH_LINES]):
-        yield Fact(label="" if place else "patch", text=line)
-    if len(patch) > _MAX_PATCH_LINES:
-        yield Fact(label="", text=f"... {len(patch) - _MAX_PATCH_LINES} more lines in the report (-o report.html)")
+def _shorten_patch(patch: Sequence[str]) -> tuple[str, ...]:
+    left = len(patch) - _MAX_PATCH_LINES
+    more = (f"... {plural(left, 'more line')} in the report",) if left > 0 else ()
+    return (*patch[:_MAX_PATCH_LINES], *more)
 
 
 def describe_fp32_sets(search: Fp32SetSearch) -> str:

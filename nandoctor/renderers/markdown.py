@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nandoctor.evidence.report import Report
+from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import MARK, write_text
-from nandoctor.renderers.facts import Fact, list_facts
+from nandoctor.renderers.commands import next_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import ShownFix, describe_fp32_sets, list_constants, list_fixes, list_variations
 from nandoctor.renderers.table import LayerTable, make_table
-from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import bits_text, plural, printable
+from nandoctor.text import bits_text, plural, printable, split_code
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
@@ -29,19 +30,17 @@ def write_markdown(report: Report, path: Path) -> None:
 
 
 def report_markdown(report: Report) -> str:
-    """Verdict, facts, fixes with their patches; the layers and the versions fold away."""
+    """The cause and its place, the first fix, the evidence; other fixes, the layers and the versions fold away."""
     return "\n".join(_lines(report)) + "\n"
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"### {report.verdict.upper()}: {VERDICTS[report.verdict].meaning}"
-    yield from ("", f"**{escape(report.headline)}**", "")
-    yield from _facts(list_facts(report))
-    fixes = list_fixes(report)
-    for fix in fixes[:_OPEN_FIXES]:
-        yield from _fix(fix)
-    if others := fixes[_OPEN_FIXES:]:
-        yield from _fold(f"{plural(len(others), 'more fix', 'more fixes')} tried", _each(others))
+    yield from _answer(report)
+    yield from _fixes(report)
+    facts = [*evidence_facts(report), *detail_facts(report), *next_facts(report)]
+    if facts:
+        yield ""
+        yield from _facts(facts)
     if report.counterfactuals or report.fp32_sets:
         yield from _fold("what else was tried", _trials(report))
     if constants := list_constants(report):
@@ -56,22 +55,66 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _fold("versions and notes", _notes(report))
 
 
+def _answer(report: Report) -> Iterator[str]:
+    answer = make_answer(report)
+    yield f"### {_sentence(answer.headline)}"
+    if answer.place or answer.where:
+        parts = [f"**{escape(answer.place)}**"] * bool(answer.place) + [escape(answer.where)] * bool(answer.where)
+        yield from ("", ", ".join(parts))
+    if answer.code:
+        yield ""
+        yield from _fenced([line.text for line in answer.code], "text")
+    yield ""
+    yield from _facts(answer.facts)
+
+
+def _fixes(report: Report) -> Iterator[str]:
+    fixes = list_fixes(report)
+    open_fixes = [fix for fix in fixes if fix.verified][:_OPEN_FIXES]
+    others = [fix for fix in fixes if fix not in open_fixes]
+    for fix in open_fixes:
+        yield from _fix(fix)
+    if fixes and not open_fixes:
+        yield from ("", "**No fix was verified**")
+    if others:
+        yield from _fold(f"{plural(len(others), 'other change')} tried", _each(others))
+
+
 def escape(text: str) -> str:
     """The text as it is: no markup, no mention, no link to another issue."""
     return _SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS))
 
 
+def _sentence(text: str) -> str:
+    """A sentence whose code stays code."""
+    return "".join(f"`{part}`" if is_code else escape(part) for part, is_code in split_code(text))
+
+
 def _facts(facts: Sequence[Fact]) -> Iterator[str]:
     yield from ("| | |", "|---|---|")
     for fact in facts:
-        yield f"| {escape(fact.label)} | {escape(fact.text)} |"
+        yield f"| {escape(fact.label)} | {_code(fact.text) if fact.is_command else escape(fact.text)} |"
+
+
+def _code(command: str) -> str:
+    """A command as code in a cell of a table, where a bar would end the cell; with backticks in it, as text."""
+    return escape(command) if "`" in command or "|" in command else f"`{printable(command)}`"
 
 
 def _fix(fix: ShownFix) -> Iterator[str]:
-    yield from ("", f"**{escape(fix.title)}** ({'tried' if fix.verified else 'not a fix'}: {fix.outcome})", "")
-    fence = "`" * max([3, *(len(run) + 1 for line in fix.patch for run in _FENCE.findall(line))])
+    yield from ("", f"**{escape(fix.title)}** ({escape(fix.result)})")
     if fix.patch:
-        yield from (f"{fence}diff" if fix.kind == "source" else f"{fence}python", *fix.patch, fence)
+        yield ""
+        yield from _fenced(fix.patch, "diff" if fix.kind == "source" else "python")
+    if fix.facts:
+        yield ""
+        yield from _facts(fix.facts)
+
+
+def _fenced(lines: Sequence[str], language: str) -> Iterator[str]:
+    """Lines in a fence that none of them can end."""
+    fence = "`" * max([3, *(len(run) + 1 for line in lines for run in _FENCE.findall(line))])
+    yield from (f"{fence}{language}", *lines, fence)
 
 
 def _each(fixes: Sequence[ShownFix]) -> Iterator[str]:
@@ -81,7 +124,7 @@ def _each(fixes: Sequence[ShownFix]) -> Iterator[str]:
 
 def _trials(report: Report) -> Iterator[str]:
     if report.fp32_sets is not None and report.fp32_sets.sets:
-        yield from (f"Enough to keep in fp32: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
+        yield from (f"Keeping any one of these in fp32 is enough: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
     if report.counterfactuals:
         yield from _table(("varied", "setting", "outcome"), [line.cells for line in list_variations(report)])
 

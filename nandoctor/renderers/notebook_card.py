@@ -8,26 +8,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.facts import list_facts
-from nandoctor.renderers.fix_facts import fix_facts, list_fixes
+from nandoctor.renderers.answer import make_answer
+from nandoctor.renderers.commands import next_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
+from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import make_table
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
 
-_SHOWN_APART = ("fix", "patch", "or", "")
-
 
 def report_html(report: Report) -> str:
-    """The verdict, the facts, the first fix and the layers around the first non-finite one; names are escaped."""
-    fixes = [fix for fix in list_fixes(report) if fix.verified]
-    others = [fact for fact in fix_facts(report) if fact.label not in _SHOWN_APART]
+    """All that the terminal prints, in the same order; names are escaped."""
+    following = [fact for fact in next_facts(report) if "-o report.html" not in fact.text]
     return render(
         "card.html.j2",
         report=report,
-        verdict=VERDICTS[report.verdict],
-        facts=[*list_facts(report), *others],
-        fixes=fixes,
+        answer=make_answer(report),
+        tone=VERDICTS[report.verdict].tone,
+        fixes=summarize_fixes(report),
+        evidence=[*evidence_facts(report), *trial_facts(report)],
         table=make_table(report),
+        last=[
+            *detail_facts(report),
+            *(Fact(label="note", text=note) for note in report.notes),
+            *following,
+            Fact(label="more", text='case.save("report.html")', is_command=True),
+        ],
     )
 
 

@@ -14,8 +14,10 @@ from markupsafe import Markup
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
+from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
-from nandoctor.renderers.facts import list_facts
+from nandoctor.renderers.commands import next_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import list_constants, list_fixes, list_variations
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.kinds import PLOTS, draw
@@ -41,12 +43,18 @@ def write_page(report: Report, path: str | os.PathLike[str]) -> None:
 
 def report_page(report: Report) -> str:
     """The whole page as text."""
+    fixes = list_fixes(report)
     return render(
         "page.html.j2",
         report=report,
-        verdict=VERDICTS[report.verdict],
-        facts=[fact for fact in list_facts(report) if fact.label != "path"],  # shown link by link below
-        fixes=list_fixes(report),
+        answer=make_answer(report),
+        tone=VERDICTS[report.verdict].tone,
+        fixes=[fix for fix in fixes if fix.verified],
+        others=[fix for fix in fixes if not fix.verified],
+        evidence=[fact for fact in evidence_facts(report) if fact.label != "path"],  # shown link by link below
+        details=[*detail_facts(report), *(Fact(label="note", text=note) for note in report.notes)],
+        next_facts=[fact for fact in next_facts(report) if "-o report.html" not in fact.text],
+        near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         variations=list_variations(report),
         constants=list_constants(report),
         plots={plot.kind: plot for plot in _draw_plots(report)},

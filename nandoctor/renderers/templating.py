@@ -9,12 +9,12 @@ from functools import cache
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.renderers.fix_facts import describe_fp32_sets
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text
+from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text, split_code
 
 
 def render(template: str, **values: Any) -> str:
@@ -33,10 +33,26 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor, bar_width
+        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor, bar_width,
+        with_code, diff_class,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
     return environment
+
+
+def with_code(text: str) -> Markup:
+    """A sentence with its code as code elements."""
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if is_code else escape(part)
+        for part, is_code in split_code(printable(text))
+    )
+
+
+def diff_class(line: str) -> str:
+    """The class of a line of a diff."""
+    if line.startswith(("---", "+++")):
+        return "file"
+    return {"+": "add", "-": "del", "@": "hunk"}.get(line[:1], "")
 
 
 def _finalize(value: Any) -> Any:

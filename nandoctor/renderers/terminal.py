@@ -5,16 +5,20 @@ In: a `Report`. Out: text on a rich console, or a single line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report import Report
+from nandoctor.renderers.answer import make_answer
+from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.console import Encodable, labelled, literal
-from nandoctor.renderers.facts import list_facts
-from nandoctor.renderers.fix_facts import fix_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
+from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import printable, shorten
@@ -23,6 +27,9 @@ _JUSTIFY: Sequence[JustifyMethod] = ("left", "left", "right", "right", "right", 
 _MAX_NOTES = 4
 _LAYERS_BESIDE_FIXES = 2
 _LESS_THAN_A_FIX = ("input", "in fp32", "path")  # all has to fit on one screen
+_CONTEXT = 1
+_INDENT = "  "
+_CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
 _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
@@ -37,43 +44,97 @@ def one_line(report: Report) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the verdict, the first non-finite layer with the layers around it, and what to do next."""
-    for part in _parts(report, console.width):
-        console.print(Encodable(part), highlight=False)
+    """Print the cause, its place, the first fix, the evidence, the layers around the first bad one, the next step."""
+    for parts in (answer_parts(report, console.width), fix_parts(report), evidence_parts(report, console.width)):
+        print_parts(parts, console)
 
 
-def _parts(report: Report, width: int) -> Iterator[Table | Text]:
-    yield _verdict(report)
-    yield literal(report.headline, "bold")
+def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
+    """Print parts of a report; code and commands are left whole, whatever the width, so that they can be copied."""
+    for part in parts:
+        console.print(Encodable(part), highlight=False, crop=False)
+
+
+def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
+    """What is known once the step was diagnosed: the cause, its place, the verdict, the replay."""
+    answer = make_answer(report, context=_CONTEXT, width=width - len(_INDENT))
+    yield literal(answer.headline, f"bold {VERDICTS[report.verdict].tone.text}")
     yield Text()
-    fixes = fix_facts(report)
-    left_out = _LESS_THAN_A_FIX if fixes else ()
-    yield labelled((fact.label, fact.text) for fact in list_facts(report) if fact.label not in left_out)
-    if fixes:
+    if answer.place or answer.where:
+        place = Text(answer.place, style=Style(link=answer.link or None, bold=True))
+        comma = ", " if answer.place and answer.where else ""
+        yield Padding(Text.assemble(place, comma, answer.where), (0, 0, 0, len(_INDENT)), expand=False)
+    for line in answer.code:
+        yield _whole(line.text, _CODE_STYLES[line.kind])
+    yield from _rows(answer.facts)
+
+
+def fix_parts(report: Report) -> Iterator[RenderableType]:
+    """The first verified fix with its lines, or what was tried."""
+    fixes = summarize_fixes(report)
+    if fixes is None:
+        return
+    yield Text()
+    yield literal(fixes.heading, "bold")
+    for line in fixes.patch:
+        yield _whole(line, diff_style(line))
+    yield from _rows(fixes.facts)
+
+
+def evidence_parts(report: Report, width: int) -> Iterator[RenderableType]:
+    """What speaks for the answer, what else was tried, the layers, and what to do next."""
+    left_out = _LESS_THAN_A_FIX if report.fixes else ()
+    facts = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
+    if facts:
         yield Text()
-        yield labelled((fact.label, fact.text) for fact in fixes)
-    table = make_table(report, before=_LAYERS_BESIDE_FIXES, after=1) if fixes else make_table(report)
+        yield from _rows(facts)
+    table = make_table(report, before=_LAYERS_BESIDE_FIXES, after=1) if report.fixes else make_table(report)
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")
         yield _layers(table, width)
         if table.legend:
             yield literal(table.legend, "dim")
-    advice = [*_capped("note", report.notes), *_capped("next", report.next_steps)]
-    if advice:
+    notes = [Fact(label="note", text=note) for note in report.notes]
+    last = [*detail_facts(report), *_capped(notes), *next_facts(report)]
+    if last:
         yield Text()
-        yield labelled(advice)
+        yield from _rows(last)
 
 
-def _verdict(report: Report) -> Text:
-    verdict = VERDICTS[report.verdict]
-    return Text.assemble(Text(f" {report.verdict.upper()} ", style=verdict.tone.badge), f" {verdict.meaning}")
+def diff_style(line: str) -> str:
+    """The style of a line of a diff or a snippet."""
+    if line.startswith(("---", "+++")):
+        return "bold"
+    return {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
 
 
-def _capped(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    yield from ((label, text) for text in texts[:_MAX_NOTES])
-    if len(texts) > _MAX_NOTES:
-        yield "", f"{len(texts) - _MAX_NOTES} more in the report (-o report.json)"
+def _whole(line: str, style: str = "") -> Text:
+    """A line of code as it is, indented: it is never broken, and may go past the edge."""
+    text = literal(f"{_INDENT}{line}", style)
+    text.no_wrap, text.overflow = True, "ignore"
+    return text
+
+
+def _rows(facts: Sequence[Fact]) -> Iterator[RenderableType]:
+    """Labels and sentences, those of neighbours aligned; a command stands on a line of its own."""
+    width = max((len(fact.label) for fact in facts), default=0)
+    before = ""
+    for fact in facts:
+        label = "" if fact.label == before else fact.label
+        before = fact.label
+        if fact.is_command:
+            row = _whole(f"{label:<{width}}  {fact.text}")
+            row.stylize("dim", 0, width + len(_INDENT))
+            yield row
+        else:
+            yield Padding(labelled([(f"{label:<{width}}", fact.text)]), (0, 0, 0, len(_INDENT)), expand=False)
+
+
+def _capped(notes: Sequence[Fact]) -> Iterator[Fact]:
+    yield from notes[:_MAX_NOTES]
+    if len(notes) > _MAX_NOTES:
+        yield Fact(label="note", text=f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")
 
 
 def _layers(layers: LayerTable, width: int) -> Table:

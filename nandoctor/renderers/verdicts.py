@@ -13,39 +13,41 @@ from nandoctor.evidence.verdicts import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tone:
-    """How good news is. `name` is a class of the page's styles, `badge` a style of rich, `color` a CSS colour.
+    """How good news is.
 
-    The colour is read as the ground of white text, on light and on dark notebooks.
+    `name` is a class of the page's styles, `text` a style of rich, `badge` one for a word on a ground of its own.
+    `color` is a CSS colour, read as the ground of white text, on light and on dark notebooks.
     """
 
     name: str
     badge: str
+    text: str
     color: str
 
 
-GOOD = Tone(name="good", badge="black on green", color="#00735a")
-UNCLEAR = Tone(name="unclear", badge="black on yellow", color="#8a6500")
-FAILED = Tone(name="failed", badge="white on red", color="#b04a00")
+GOOD = Tone(name="good", badge="black on green", text="green", color="#00735a")
+UNCLEAR = Tone(name="unclear", badge="black on yellow", text="yellow", color="#8a6500")
+FAILED = Tone(name="failed", badge="white on red", text="red", color="#b04a00")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownVerdict:
-    """A verdict as people read it."""
+    """A verdict as people read it; `meaning` has room for what is non-finite, `kinds`, and in which run, `under`."""
 
     meaning: str
     tone: Tone
 
 
 VERDICTS: Mapping[Verdict, ShownVerdict] = {
-    "precision": ShownVerdict(meaning="non-finite under autocast only, fp32 stays finite", tone=FAILED),
-    "numerics": ShownVerdict(meaning="non-finite in fp32 as well: not a matter of precision", tone=FAILED),
-    "state": ShownVerdict(meaning="the saved weights or buffers are non-finite", tone=FAILED),
-    "input": ShownVerdict(meaning="the saved batch is non-finite before any layer sees it", tone=FAILED),
+    "precision": ShownVerdict(meaning="{kinds} {under} only; fp32 is finite", tone=FAILED),
+    "numerics": ShownVerdict(meaning="{kinds} in fp32 as well: not a matter of precision", tone=FAILED),
+    "state": ShownVerdict(meaning="the weights or buffers in the file are non-finite", tone=FAILED),
+    "input": ShownVerdict(meaning="the batch in the file is non-finite before any layer reads it", tone=FAILED),
     "loss-scale": ShownVerdict(
-        meaning="the loss scale alone was too large; a GradScaler skips such a step", tone=UNCLEAR
+        meaning="every gradient is finite at loss scale 1; a GradScaler skips such a step", tone=UNCLEAR
     ),
-    "silent": ShownVerdict(meaning="a value overflowed, and the output is finite but wrong", tone=FAILED),
-    "healthy": ShownVerdict(meaning="nothing is non-finite", tone=GOOD),
+    "silent": ShownVerdict(meaning="finite {under}, and far from what fp32 computes", tone=FAILED),
+    "healthy": ShownVerdict(meaning="nothing is non-finite {under} or in fp32", tone=GOOD),
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
     "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
 }

@@ -281,6 +281,30 @@ def anchor(spec: Any) -> Any:
     return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
 
 
+def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a person types to replay the dump with these settings: its path, then the flags.
+
+    Empty where a setting was given as an object, which no command line can name.
+    """
+    arguments = [str(dump)]
+    for name, value in given.items():
+        option = OPTIONS[name]
+        if value is None or option.group not in ("model", "step"):
+            continue
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                arguments += [option.flag, f"{key}={item}"]
+        elif isinstance(value, bool):
+            arguments += [option.flag] if value != option.flag.startswith("--no-") else []
+        elif isinstance(value, str | int | float):
+            arguments += [option.flag, str(value)]
+        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            arguments += [option.flag, ",".join(value)]
+        else:
+            return ()
+    return tuple(arguments)
+
+
 def options_markdown() -> str:
     """All settings as a table in Markdown, for the docs."""
     lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]

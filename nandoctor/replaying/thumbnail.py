@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from nandoctor.evidence.report import Picture
+from nandoctor.evidence.exhibits import Picture
 
 _MAX_SIDE = 64
 _MIN_SIDE = 8

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 # With the separator at its end: torchvision lies beside torch, and is the user's to hear of.
 _SKIPPED_ROOTS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen", "<eval_with_key>")
+_MAX_EXPRESSION_LINES = 20
 _RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
 
 
@@ -99,6 +101,19 @@ def to_source(place: Place | None) -> SourceLine | None:
     if positions is None:
         return SourceLine(file=code.co_filename, line=line, text=text)
     _, end_line, column, end_column = next(itertools.islice(positions(), instruction // 2, None))
-    return SourceLine(
+    source = SourceLine(
         file=code.co_filename, line=line, text=text, column=column, end_line=end_line, end_column=end_column
     )
+    return replace(source, expression=_read_expression(source))
+
+
+def _read_expression(source: SourceLine) -> str:
+    """The expression on one line, its line breaks and indentation joined to single spaces; "" where it is unknown."""
+    if source.column is None or source.end_line is None or source.end_column is None:
+        return ""
+    lines = [linecache.getline(source.file, line).encode() for line in range(source.line, source.end_line + 1)]
+    if not lines or len(lines) > _MAX_EXPRESSION_LINES:
+        return ""
+    lines[-1] = lines[-1][: source.end_column]
+    lines[0] = lines[0][source.column :]
+    return " ".join(b" ".join(lines).decode(errors="replace").split())

@@ -7,9 +7,11 @@ from dataclasses import fields, is_dataclass, replace
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
+from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import (
     Cause,
+    Check,
     Counterfactual,
     Environment,
     EpsUse,
@@ -213,7 +215,7 @@ def report(runs=None, **changes):
     """A report on these runs, healthy unless `changes` say otherwise."""
     made = Report(
         verdict="healthy",
-        headline="Nothing non-finite: the output is finite under fp16 autocast and in fp32.",
+        headline="Nothing is non-finite: the output is finite under fp16 autocast and in fp32",
         reproduction=Reproduction(
             grade="exact", output="logit", num_bad_saved=0, num_bad_replayed=0, numel=4096, max_rel_err=0.0
         ),
@@ -244,7 +246,7 @@ def precision(num_layers=20, *, nonfinite_from=9, would_be=81234.0, low=FP16):
         runs,
         verdict="precision",
         headline=f"{origin.place.with_type} is the first to go non-finite under {low} autocast: NaN in 8192 of "
-        "65536 elements (sample 2); fp32 stays finite.",
+        "65536 elements (sample 2)",
         reproduction=AGREES,
         first_nonfinite=first(origin, would_be=would_be),
     )
@@ -257,7 +259,7 @@ def numerics():
         replace(row, outputs=other.outputs) for row, other in zip(runs.fp32.modules, runs.autocast.modules, strict=True)
     )
     runs = replace(runs, fp32=replace(runs.fp32, modules=fp32, finite=False))
-    return replace(precision(), runs=runs, verdict="numerics", headline="fp32 goes non-finite as well.")
+    return replace(precision(), runs=runs, verdict="numerics", headline="fp32 is non-finite as well")
 
 
 def residual():
@@ -275,14 +277,19 @@ def state():
     """Poisoned buffers."""
     made = precision()
     buffers = tuple(array(f"norm{i}.running_var", 64, shape=(64,), role=None) for i in range(5))
-    return replace(made, verdict="state", headline="norm0 holds non-finite state.", dump=dump(bad_buffers=buffers))
+    return replace(
+        made,
+        verdict="state",
+        headline="The buffer norm0.running_var is NaN in 64 of 64 values",
+        dump=dump(bad_buffers=buffers),
+    )
 
 
 def weights_only():
     """A file without a batch: nothing was run."""
     return report(
         verdict="state",
-        headline="1 of 62 saved tensors is non-finite: head.weight.",
+        headline="1 of 62 saved tensors is non-finite: head.weight",
         reproduction=Reproduction(grade="no-reference"),
         dump=dump(layout="weights-only", arrays=(), bad_weights=(array("head.weight", 3, shape=(64, 64), role=None),)),
     )
@@ -300,7 +307,12 @@ def nonfinite_input():
         would_be=None,
         value=tensor(1.0, path="image", dtype=FP32, nonfinite=counts(12), shape=(BATCH, 3, 32, 32)),
     )
-    return replace(made, verdict="input", headline="The batch itself is non-finite.", first_nonfinite=seen)
+    return replace(
+        made,
+        verdict="input",
+        headline="image is NaN in 12 of 12,288 values before any layer reads it",
+        first_nonfinite=seen,
+    )
 
 
 def healthy(num_layers=20):
@@ -312,7 +324,7 @@ def not_reproduced():
     """The saved output is non-finite, the replay is not."""
     attempts = tuple(ReplayAttempt(training=True, seed=seed, grade="finite") for seed in range(4))
     reproduction = replace(AGREES, grade="finite", num_bad_replayed=0, attempts=attempts)
-    headline = "The saved output is non-finite, and the replay is not: something of the failing step is missing here."
+    headline = "The replay is finite, and the saved output is not"
     return report(network(20), verdict="not-reproduced", headline=headline, reproduction=reproduction)
 
 
@@ -330,13 +342,29 @@ def fixable():
         (ClampArgument(site=site, argument="", low=-6e4, high=6e4), "Clamp what add returns", False),
     )
     patch = f"- {source.text}\n+ return x / torch.sqrt(variance + 1e-5)"
+    headline = "1e-8 rounds to 0 in fp16, so MultiheadAttention divides 0 by 0"
+    checks = (
+        Check(name="output", status="passed", text="finite, 0.062 % off fp32"),
+        Check(name="gradients", status="passed", text="finite, of the loss"),
+        Check(name="samples in another order", status="passed", text="finite, 0.07 % off fp32"),
+        Check(name="small noise on the inputs", status="not-checked", text="the budget was spent"),
+    )
     return replace(
         made,
+        headline=headline,
+        arguments=("NaN.pth", "--model", "net.py:Net"),
+        excerpt=Excerpt(
+            file=source.file, path="net.py", function="Attention.forward", first=44, line=45, end_line=45,
+            lines=("        variance = x.var(1)", f"        {source.text}", ""), column=27, end_column=42,
+        ),
         origin=origin(made, source=source),
         cause=Cause(
             code="eps-underflow",
             title="A small constant is lost in the lower precision",
+            headline=headline,
             explanation="1e-8 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
+            source=source,
+            remark="1e-8 is 0 in fp16",
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-8, used by add in fp16"),),
         ),
         chain=tuple(
@@ -355,6 +383,7 @@ def fixable():
                 title=title,
                 patch=patch if rank == 0 else "",
                 verified=verified,
+                checks=checks if rank == 0 else (),
                 outcome=sound if verified else failing,
                 rank=rank,
             )

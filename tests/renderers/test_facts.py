@@ -5,7 +5,7 @@ import pytest
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import ReplayAttempt, Reproduction
-from nandoctor.renderers.facts import describe_reproduction, list_facts
+from nandoctor.renderers.facts import describe_reproduction, detail_facts, evidence_facts
 from nandoctor.renderers.verdicts import VERDICTS
 
 ATTEMPTS = (
@@ -15,7 +15,7 @@ ATTEMPTS = (
 
 
 def facts(report):
-    return {fact.label: fact.text for fact in list_facts(report)}
+    return {fact.label: fact.text for fact in (*evidence_facts(report), *detail_facts(report))}
 
 
 def with_first(**changes):
@@ -25,8 +25,7 @@ def with_first(**changes):
 
 def test_the_first_nonfinite_layer_in_full():
     assert facts(factory.precision()) == {
-        "replay": "reproduces the saved logit: the same 1,024 of 4,096 elements are non-finite, all others identical",
-        "first": "encoder.blocks.2.attention (MultiheadAttention), in its output",
+        "layers": "encoder.blocks.2.attention (MultiheadAttention) is the first non-finite of 20 layers",
         "extent": "NaN in 8,192 of 65,536, sample 2 (fp16 [4, 16, 32, 32], first at [2, 0, 0, 0])",
         "input": "finite, up to 0.31 (fp16)",
         "in fp32": "computes 81,234 here: 24 % above what fp16 can hold (65,504)",
@@ -36,33 +35,32 @@ def test_the_first_nonfinite_layer_in_full():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"grade": "exact", "num_bad_saved": 0}, "reproduces the saved logit: finite in both, all identical"),
+        ({"grade": "exact", "num_bad_saved": 0}, "reproduces your run: logit is finite in both, and identical"),
         (
             {"grade": "same-mask", "max_rel_err": 0.0123},
-            "reproduces the saved logit: the same 512 of 4,096 elements are non-finite, "
-            "the finite ones within 1.2 % of the largest",
+            "reproduces your run: the same 512 of 4,096 values of logit are non-finite, "
+            "all others within 1.2 % of the largest",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
-            "reproduces the saved logit: the same 4,096 of 4,096 elements are non-finite, no finite ones to compare",
+            "reproduces your run: the same 4,096 of 4,096 values of logit are non-finite, no others to compare",
         ),
         (
             {"grade": "elsewhere", "num_bad_replayed": 300},
-            "does not reproduce the saved logit: 512 of 4,096 elements are non-finite there, 300 in the replay",
+            "does not reproduce your run: 512 of 4,096 values of logit are non-finite in the file, 300 in the replay",
         ),
         (
             {"grade": "finite", "num_bad_replayed": 0, "attempts": ATTEMPTS},
-            "does not reproduce the saved logit: 512 of 4,096 elements are non-finite there, none in the replay "
-            "(tried train mode, seed 0: finite; eval mode, the saved random state: finite)",
+            "does not reproduce your run: 512 of 4,096 values of logit are non-finite in the file, none in the replay",
         ),
         (
             {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
-            "reproduces in part the saved logit: finite in both, the finite ones within 80 % of the largest",
+            "reproduces your run in part: logit is finite in both, its values within 80 % of the largest",
         ),
-        ({"grade": "no-reference"}, "nothing like the saved logit to compare with, so the replay stands unchecked"),
+        ({"grade": "no-reference"}, "unchecked: there is nothing like the saved logit to compare with"),
         (
             {"grade": "no-reference", "output": None},
-            "no saved output to compare with, so the replay stands unchecked",
+            "unchecked: there is no saved output to compare with",
         ),
     ],
 )
@@ -73,22 +71,31 @@ def test_grades_in_words(changes, text):
 
 def test_a_grade_without_numbers_still_reads():
     text = describe_reproduction(Reproduction(grade="elsewhere"))
-    assert text == "does not reproduce the saved output: ? of ? elements are non-finite there, ? in the replay"
+    assert (
+        text == "does not reproduce your run: ? of ? values of the output are non-finite in the file, ? in the replay"
+    )
+
+
+def test_what_was_replays_were_tried_is_told_at_the_end():
+    assert facts(factory.not_reproduced())["tried"].startswith("train mode, seed 0: finite; train mode, seed 1")
+    made = factory.not_reproduced()
+    same = replace(made, reproduction=replace(made.reproduction, grade="exact"))
+    assert "tried" not in facts(same)
 
 
 def test_a_value_between_modules():
-    assert facts(factory.residual())["first"] == (
-        "inside the forward of encoder.blocks.1 (Block), before the call of encoder.blocks.2.norm"
+    assert facts(factory.residual())["layers"] == (
+        "first seen inside the forward of encoder.blocks.1 (Block), before the call of encoder.blocks.2.norm"
     )
 
 
 def test_the_root_has_no_path():
-    assert with_first(module="", type="UNet")["first"] == "the model (UNet), in its output"
+    assert with_first(module="", type="UNet")["layers"] == "the model (UNet) is the first non-finite of 21 layers"
 
 
 def test_a_nonfinite_batch():
     told = facts(factory.nonfinite_input())
-    assert told["first"] == "image, in the saved batch"
+    assert told["layers"] == "image is non-finite in the saved batch"
     assert "input" not in told
     assert "in fp32" not in told
 
@@ -147,7 +154,6 @@ def test_bad_buffers_are_listed():
 
 def test_weights_alone():
     assert facts(factory.weights_only()) == {
-        "replay": "no saved output to compare with, so the replay stands unchecked",
         "weights": "non-finite: head.weight (3 of 4,096)",
     }
 

@@ -8,37 +8,72 @@ import factory
 import pytest
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
+from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
 from nandoctor.renderers.fix_facts import (
     describe_eps,
     describe_fp32_sets,
     describe_outcome,
     describe_setting,
-    fix_facts,
     list_constants,
     list_fixes,
+    summarize_fixes,
+    trial_facts,
 )
 
 
 def facts(report):
-    return [(fact.label, fact.text) for fact in fix_facts(report)]
+    return [(fact.label, fact.text) for fact in trial_facts(report)]
 
 
 def test_nothing_was_tried_and_nothing_is_said():
     assert facts(factory.precision()) == []
     assert list_fixes(factory.precision()) == ()
+    assert summarize_fixes(factory.precision()) is None
 
 
 def test_the_first_fix_is_told_in_full_and_the_others_counted():
-    assert facts(factory.fixable())[:4] == [
-        ("fix", "An eps that fp16 holds at net.py:45: tried, finite, within 0.062 % of fp32"),
-        ("patch", "- return x / torch.sqrt(variance + 1e-8)"),
-        ("", "+ return x / torch.sqrt(variance + 1e-5)"),
-        (
-            "or",
-            "encoder.blocks.2.attention in fp32: finite, within 0.062 % of fp32; 1 more in the report (-o report.html)",
-        ),
+    told = summarize_fixes(factory.fixable())
+    assert told.heading == "Fix 1 of 3, verified: An eps that fp16 holds at net.py:45"
+    assert told.patch == ("- return x / torch.sqrt(variance + 1e-8)", "+ return x / torch.sqrt(variance + 1e-5)")
+    assert [(fact.label, fact.text) for fact in told.facts] == [
+        ("checked", "output finite, 0.062 % off fp32; gradients finite, of the loss; samples in another order"),
+        ("not checked", "small noise on the inputs: the budget was spent"),
+        ("apply it", "nandoctor fix NaN.pth --model net.py:Net --write"),
+        ("or", "encoder.blocks.2.attention in fp32 (finite, within 0.062 % of fp32); 1 more in the report"),
     ]
+
+
+def test_only_one_fix_is_not_counted():
+    made = factory.fixable()
+    told = summarize_fixes(replace(made, fixes=made.fixes[:1]))
+    assert told.heading == "Fix, verified: An eps that fp16 holds at net.py:45"
+    assert "or" not in [fact.label for fact in told.facts]
+
+
+def test_without_a_command_line_a_diff_is_applied_by_git():
+    made = factory.fixable()
+    told = summarize_fixes(replace(made, arguments=()))
+    assert ("apply it", "git apply, in your project") in [(fact.label, fact.text) for fact in told.facts]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "result"),
+    [
+        ({"verified": True}, "verified", "verified"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.047)}, "off", "finite, but 4.7 % off fp32"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.001)}, "off", "finite, but not run as text"),
+        ({"outcome": TrialOutcome(finite=False, max_rel_err=None)}, "failed", "failed: still non-finite"),
+        (
+            {"checks": (Check(name="gradients", status="failed", text="not all finite"),)},
+            "failed",
+            "failed: gradients: not all finite",
+        ),
+    ],
+)
+def test_the_state_of_a_fix(changes, state, result):
+    sound = replace(factory.fixable().fixes[0], verified=False, checks=())
+    shown = list_fixes(replace(factory.fixable(), fixes=(replace(sound, **changes),)))[0]
+    assert (shown.state, shown.result) == (state, result)
 
 
 def test_a_lost_constant_is_told_where_it_is_not_the_cause():
@@ -104,16 +139,17 @@ def test_settings_in_words(setting, text):
 def test_what_did_not_help_comes_last_and_says_so():
     fixes = list_fixes(factory.fixable())
     assert [fix.verified for fix in fixes] == [True, True, True, False]
-    failed = replace(factory.fixable(), fixes=factory.fixable().fixes[-1:])
-    assert facts(failed)[0] == ("fix", "the one change that was tried did not help: Clamp what add returns")
+    failed = summarize_fixes(replace(factory.fixable(), fixes=factory.fixable().fixes[-1:]))
+    assert failed.heading == "No fix was verified"
+    assert [fact.text for fact in failed.facts] == ["Clamp what add returns (failed: still non-finite)"]
 
 
 def test_a_long_patch_is_cut_on_the_terminal_only():
     made = factory.fixable()
     long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(30)))
     made = replace(made, fixes=(long,))
-    lines = [text for label, text in facts(made) if label in ("patch", "")][:8]
-    assert (len(lines), lines[-1]) == (8, "... 23 more lines in the report (-o report.html)")
+    lines = summarize_fixes(made).patch
+    assert (len(lines), lines[-1]) == (11, "... 20 more lines in the report")
     assert len(list_fixes(made)[0].patch) == 30
 
 

@@ -60,7 +60,7 @@ def test_the_first_layer_and_its_neighbours_are_there():
 
 
 def test_nothing_was_run():
-    assert "<code>" not in report_html(factory.weights_only())
+    assert "headroom" not in report_html(factory.weights_only())
 
 
 def test_hostile_names_are_text():

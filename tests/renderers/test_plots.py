@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Picture
+from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.plots.figures import save_figure
 from nandoctor.renderers.plots.kinds import PLOTS, draw

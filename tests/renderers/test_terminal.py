@@ -28,16 +28,16 @@ def table_rows(text):
 def test_a_report_fits_one_screen(make):
     report = make()
     lines = printed(report).splitlines()
-    assert len(lines) <= (36 if report.fixes else 30)
+    assert len(lines) <= (45 if report.fixes else 30)
     assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
-def test_verdict_and_headline_come_first(make):
+def test_the_headline_comes_first_and_the_verdict_after_it(make):
     report = make()
     first, rest = printed(report, width=300).split("\n", 1)
-    assert report.verdict.upper() in first
-    assert rest.startswith(report.headline)
+    assert first == report.headline
+    assert report.verdict in rest
 
 
 def test_the_table_shows_five_layers_before_and_two_after():
@@ -179,7 +179,7 @@ def test_any_encoding_can_take_the_report(encoding):
 
 def test_one_line_is_one_line():
     assert one_line(factory.healthy()) == (
-        "NaN.pth: healthy: Nothing non-finite: the output is finite under fp16 autocast and in fp32."
+        "NaN.pth: healthy: Nothing is non-finite: the output is finite under fp16 autocast and in fp32"
     )
     line = one_line(hostile_report())
     assert line.isprintable()

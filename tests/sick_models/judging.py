@@ -56,6 +56,8 @@ def _faults(case: Case, report: Report) -> Iterator[str]:
         yield f"{'no' if origin is None else 'an'} origin"
     if case.verdict != "healthy" and code not in case.causes:
         yield f"cause {code!r}, not {' or '.join(map(repr, case.causes))}"
+    if report.cause is not None and not report.headline == report.cause.headline != "":
+        yield f"headline {report.headline!r}, not the cause's own {report.cause.headline!r}"
     if origin is not None and not _names_line(case, origin.source.text if origin.source else None):
         yield f"line {origin.source.text if origin.source else None!r}, not {case.line!r}"
 

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Origin, Picture, Report
+from nandoctor.evidence.exhibits import Picture
+from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.plots.figures import new_figure, write_finding

@@ -1,0 +1,103 @@
+"""Words that the headlines of several causes share: the user's own expressions, and what becomes of a number.
+
+In: traced ops with their source. Out: parts of a sentence, code in backticks.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import LOSS, NonfiniteCounts, OpCall
+from nandoctor.ops import DIVISIONS, LOGARITHMS, NORMALISATIONS
+from nandoctor.text import code, kinds_text, number, part_of
+
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Add: ("add",),
+    ast.Sub: ("sub",),
+    ast.Mult: ("mul",),
+    ast.Div: ("div",),
+    ast.MatMult: ("matmul",),
+    ast.Pow: ("pow",),
+    ast.Mod: ("remainder",),
+}
+_REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
+"""What torch calls where a number stands on the left: 1 - x, 1 / x."""
+
+
+def subject(op: OpCall) -> str:
+    """The expression that called the op, or the op by its name and module where the source is not known."""
+    if op.source is not None and op.source.expression:
+        return code(op.source.expression)
+    return f"{op.op} in {op.place.in_words}"
+
+
+def operand(op: OpCall, name: str) -> str | None:
+    """The text of the argument of this name in the op's schema; None where the expression does not show it plainly."""
+    expression = op.source.expression if op.source is not None else ""
+    try:
+        statement = ast.parse(expression).body[0]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, IndexError):
+        return None
+    node = _arguments(statement, op).get(name)
+    text = ast.get_source_segment(expression, node) if node is not None else None
+    return None if text is None else code(text)
+
+
+def _arguments(statement: ast.stmt, op: OpCall) -> dict[str, ast.expr]:
+    """The arguments of an operator or of a call of a function of one tensor, by the names of the schema."""
+    node = statement.value if isinstance(statement, ast.Expr) else statement
+    if isinstance(node, ast.AugAssign) and op.op in _OPERATORS.get(type(node.op), ()):
+        return {"self": node.target, "other": node.value, "exponent": node.value}
+    if isinstance(node, ast.BinOp):
+        if op.op in _OPERATORS.get(type(node.op), ()):
+            return {"self": node.left, "other": node.right, "exponent": node.right}
+        return {"self": node.right, "other": node.left} if op.op == _REFLECTED.get(type(node.op)) else {}
+    if isinstance(node, ast.Call) and _callee(node) == op.op and len(op.inputs) == 1 and not op.scalars:
+        return _only_argument(node)
+    return {}
+
+
+def _callee(node: ast.Call) -> str:
+    """The name of the function or method, without the underscore of an in-place one."""
+    name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+    return str(name).rstrip("_")
+
+
+def _only_argument(node: ast.Call) -> dict[str, ast.expr]:
+    """The argument of `torch.log(x)`, the receiver of `x.log()`."""
+    if len(node.args) == 1:
+        return {"self": node.args[0]}
+    return {"self": node.func.value} if isinstance(node.func, ast.Attribute) and not node.args else {}
+
+
+def owner(op: OpCall) -> str:
+    """Whose code called the op: the class of the module, or "the loss"."""
+    return "the loss" if op.module == LOSS else op.type or "the model"
+
+
+def past(value: float | None, low: FloatFormat) -> str:
+    """A value beside the end of its format that it passes: "reaches 214,599; fp16 stops at 65,504"."""
+    if value is None:
+        return "is too large even for float64"
+    if low.holds(value):
+        return f"overflows {low} on its way to {number(value)}"
+    limit = low.max if value > 0 else -low.max
+    return f"reaches {number(value, unlike=limit)}; {low} stops at {number(limit)}"
+
+
+def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
+    """What a singular op does with a zero: "divides 0 by 0", "takes the logarithm of 0"."""
+    if op.op in LOGARITHMS:
+        return "takes the logarithm of 0"
+    if op.op in DIVISIONS | NORMALISATIONS | {"_weight_norm", "pow"}:
+        return "divides 0 by 0" if tuple(kinds) == ("nan",) else "divides by 0"
+    return f"evaluates {op.op} where it is infinite"
+
+
+def how_bad(counts: NonfiniteCounts | None, numel: int) -> str:
+    """Which values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
+    if counts is None or not counts.num_bad:
+        return "is non-finite"
+    return f"is {kinds_text(counts.kinds)} in {part_of(counts.num_bad, numel)} values"

@@ -1,0 +1,78 @@
+"""The source around an expression, for a reader who wants to see the line in its place.
+
+In: a `SourceLine`, and the file as it is now. Out: an `Excerpt`, or None where the file cannot be read.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from nandoctor.evidence.exhibits import Excerpt
+from nandoctor.evidence.trace import SourceLine
+
+CONTEXT = 3
+_TAB = 4
+_MAX_LINES = 40
+_LONGEST_LINE = 400
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def read_excerpt(source: SourceLine) -> Excerpt | None:
+    """The expression's lines with a few around them; None where the file is gone or holds another line there."""
+    lines = linecache.getlines(source.file)
+    if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
+        return None
+    end_line = min(source.end_line or source.line, len(lines), source.line + _MAX_LINES)
+    first = max(1, source.line - CONTEXT)
+    known = source.column is not None and source.end_column is not None and end_line == source.end_line
+    return Excerpt(
+        file=source.file,
+        path=relative_path(source.file),
+        function=".".join(_enclosing(lines, source.line)),
+        first=first,
+        lines=tuple(_plain(line) for line in lines[first - 1 : end_line + CONTEXT]),
+        line=source.line,
+        end_line=end_line,
+        column=_place(lines[source.line - 1], source.column) if known else None,
+        end_column=_place(lines[end_line - 1], source.end_column) if known else None,
+    )
+
+
+def relative_path(file: str) -> str:
+    """The path as one would type it here: relative where the file lies in the working directory."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+
+
+def _plain(line: str) -> str:
+    return line.rstrip().expandtabs(_TAB)[:_LONGEST_LINE]
+
+
+def _place(line: str, offset: int | None) -> int:
+    """The column of a byte of the line, in characters once its tabs are spaces."""
+    before = line.encode()[: offset or 0].decode(errors="replace")
+    return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
+
+
+def _enclosing(lines: list[str], line: int) -> list[str]:
+    """The names of the classes and functions around a line, outermost first; none where the file is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the file's own invalid escapes are not the reader's matter
+            tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [scope.name for scope in _scopes(tree, line)]
+
+
+def _scopes(tree: ast.AST, line: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in ast.iter_child_nodes(tree):
+        if getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line):
+            if isinstance(node, _SCOPES):
+                yield node
+            yield from _scopes(node, line)

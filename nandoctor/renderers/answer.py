@@ -1,0 +1,153 @@
+"""The answer of a report: the cause in one sentence, its place in the source, the verdict and the replay.
+
+In: a `Report`. Out: an `Answer`, which terminal, page, Markdown and notebook show first and in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nandoctor.evidence.exhibits import Excerpt
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Origin, Report
+from nandoctor.evidence.trace import LOSS
+from nandoctor.renderers.facts import Fact, describe_reproduction
+from nandoctor.renderers.verdicts import VERDICTS
+from nandoctor.text import cell_width, kinds_text, ordinal, part_of, printable, samples_text
+
+_MOST_CARETS = 4
+"""An expression over more lines is marked by its lines alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLine:
+    """A line of source with its number, or the carets below one. The text is printable."""
+
+    text: str
+    kind: Literal["context", "marked", "caret"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What to read first. `place` is "path:line" and `link` its address, "" where no line is to blame.
+
+    `where` names the function, the module, the call and the samples.
+    """
+
+    headline: str
+    place: str
+    link: str
+    where: str
+    code: tuple[CodeLine, ...]
+    facts: tuple[Fact, ...]
+
+
+def make_answer(report: Report, *, context: int = 3, width: int | None = None) -> Answer:
+    """The answer with so many lines of source around the expression, cut to `width` columns."""
+    excerpt = report.excerpt
+    place, link = "", ""
+    if excerpt is not None:
+        place = printable(f"{excerpt.path}:{excerpt.line}")
+        link = _file_link(excerpt.file)
+    return Answer(
+        headline=printable(report.headline),
+        place=place,
+        link=link,
+        where=printable(_describe_where(report)),
+        code=() if excerpt is None else tuple(_code_lines(excerpt, _remark(report), context, width)),
+        facts=(
+            Fact(label=report.verdict, text=describe_verdict(report)),
+            Fact(label="replay", text=describe_reproduction(report.reproduction)),
+        ),
+    )
+
+
+def _file_link(file: str) -> str:
+    path = Path(file)
+    return path.as_uri() if path.is_absolute() else ""
+
+
+def describe_verdict(report: Report) -> str:
+    """The verdict with the formats of this replay."""
+    run = report.runs.autocast if report.runs is not None else None
+    under = "in the replay" if run is None or run.dtype == FP32 else f"under {run.dtype} autocast"
+    kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
+    return VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
+
+
+def _describe_where(report: Report) -> str:
+    """The function, the module, the call and the samples: "ChannelNorm.forward (2nd call of norm, sample 2)"."""
+    origin = report.origin
+    if origin is None:
+        return ""
+    function = report.excerpt.function if report.excerpt is not None else ""
+    samples = origin.elements.samples
+    notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples)] if samples else [])]
+    notes = [note for note in notes if note]
+    owner = function or ("the batch" if origin.phase == "input" else origin.place.with_type)
+    return f"{owner} ({', '.join(notes)})" if notes else owner
+
+
+def _describe_module(origin: Origin) -> str:
+    place = origin.place
+    name = "the loss" if place.module == LOSS else place.module
+    if not place.call:
+        return name
+    return f"{ordinal(place.call + 1)} call of {name or 'the model'}"
+
+
+def _remark(report: Report) -> str:
+    """What stands beside the caret: what became of a constant, else how much is non-finite."""
+    if report.cause is not None and report.cause.source is not None:
+        return report.cause.remark
+    if report.origin is None or not report.origin.elements.kinds:
+        return ""
+    found = report.origin.elements
+    return f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)} values"
+
+
+def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[CodeLine]:
+    """Lines with their numbers, ">" before those of the expression and carets below it."""
+    last = excerpt.first + len(excerpt.lines) - 1
+    shown = range(max(excerpt.first, excerpt.line - context), min(last, excerpt.end_line + context) + 1)
+    texts = {number: printable(excerpt.lines[number - excerpt.first]) for number in shown}
+    dent = min((len(text) - len(text.lstrip()) for text in texts.values() if text), default=0)
+    gutter = len(str(shown.stop - 1))
+    room = None if width is None else max(width - gutter - len("> ") - len(" | "), 20)
+    start = dent + (_hidden(excerpt, dent, room) if room is not None else 0)
+    for number, text in texts.items():
+        inside = excerpt.line <= number <= excerpt.end_line
+        if text or inside:
+            line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(text, start, room)}"
+            yield CodeLine(text=line.rstrip(), kind="marked" if inside else "context")
+        if inside and (caret := _carets(excerpt, number, text, start)):
+            note = f" {remark}" if remark and number == excerpt.end_line else ""
+            if room is not None and cell_width(caret + note) > room:
+                note = ""
+            yield CodeLine(text=f"  {'':>{gutter}} | {caret}{printable(note)}", kind="caret")
+
+
+def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:
+    """How many characters at the left make way for an expression far to the right."""
+    if excerpt.column is None or excerpt.end_column is None or excerpt.line != excerpt.end_line:
+        return 0
+    return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent))
+
+
+def _cut(text: str, start: int, room: int | None) -> str:
+    text = text[start:]
+    return text if room is None or cell_width(text) <= room else f"{text[: room - 1]}…"
+
+
+def _carets(excerpt: Excerpt, number: int, text: str, start: int) -> str:
+    """The carets below one line of the expression, in columns of a terminal; "" where its columns are not known."""
+    if excerpt.column is None or excerpt.end_column is None or excerpt.end_line - excerpt.line >= _MOST_CARETS:
+        return ""
+    begin = excerpt.column if number == excerpt.line else len(text) - len(text.lstrip())
+    end = excerpt.end_column if number == excerpt.end_line else len(text)
+    if not start <= begin < end:
+        return ""
+    return " " * cell_width(text[start:begin]) + "^" * max(cell_width(text[begin:end]), 1)

@@ -1,0 +1,45 @@
+"""The next commands to type, complete: with the dump's path and the flags that its replay was given.
+
+In: a `Report`. Out: command lines, none where the replay had an object that no command line can name.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from nandoctor.evidence.report import Report
+from nandoctor.renderers.facts import Fact
+from nandoctor.text import printable
+
+
+def explain_command(report: Report) -> str | None:
+    """What prints the page about the cause."""
+    return None if report.cause is None else f"nandoctor explain {report.cause.code}"
+
+
+def page_command(report: Report) -> str | None:
+    """What writes the page with every layer."""
+    return _command("replay", report, "-o report.html")
+
+
+def fix_command(report: Report) -> str | None:
+    """What applies the first verified fix."""
+    return _command("fix", report, "--write")
+
+
+def verify_command(report: Report) -> str | None:
+    """What tells whether the step passes with the code as it is now."""
+    return _command("verify", report)
+
+
+def _command(verb: str, report: Report, *rest: str) -> str | None:
+    if not report.arguments:
+        return None
+    return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
+
+
+def next_facts(report: Report) -> list[Fact]:
+    """What to do and to type next, besides applying a fix."""
+    facts = [Fact(label="next", text=printable(step)) for step in report.next_steps]
+    commands = filter(None, (explain_command(report), page_command(report)))
+    return [*facts, *(Fact(label="more", text=command, is_command=True) for command in commands)]

@@ -1,0 +1,63 @@
+"""Operands by the text that the user wrote, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from nandoctor.causes.sentences import operand, past, subject
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.trace import OpCall, OpTensor, SourceLine
+
+
+def op_call(op, expression, *, scalars=(), inputs=1):
+    tensors = tuple(OpTensor(name=name, stats=None) for name in ("self", "other")[:inputs])
+    return OpCall(
+        op=op, order=0, module="net", type="Net", call=1, nth=0, phase="forward",
+        source=SourceLine(file="net.py", line=1, text=expression, expression=expression),
+        inputs=tensors, outputs=(), scalars=scalars,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "expression", "name", "text"),
+    [
+        ("div", "(x - mean) / (variance + 1e-8)", "other", "`variance + 1e-8`"),
+        ("rsub", "1 - p", "self", "`p`"),
+        ("log", "torch.log(1 - p)", "self", "`1 - p`"),
+        ("log", "(1 - p).log_()", "self", "`1 - p`"),
+        ("div", "x /= count", "other", "`count`"),
+        ("reciprocal", "1 / x.sum()", "self", "`x.sum()`"),
+        ("div", "F.normalize(x)", "other", None),  # a division inside of a function of torch's
+        ("log", "loss_of(x)", "self", None),
+        ("log", "torch.log(x, out=y)", "self", "`x`"),
+        ("mul", "x / y", "other", None),
+        ("log", "not python (", "self", None),
+        ("log", "", "self", None),
+    ],
+)
+def test_operands(op, expression, name, text):
+    assert operand(op_call(op, expression), name) == text
+
+
+def test_a_call_with_numbers_may_be_of_a_method_or_of_a_function():
+    assert operand(op_call("softmax", "scores.softmax(-1)", scalars=(("dim", -1.0),)), "self") is None
+
+
+def test_the_subject_is_the_expression_or_the_op_and_its_module():
+    assert subject(op_call("matmul", "q @ k")) == "`q @ k`"
+    assert subject(op_call("matmul", "")) == "matmul in net (2nd call)"
+    assert len(subject(op_call("matmul", "x" * 500))) == 62
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (210_400.0, "reaches 210,400; fp16 stops at 65,504"),
+        (-75_248.0, "reaches -75,248; fp16 stops at -65,504"),
+        (65_520.0, "reaches 65,520; fp16 stops at 65,504"),
+        (100.0, "overflows fp16 on its way to 100"),
+        (None, "is too large even for float64"),
+    ],
+)
+def test_a_value_past_its_format(value, text):
+    assert past(value, FP16) == text

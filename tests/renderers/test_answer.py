@@ -1,0 +1,92 @@
+"""The place of the answer and the lines of source around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.renderers.answer import describe_verdict, make_answer
+
+
+def shown(excerpt, **options):
+    answer = make_answer(replace(factory.fixable(), excerpt=excerpt), **options)
+    return [line.text for line in answer.code]
+
+
+@pytest.fixture
+def excerpt():
+    return factory.fixable().excerpt
+
+
+def test_the_place_is_clickable(excerpt):
+    answer = make_answer(factory.fixable())
+    assert (answer.place, answer.link) == ("net.py:45", "file:///home/them/net.py")
+    assert answer.where == "Attention.forward (encoder.blocks.2.attention, sample 2)"
+
+
+def test_later_calls_are_counted_from_one():
+    made = factory.fixable()
+    again = replace(made, origin=factory.put(made.origin, call=1))
+    assert make_answer(again).where == "Attention.forward (2nd call of encoder.blocks.2.attention, sample 2)"
+
+
+def test_an_expression_over_several_lines_has_carets_below_each(excerpt):
+    lines = ("def forward(self, x):", "    return (x", "            + y", "            + 1e-8)", "", "")
+    assert shown(replace(excerpt, first=9, lines=lines, line=10, end_line=12, column=11, end_column=18), context=1) == [
+        "   9 | def forward(self, x):",
+        "> 10 |     return (x",
+        "     |            ^^",
+        "> 11 |             + y",
+        "     |             ^^^",
+        "> 12 |             + 1e-8)",
+        "     |             ^^^^^^ 1e-8 is 0 in fp16",
+    ]
+
+
+def test_a_long_expression_is_marked_by_its_lines_alone(excerpt):
+    lines = ("f(", *("    x," for _ in range(8)), ")")
+    text = shown(replace(excerpt, first=1, lines=lines, line=1, end_line=10, column=0, end_column=1))
+    assert all(line.startswith(">") for line in text)
+
+
+def test_wide_letters_take_two_columns(excerpt):
+    text = shown(replace(excerpt, first=1, lines=("层 = 归一(x)",), line=1, end_line=1, column=4, end_column=9))
+    assert text[1].index("^") == len("> 1 | ") + len("层 = ") + 1
+    assert text[1].count("^") == 7
+
+
+def test_a_narrow_screen_shows_the_expression_of_a_long_line(excerpt):
+    line = "y = " + "a + " * 40 + "torch.sqrt(z)"
+    end = len(line)
+    text = shown(
+        replace(excerpt, first=1, lines=(line,), line=1, end_line=1, column=end - 13, end_column=end), width=60
+    )
+    assert max(map(len, text)) <= 60
+    assert "torch.sqrt(z)" in text[0]
+    assert "^" * 13 in text[1]
+
+
+def test_without_columns_the_line_alone_is_marked(excerpt):
+    assert [line[:1] for line in shown(replace(excerpt, column=None, end_column=None))] == [" ", ">"]
+
+
+def test_names_in_the_source_cannot_move_the_cursor(excerpt):
+    hostile = replace(excerpt, path="\x1b[2J.py", function="\u202ef", lines=("\x1b[2J", "x", ""))
+    answer = make_answer(replace(factory.fixable(), excerpt=hostile))
+    told = " ".join([answer.place, answer.where, *(line.text for line in answer.code)])
+    assert told.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (factory.fixable, "NaN under fp16 autocast only; fp32 is finite"),
+        (factory.precision, "non-finite under fp16 autocast only; fp32 is finite"),
+        (factory.healthy, "nothing is non-finite under fp16 autocast or in fp32"),
+        (factory.weights_only, "the weights or buffers in the file are non-finite"),
+    ],
+)
+def test_the_verdict_names_the_formats(make, text):
+    assert describe_verdict(make()) == text
