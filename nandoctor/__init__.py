@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
     from nandoctor.fleet.triage import TriageOptions as TriageOptions
     from nandoctor.fleet.triage import triage as triage
+    from nandoctor.margins import checkup as checkup
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "NonFiniteTrainingError": "nandoctor.errors",
     "Recorder": "nandoctor.capture.recorder",
     "TriageOptions": "nandoctor.fleet.triage",
+    "checkup": "nandoctor.margins",
     "cuda_autocast": "nandoctor.autocast.region",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
@@ -45,6 +47,7 @@ __all__ = [
     "Recorder",
     "TriageOptions",
     "__version__",
+    "checkup",
     "cuda_autocast",
     "describe",
     "load",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from nandoctor import __version__
+from nandoctor.cli_checkup import checkup
 from nandoctor.cli_fleet import triage
 from nandoctor.cli_options import (
     MODEL_AND_STEP,
@@ -88,6 +89,7 @@ def main() -> None:
     """  # noqa: D301  (click wants the escape itself)
 
 
+main.add_command(checkup)
 main.add_command(triage)
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from nandoctor.evidence.triage import DumpResult, Finding, Group, RecurringSample, SampleId, TrainingMoment
+from nandoctor.evidence.verdicts import NOTHING_FOUND
 
 _MAX_RECURRING = 3
 _MIN_DUMPS = 3
-_NOTHING_FAILED = ("healthy", "not-reproduced")
 # How well a dump stands for its group: the replay that agrees best with what was saved.
 _GRADES = ("exact", "same-mask", "no-reference", "elsewhere", "finite")
 
@@ -48,15 +48,13 @@ def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]
 
 def failed(results: Iterable[DumpResult]) -> list[DumpResult]:
     """The dumps in which the replay found something non-finite."""
-    return [
-        result for result in results if result.finding is not None and result.finding.verdict not in _NOTHING_FAILED
-    ]
+    return [result for result in results if result.finding is not None and result.finding.verdict not in NOTHING_FOUND]
 
 
 def _key(finding: Finding) -> _Key:
     """A line says where; without one the module does, and its class where that is repeated (blocks.0, blocks.1)."""
     place = finding.place
-    if finding.verdict in _NOTHING_FAILED:
+    if finding.verdict in NOTHING_FOUND:
         return (finding.verdict,)
     where = (place.file, place.line) if place.file else (place.type, _without_numbers(place.module))
     return finding.verdict, finding.cause, *where
@@ -103,7 +101,7 @@ def _in_training_order(result: DumpResult) -> tuple[str, int, str]:
 
 def _rank(group: Group) -> tuple[bool, int, str, str]:
     place = group.place
-    return group.verdict in _NOTHING_FAILED, -len(group.paths), group.cause or "", f"{place.file}:{place.line:09}"
+    return group.verdict in NOTHING_FOUND, -len(group.paths), group.cause or "", f"{place.file}:{place.line:09}"
 
 
 def list_outcomes(results: Iterable[DumpResult]) -> Iterator[DumpResult]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,34 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
         raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
 
 
-def _read(path: Path, *, trust: bool) -> Dump:
+def add_batch(dump: Dump, path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+    """The dump with the batch of another file in place of its own; weights in that file are not used.
+
+    Raises:
+        DumpError: as `read_dump`, or there are no arrays in the file.
+    """
+    location = Path(path)
+    try:
+        container, saved, _ = _open(location, trust=trust)
+        contents = sort_contents(saved, container.nbytes)
+        if not contents.arrays:
+            raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
+    except DumpError as error:
+        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
+    scalars = {**contents.scalars, **dump.scalars}
+    return replace(dump, arrays=contents.arrays, scalars=scalars, recorded=None, layout="plain")
+
+
+def _open(path: Path, *, trust: bool) -> tuple[Container, Any, Provenance]:
+    """What was saved, after the checks that nothing runs before."""
     container = open_container(path)
     if not trust and (unknown := unknown_globals(container)):
         raise _refuse(unknown)
-    saved, provenance = _load(container, trust=trust)
+    return container, *_load(container, trust=trust)
+
+
+def _read(path: Path, *, trust: bool) -> Dump:
+    container, saved, provenance = _open(path, trust=trust)
     if is_recorded(saved):
         return _make_recorded(container, saved, provenance)
     contents = sort_contents(saved, container.nbytes)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nandoctor.evidence.report import Grade, Verdict
+from nandoctor.evidence.report import Grade
 from nandoctor.evidence.serialization import INLINED
+from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.triage/1"
 

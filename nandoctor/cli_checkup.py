@@ -1,0 +1,54 @@
+"""The verb for what has not failed yet, `checkup`.
+
+In: arguments. Out: a table, JSON or a page, an exit code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nandoctor.cli_options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
+
+_File = click.Path(path_type=Path)
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("checkpoints", metavar="CHECKPOINT...", type=_File, nargs=-1, required=True, is_eager=True)
+@force_option
+@click.option("--batch", type=_File, metavar="FILE", help="The batch to run (default: that of the checkpoint's file).")
+@click.option(
+    "-o",
+    "file",
+    metavar="FILE",
+    type=_File,
+    callback=check_files(".html", ".json"),
+    help="Write .html or .json.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+@settings_options(*MODEL_AND_STEP)
+def checkup(
+    checkpoints: tuple[Path, ...], batch: Path | None, file: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Tell how near a healthy step comes to overflow and underflow, and with several checkpoints when it will.
+
+    \b
+    nandoctor checkup step9000.pth --batch batch.pth --model train.py:make_model
+    nandoctor checkup runs/a/step*.pth --batch batch.pth --model train.py:make_model -o checkup.html
+    """  # noqa: D301
+    from rich.console import Console
+
+    from nandoctor.margins import checkup as run_checkup
+    from nandoctor.renderers.atomic_write import write_text
+    from nandoctor.renderers.checkup import checkup_json, checkup_page, print_checkup
+
+    found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
+    if as_json:
+        click.echo(checkup_json(found))
+    else:
+        print_checkup(found, Console())
+    if file is not None:
+        write_text(checkup_page(found) if file.suffix == ".html" else checkup_json(found) + "\n", file)
+        click.echo(f"Wrote {file}", err=True)

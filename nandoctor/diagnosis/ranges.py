@@ -1,0 +1,215 @@
+"""Reads a healthy step's traces for what each module would lose in narrower formats, and where a run is heading.
+
+In: the fp32 trace and the one under autocast of one step. Out: `LayerRange`s, loss scales, and extrapolations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nandoctor.diagnosis.layer_comparison import NEAR_BITS
+from nandoctor.evidence.checkup import (
+    CHECKED_FORMATS,
+    CheckedStep,
+    Crossing,
+    Fit,
+    FormatFit,
+    LayerRange,
+    LossScaleRange,
+    ValueRange,
+)
+from nandoctor.evidence.formats import FP16, FloatFormat
+from nandoctor.evidence.trace import OpCall, TensorStats, Trace
+from nandoctor.text import file_line
+
+_LOST_SHARE = 0.01
+"""What a loss scale may lose of a module's gradients, as a share of the sum of their magnitudes."""
+_MAX_EXPONENT_OF_SCALE = 24
+"""GradScaler starts at 2^16 and doubles; 2^24 is past what any run needs."""
+_FAR = 10
+_MIN_POINTS = 2
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of one module: the samples of its tensors, and the largest magnitude with the op that has it."""
+
+    type: str
+    samples: list[NDArray[np.float32]] = field(default_factory=list)
+    absmax: float = 0.0
+    largest: OpCall | None = None
+    count: int = 0
+
+    def add(self, stats: TensorStats, op: OpCall | None = None) -> None:
+        if stats.absmax is None:
+            return
+        self.count += 1
+        if stats.absmax > self.absmax or self.largest is None:
+            self.absmax, self.largest = max(stats.absmax, self.absmax), op
+        if stats.sample is not None:
+            self.samples.append(stats.sample)
+
+
+def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, TensorStats]) -> tuple[LayerRange, ...]:
+    """One row for each module, in the order in which they ran.
+
+    `reference` and `autocast` were traced op by op; `gradients` are those of the parameters at loss scale 1.
+    """
+    wide = _wide_ops(autocast)
+    forward, backward = _see_forward(reference, wide), _see_backward(reference, wide, gradients)
+    order = list(dict.fromkeys([*forward, *backward]))
+    return tuple(
+        LayerRange(
+            module=module,
+            type=(forward.get(module) or backward[module]).type,
+            values=_range_of(forward.get(module)),
+            gradients=_range_of(backward.get(module)),
+            largest_at=_line_of(forward.get(module)),
+        )
+        for module in order
+    )
+
+
+def _wide_ops(autocast: Trace) -> set[tuple[str, int, str, int]]:
+    """The operations that autocast leaves in fp32: their values have room."""
+    return {op.key for op in autocast.ops if not any(stats.dtype is autocast.format for stats in op.outputs)}
+
+
+def _see_forward(reference: Trace, wide: set[tuple[str, int, str, int]]) -> dict[str, _Seen]:
+    seen: dict[str, _Seen] = {}
+    for op in reference.ops:
+        if op.key in wide:
+            continue
+        entry = seen.setdefault(op.module, _Seen(op.type))
+        for stats in (*(tensor.stats for tensor in op.inputs), *op.outputs):
+            if stats is not None:
+                entry.add(stats, op)
+    return {module: entry for module, entry in seen.items() if entry.count}
+
+
+def _see_backward(
+    reference: Trace, wide: set[tuple[str, int, str, int]], gradients: Mapping[str, TensorStats]
+) -> dict[str, _Seen]:
+    types = {call.module: call.type for call in reference.calls}
+    seen: dict[str, _Seen] = {}
+    for op in reference.backward:
+        if op.forward is not None and reference.ops[op.forward].key in wide:
+            continue
+        for stats in op.outputs:
+            seen.setdefault(op.module, _Seen(op.type)).add(stats, op)
+    for name, stats in gradients.items():
+        module = name.rpartition(".")[0]
+        seen.setdefault(module, _Seen(types.get(module, ""))).add(stats)
+    return {module: entry for module, entry in seen.items() if entry.count}
+
+
+def _range_of(seen: _Seen | None) -> ValueRange | None:
+    if seen is None:
+        return None
+    magnitudes = [np.abs(sample[np.isfinite(sample) & (sample != 0)]).astype(np.float64) for sample in seen.samples]
+    joined = np.concatenate(magnitudes) if magnitudes else np.zeros(0)
+    fits = tuple(_fit(seen.absmax, joined, magnitudes, format) for format in CHECKED_FORMATS)  # noqa: A001
+    return ValueRange(absmax=seen.absmax, small=_small_part(joined), formats=fits)
+
+
+def _small_part(magnitudes: NDArray[np.float64]) -> float | None:
+    """The magnitude up to which the values make up 1 % of the sum of all; None where there is none."""
+    if not magnitudes.size:
+        return None
+    rising = np.sort(magnitudes)
+    sums = np.cumsum(rising)
+    return float(rising[np.searchsorted(sums, _LOST_SHARE * sums[-1])])
+
+
+def _fit(
+    absmax: float,
+    joined: NDArray[np.float64],
+    tensors: Sequence[NDArray[np.float64]],
+    format: FloatFormat,  # noqa: A002
+) -> FormatFit:
+    headroom = format.headroom_bits(absmax)
+    fit: Fit = "overflows" if not format.holds(absmax) else "near" if headroom < NEAR_BITS else "fits"
+    scaled = [tensor * (format.max / float(tensor.max())) for tensor in tensors if tensor.size]
+    return FormatFit(
+        format=format,
+        headroom_bits=headroom,
+        fit=fit,
+        flushed_share=_share_below(joined, format.flush_threshold),
+        flushed_share_scaled=max((_share_below(tensor, format.flush_threshold) for tensor in scaled), default=0.0),
+    )
+
+
+def _share_below(magnitudes: NDArray[np.float64], limit: float) -> float:
+    return float(np.mean(magnitudes <= limit)) if magnitudes.size else 0.0
+
+
+def _line_of(seen: _Seen | None) -> str:
+    source = seen.largest.source if seen is not None and seen.largest is not None else None
+    return file_line(source.file, source.line) if source is not None else ""
+
+
+def find_loss_scales(layers: Iterable[LayerRange], current: float | None) -> LossScaleRange | None:
+    """The loss scales that fp16 gradients leave room for; None where no gradient is known."""
+    known = [
+        (layer.module, layer.gradients) for layer in layers if layer.gradients is not None and layer.gradients.absmax
+    ]
+    if not known:
+        return None
+    largest, largest_by = min((_floor_power(FP16.max / values.absmax), module) for module, values in known)
+    smallest, smallest_by = max(
+        (_ceil_power(FP16.smallest_subnormal / values.small), module) for module, values in known if values.small
+    )
+    return LossScaleRange(
+        current=current, largest=largest, largest_by=largest_by, smallest=smallest, smallest_by=smallest_by
+    )
+
+
+def _floor_power(value: float) -> float:
+    return 2.0 ** min(math.floor(math.log2(value)), _MAX_EXPONENT_OF_SCALE)
+
+
+def _ceil_power(value: float) -> float:
+    return 2.0 ** max(math.ceil(math.log2(value)), 0)
+
+
+def find_crossings(steps: Sequence[CheckedStep]) -> tuple[Crossing, ...]:
+    """The modules that grow towards the end of fp16, the nearest first."""
+    dated = [checked for checked in steps if checked.step is not None]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for checked in dated:
+        for layer in checked.layers:
+            if layer.values is not None and layer.values.absmax > 0 and checked.step is not None:
+                points.setdefault(layer.module, []).append((checked.step, math.log2(layer.values.absmax)))
+    found = [crossing for module, seen in points.items() for crossing in _extrapolate(module, seen)]
+    return tuple(sorted(found, key=lambda crossing: math.inf if crossing.step is None else crossing.step))
+
+
+def _extrapolate(module: str, points: Sequence[tuple[int, float]]) -> Iterator[Crossing]:
+    """A line through the points; nothing for a module that does not grow by more than the line misses."""
+    steps, bits = np.array(points, np.float64).T if points else (np.zeros(0), np.zeros(0))
+    if len(set(steps)) < _MIN_POINTS:
+        return
+    slope, intercept = np.polyfit(steps - steps[0], bits, 1)
+    span = float(steps.max() - steps.min())
+    residual = float(np.abs(intercept + slope * (steps - steps[0]) - bits).max())
+    if slope * span <= max(residual, 0.1):
+        return
+    step = float(steps[0] + (math.log2(FP16.max) - intercept) / slope)
+    yield Crossing(
+        module=module,
+        doublings=1000 * float(slope),
+        num_points=len(points),
+        residual_bits=residual,
+        step=step if step <= steps.max() + _FAR * span else None,
+    )
+
+
+def by_headroom(layers: Iterable[LayerRange], part: Callable[[LayerRange], ValueRange | None]) -> list[LayerRange]:
+    """The layers that have such values, the one that would overflow fp16 first in front."""
+    known = [(values.fit_in(FP16).headroom_bits, layer) for layer in layers if (values := part(layer)) is not None]
+    return [layer for _, layer in sorted(known, key=lambda pair: pair[0])]

@@ -1,0 +1,124 @@
+"""Checks healthy steps before the accident: `checkup` measures how near each layer comes to the ends of the formats.
+
+In: checkpoints, a batch and how to call the model. Out: a `Checkup`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.diagnosis.ranges import find_crossings, find_loss_scales, measure_layers
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.reader import add_batch, read_dump
+from nandoctor.errors import DumpError, ModelError, NanDoctorError
+from nandoctor.evidence.checkup import CheckedStep, Checkup
+from nandoctor.evidence.trace import TensorStats
+from nandoctor.keywords import takes_options
+from nandoctor.replaying.progress import Progress, RunProgress
+from nandoctor.replaying.runner import FailingStep, Outcome, Watch
+from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override, read_settings
+from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.tracing.tensor_stats import collect, measure
+
+Checkpoint = Dump | str | os.PathLike[str]
+
+_STEPS = ("step", "global_step", "iteration", "iter", "epoch")
+
+
+@takes_options(StepOptions, meanings=MEANINGS)
+def checkup(
+    checkpoints: Checkpoint | Sequence[Checkpoint],
+    model: ModelSource | None = None,
+    *,
+    batch: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda *_: None,
+    **options: Unpack[StepOptions],
+) -> Checkup:
+    """Measure how near each layer of a healthy step comes to overflow and underflow in narrower formats.
+
+    With several checkpoints of one run, whose files have the step, also tell which layers grow towards the end of fp16.
+
+    Args:
+        checkpoints: one or more files of weights, dumps, or what `load` gives.
+        model: what builds the model; a Module, a function, or a SPEC.
+        batch: a file with the arrays to call the model with; by default those of the checkpoint.
+        progress: told (stage, module calls done, calls in all or None).
+        **options: the settings.
+
+    Raises:
+        NanDoctorError: a file, the model, the call or an option is wrong, or a step is not healthy in fp32.
+    """
+    files = [checkpoints] if isinstance(checkpoints, (Dump, str, os.PathLike)) else list(checkpoints)
+    given = anchored({name: value for name, value in options.items() if value is not None})
+    if isinstance(model, str):
+        given, model = {**given, **anchored({"model": model})}, None
+    steps = []
+    for file in files:
+        dump = file if isinstance(file, Dump) else read_dump(file)
+        if batch is not None:
+            dump = add_batch(dump, batch)
+        settings = override(read_settings(dump.path), given)
+        steps.append(_check(dump, model, settings, RunProgress(progress)))
+    steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
+    return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
+
+
+def _notes(steps: Sequence[CheckedStep]) -> list[str]:
+    undated = [checked.path for checked in steps if checked.step is None]
+    if len(steps) > 1 and undated:
+        return [f"{len(undated)} of {len(steps)} files hold no step, and are not part of the trend: {undated[0]}."]
+    return []
+
+
+def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: RunProgress) -> CheckedStep:
+    if not dump.arrays and settings.call is None:
+        raise DumpError(
+            f"{dump.path} holds weights and no batch.", remedy="Name a file that holds one: --batch batch.pth."
+        )
+    preparation = prepare(dump, model, settings, progress)
+    steps = [replace(step, training=preparation.modes[0], seed=preparation.seeds[0]) for step in preparation.steps]
+    step, wide = _run_first(steps)
+    narrow = step.run(watch=Watch(stage="checkup", ops=True))
+    if not wide.trace.finite:
+        raise NanDoctorError(
+            f"{dump.path}: this step is not healthy, its output is non-finite in fp32.",
+            remedy=f"Find out why: nandoctor replay {dump.path}.",
+        )
+    gradients = {stats.path: stats for stats in _measure_gradients(wide)}
+    layers = measure_layers(wide.trace, narrow.trace, gradients)
+    return CheckedStep(
+        path=str(dump.path),
+        step=_find_step(dump),
+        layers=layers,
+        loss_scale=find_loss_scales(layers, step.loss_scale if step.loss_scale != 1.0 else None),
+        autocast_finite=narrow.trace.finite,
+        notes=(f"Called as {step.description} in {'train' if step.training else 'eval'} mode.", *preparation.notes),
+    )
+
+
+def _run_first(steps: Sequence[FailingStep]) -> tuple[FailingStep, Outcome]:
+    """The step in the first way to call it that the model takes, and its run in fp32, backwards too with a loss."""
+    first: ModelError | None = None
+    for step in steps:
+        watch = Watch(stage="checkup", ops=True, backward=step.loss is not None, keep=step.loss is not None)
+        try:
+            return step, replace(step, loss_scale=1.0).run(REFERENCE, watch)
+        except ModelError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _measure_gradients(outcome: Outcome) -> tuple[TensorStats, ...]:
+    readings = [(name, measure(gradient)) for name, gradient in (outcome.gradients or {}).items()]
+    return collect([(name, reading) for name, reading in readings if reading is not None])
+
+
+def _find_step(dump: Dump) -> int | None:
+    """The step, else the epoch, that the file was saved at."""
+    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
+    return next((scalars[name] for name in _STEPS if type(scalars.get(name)) is int), None)

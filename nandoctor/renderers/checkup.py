@@ -1,0 +1,171 @@
+"""What `nandoctor checkup` prints, and its page: the layers that come nearest to the ends of the formats.
+
+In: a `Checkup`. Out: text on a rich console, JSON, or the text of an HTML page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.diagnosis.ranges import by_headroom
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.templating import render
+from nandoctor.text import bits_text, number, percent, plural, shorten
+
+_MAX_LAYERS = 12
+_MAX_CROSSINGS = 5
+_MIN_NAME_WIDTH = 16
+_NUMBERS_WIDTH = 56
+_STYLES = {"fits": "", "near": "yellow", "overflows": "red"}
+RANGE_ONLY = (
+    "Range alone: what rounding costs is not judged. Shares are estimated from at most 1,024 elements of each tensor; "
+    "softmax may lose small values without harm."
+)
+
+
+def checkup_json(checkup: Checkup) -> str:
+    """The checkup as JSON text, ASCII only."""
+    return json.dumps(to_plain(checkup), indent=1, allow_nan=False)
+
+
+def checkup_page(checkup: Checkup) -> str:
+    """The checkup as one HTML page that needs nothing else."""
+    return render(
+        "checkup.html.j2",
+        checkup=checkup,
+        formats=CHECKED_FORMATS,
+        headline_of=describe_step,
+        facts_of=list_facts,
+        crossings=[describe_crossing(crossing) for crossing in checkup.crossings],
+        order=lambda step: by_headroom(step.layers, lambda layer: layer.values),
+        name_of=_name,
+        percent=percent,
+        range_only=RANGE_ONLY,
+    )
+
+
+def print_checkup(checkup: Checkup, console: Console) -> None:
+    """Print for the last checkpoint the layers with the least headroom, then where the run is heading."""
+    for part in _parts(checkup, console.width):
+        console.print(Encodable(part), highlight=False)
+
+
+def _parts(checkup: Checkup, width: int) -> Iterator[Table | Text]:
+    last = checkup.steps[-1]
+    yield literal(describe_step(last), "bold")
+    yield Text()
+    yield labelled(list_facts(last))
+    yield Text()
+    yield _table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS], width)
+    if len(checkup.steps) > 1:
+        yield Text()
+        yield labelled(_trend_facts(checkup))
+    notes = [("note", text) for text in (*checkup.notes, RANGE_ONLY)]
+    yield Text()
+    yield labelled(notes)
+
+
+def describe_step(checked: CheckedStep) -> str:
+    """The step in one sentence: which layer comes nearest to the end of fp16."""
+    order = by_headroom(checked.layers, lambda layer: layer.values)
+    if not order or order[0].values is None:
+        return f"{checked.path}: nothing in it runs in low precision"
+    first, values = order[0], order[0].values
+    over = [layer for layer in order if layer.values is not None and layer.values.fit_in(FP16).fit == "overflows"]
+    if over:
+        return f"{plural(len(over), 'module')} cannot run in fp16: {_name(first)} reaches {number(values.absmax)}"
+    bits = values.fit_in(FP16).headroom_bits
+    return (
+        f"fp16 holds every value; {_name(first)} comes nearest with {number(values.absmax)}, {bits:.1f} doublings away"
+    )
+
+
+def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
+    """What holds where, and the loss scales that the gradients leave room for."""
+    facts = [("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
+    for format in CHECKED_FORMATS:  # noqa: A001
+        fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
+        counts = {fit: fits.count(fit) for fit in ("overflows", "near")}
+        worst = [f"{counts['overflows']:,} overflow"] * bool(counts["overflows"])
+        worst += [f"{counts['near']:,} have less than one doubling left"] * bool(counts["near"])
+        facts.append((format.label, f"{', '.join(worst) or 'holds the values'} of {plural(len(fits), 'module')}"))
+    if not checked.autocast_finite:
+        facts.append(("autocast", f"the step is non-finite under autocast already: nandoctor replay {checked.path}"))
+    facts.append(("gradients", _describe_scales(checked)))
+    return facts
+
+
+def _describe_scales(checked: CheckedStep) -> str:
+    scales = checked.loss_scale
+    if scales is None:
+        return "not checked (pass --loss)"
+    low, high = number(scales.smallest), number(scales.largest)
+    least, most = scales.smallest_by or "the model", scales.largest_by or "the model"
+    text = f"fit fp16 at loss scales from {low} ({least}) to {high} ({most})"
+    if scales.smallest <= 1:
+        text = f"fit fp16 at loss scales up to {high} ({most})"
+    if scales.smallest > scales.largest:
+        text = f"no loss scale suits fp16: {most} overflows above {high}, {least} loses 1 % and more below {low}"
+    return text if scales.current is None else f"{text}; this step has {number(scales.current)}"
+
+
+def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
+    steps = [checked.step for checked in checkup.steps if checked.step is not None]
+    if len(steps) < 2:
+        yield "trend", "not known: fewer than two of the files hold a step"
+        return
+    if not checkup.crossings:
+        yield "trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}"
+    for crossing in checkup.crossings[:_MAX_CROSSINGS]:
+        yield "trend", describe_crossing(crossing)
+    if len(checkup.crossings) > _MAX_CROSSINGS:
+        yield "", f"{len(checkup.crossings) - _MAX_CROSSINGS} more grow (--json)"
+    if checkup.crossings:
+        yield (
+            "",
+            "a straight line of log2(largest magnitude) over the step, by least squares: it holds if nothing changes",
+        )
+
+
+def describe_crossing(crossing: Crossing) -> str:
+    """A sentence on where a module is heading."""
+    growth = f"{crossing.module or 'the model'} grows by {number(crossing.doublings)} doublings in 1,000 steps"
+    fit = f"{plural(crossing.num_points, 'checkpoint')}, off by at most {number(crossing.residual_bits)} doublings"
+    if crossing.step is None:
+        return f"{growth} and stays in fp16 for ten times the span that was looked at ({fit})"
+    return f"{growth} and leaves fp16 at step {round(crossing.step):,} ({fit})"
+
+
+def _table(layers: Sequence[LayerRange], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("module", no_wrap=True)
+    for heading in ("largest", *(shown.label for shown in CHECKED_FORMATS), "to 0 in fp16"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    room = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
+    for layer in layers:
+        assert layer.values is not None
+        fits = [layer.values.fit_in(shown) for shown in CHECKED_FORMATS]
+        table.add_row(
+            literal(shorten(_name(layer), room)),
+            literal(number(layer.values.absmax)),
+            *(literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits),
+            literal(_lost(layer.values)),
+        )
+    return table
+
+
+def _name(layer: LayerRange) -> str:
+    return layer.module or f"({layer.type})"
+
+
+def _lost(values: ValueRange) -> str:
+    share = values.fit_in(FP16).flushed_share
+    return percent(share) if share else "-"

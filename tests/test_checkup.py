@@ -1,0 +1,183 @@
+"""A healthy step measured before the accident: where its values are, and where a run is heading."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import nandoctor
+from nandoctor.cli import main
+from nandoctor.diagnosis.ranges import find_crossings
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange, ValueRange
+from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
+from nandoctor.evidence.serialization import from_plain, to_plain
+
+GAIN = 3000.0
+
+
+class Attention(nn.Module):
+    """(N, L, 8) to (N, L, 8): its scores are made between its submodules, and its softmax runs in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-2, -1)
+        return torch.softmax(scores.float() * 1e6 / 1e6, dim=-1) @ x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.attention, self.head = nn.Linear(8, 8), Attention(), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.attention(self.enter(x)))
+
+
+def loss(output, batch):
+    return output.square().mean()
+
+
+def save(folder, *, gain=1.0, step=None, name="step.pth", **arrays):
+    torch.manual_seed(0)
+    state = Net().state_dict()
+    state["attention.query.weight"] = state["attention.query.weight"] * gain
+    torch.save({"state_dict": state, **({} if step is None else {"step": step}), **arrays}, folder / name)
+    return folder / name
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, 6, 8)
+
+
+def layer(checked, name):
+    return next(found for found in checked.layers if found.module == name)
+
+
+def test_values_between_modules_are_measured(tmp_path, x):
+    (checked,) = nandoctor.checkup(save(tmp_path, gain=GAIN, x=x), Net).steps
+    values = layer(checked, "attention").values
+    net = Net()
+    net.load_state_dict(torch.load(tmp_path / "step.pth")["state_dict"])
+    with torch.no_grad():
+        entered = net.enter(x)
+        query = net.attention.query(entered)
+        scores = query @ net.attention.key(entered).transpose(-2, -1)
+    assert values.absmax == pytest.approx(max(float(query.abs().max()), float(scores.abs().max())), rel=1e-3)
+    assert values.fit_in(FP16).headroom_bits == pytest.approx(math.log2(65504 / values.absmax))
+    assert "test_checkup.py:" in layer(checked, "attention").largest_at
+
+
+def test_what_autocast_keeps_in_fp32_has_room(tmp_path, x):
+    """The scores times 1e6 are past fp16, and never in it."""
+    (checked,) = nandoctor.checkup(save(tmp_path, x=x), Net).steps
+    assert layer(checked, "attention").values.fit_in(FP16).fit == "fits"
+
+
+def test_an_overflow_to_come_is_told(tmp_path, x):
+    (checked,) = nandoctor.checkup(save(tmp_path, gain=1e6, x=x), Net).steps
+    values = layer(checked, "attention").values
+    assert (values.fit_in(FP16).fit, values.fit_in(BF16).fit, values.fit_in(FP8_E4M3).fit) == (
+        "overflows",
+        "fits",
+        "overflows",
+    )
+    assert not checked.autocast_finite
+
+
+def test_loss_scales_that_gradients_leave_room_for(tmp_path, x):
+    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss)
+    scales = found.steps[0].loss_scale
+    net = Net()
+    net.load_state_dict(torch.load(tmp_path / "step.pth")["state_dict"])
+    loss(net(x), {}).backward()
+    largest = max(float(parameter.grad.abs().max()) for parameter in net.parameters())
+    assert 65504 / scales.largest >= largest
+    assert scales.smallest <= scales.largest
+    assert layer(found.steps[0], "head").gradients.absmax >= float(net.head.weight.grad.abs().max()) * 0.999
+
+
+def test_without_a_loss_gradients_are_not_checked(tmp_path, x):
+    assert nandoctor.checkup(save(tmp_path, x=x), Net).steps[0].loss_scale is None
+
+
+def test_a_run_is_followed_to_the_end_of_fp16(tmp_path, x):
+    torch.save({"x": x}, tmp_path / "batch.pth")
+    files = [save(tmp_path, gain=2.0**bits, step=1000 * bits, name=f"{bits}.pth") for bits in (8, 6, 7)]
+    found = nandoctor.checkup(files, Net, batch=tmp_path / "batch.pth")
+    assert [checked.step for checked in found.steps] == [6000, 7000, 8000]
+    crossing = next(crossing for crossing in found.crossings if crossing.module == "attention")
+    last = layer(found.steps[-1], "attention").values
+    assert crossing.doublings == pytest.approx(1.0, abs=0.01)
+    assert crossing.step == pytest.approx(8000 + 1000 * last.fit_in(FP16).headroom_bits, rel=0.01)
+
+
+def made_step(step, absmax):
+    fits = tuple(
+        FormatFit(
+            format=kind,
+            headroom_bits=kind.headroom_bits(absmax),
+            fit="fits",
+            flushed_share=0.0,
+            flushed_share_scaled=0.0,
+        )
+        for kind in CHECKED_FORMATS
+    )
+    values = ValueRange(absmax=absmax, small=None, formats=fits)
+    layers = (LayerRange(module="a", type="A", values=values, gradients=None),)
+    return CheckedStep(path="x", step=step, layers=layers, loss_scale=None, autocast_finite=True)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 4, 2), (8, 512, 9)], ids=["level", "falling", "noise"])
+def test_what_does_not_grow_has_no_crossing(sizes):
+    assert find_crossings([made_step(100 * index, size) for index, size in enumerate(sizes)]) == ()
+
+
+def test_nothing_is_said_of_the_distant_future():
+    (crossing,) = find_crossings([made_step(100 * index, 2.0 ** (index / 10)) for index in range(4)])
+    assert crossing.step is None
+
+
+def test_files_without_a_step_are_no_trend():
+    assert find_crossings([made_step(None, 8), made_step(None, 16)]) == ()
+
+
+def test_a_step_that_failed_is_for_replay(tmp_path, x):
+    with pytest.raises(NanDoctorError, match="not healthy") as caught:
+        nandoctor.checkup(save(tmp_path, gain=float("nan"), x=x), Net)
+    assert "nandoctor replay" in caught.value.remedy
+
+
+def test_weights_alone_ask_for_a_batch(tmp_path):
+    with pytest.raises(NanDoctorError, match="no batch") as caught:
+        nandoctor.checkup(save(tmp_path), Net)
+    assert "--batch" in caught.value.remedy
+
+
+def test_the_record_survives_json(tmp_path, x):
+    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss)
+    assert from_plain(Checkup, json.loads(json.dumps(to_plain(found)))) == found
+
+
+def test_the_command_prints_and_writes(tmp_path, x, monkeypatch):
+    save(tmp_path, x=x)
+    (tmp_path / "net_of_the_test.py").write_text("from test_checkup import Net, loss\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
+    arguments = ["checkup", "step.pth", "--model", "net_of_the_test.py:Net", "--loss", "net_of_the_test.py:loss"]
+    shown = CliRunner().invoke(main, [*arguments, "-o", "checkup.html"])
+    assert shown.exit_code == 0
+    assert "fp16 holds every value" in shown.stdout
+    assert '<th class="name" scope="row">attention</th>' in (tmp_path / "checkup.html").read_text()
+    plain = CliRunner().invoke(main, [*arguments, "--json"])
+    assert json.loads(plain.stdout)["schema"] == "nandoctor.checkup/1"
