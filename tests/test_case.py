@@ -21,16 +21,16 @@ ALL = {*RUN, "statistics", "fixes"}
 IMAGE = np.ones((2, 4), np.float32)
 
 
-@pytest.fixture
-def path(tmp_path):
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
     """A dump as a training script writes it, of a model that overflows."""
-    file = tmp_path / "dump.pth"
+    file = tmp_path_factory.mktemp("dumps") / "dump.pth"
     arrays = {"image": IMAGE, "mask": IMAGE, "logit": np.full((2, 4), np.nan, np.float32)}
     torch.save({"state_dict": Overflowing().state_dict(), **arrays}, file)
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def case(path):
     return nandoctor.replay(path, Overflowing())
 

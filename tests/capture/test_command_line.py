@@ -70,7 +70,7 @@ def run(folder, *command):
     )
 
 
-pytestmark = pytest.mark.xdist_group("trained script")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trained script")]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_the_command_that_the_error_names_needs_no_flags(folder):
     done = run(folder, "-m", "nandoctor", "replay", "--json", "dumps/nan-step000004.pth")
     assert done.returncode == 0, done.stderr
@@ -96,7 +95,6 @@ def test_the_command_that_the_error_names_needs_no_flags(folder):
     assert report["notes"] == ["Called as model(x) in train mode, the saved random state."]
 
 
-@pytest.mark.slow
 def test_elsewhere_it_says_what_to_type(folder, tmp_path):
     done = run(tmp_path, "-m", "nandoctor", "replay", str(folder / "dumps" / "nan-step000004.pth"))
     assert done.returncode == 1
@@ -107,7 +105,6 @@ def test_elsewhere_it_says_what_to_type(folder, tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_inspect_tells_what_it_is_without_the_code(folder, tmp_path):
     done = run(tmp_path, "-m", "nandoctor", "inspect", str(folder / "dumps" / "nan-step000004.pth"))
     assert "nandoctor.dump/1" in done.stdout

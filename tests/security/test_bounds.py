@@ -112,17 +112,21 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "millions of instructions")) for kind in BOMBS],
+    ids=list(BOMBS),
+)
 def test_a_bomb_is_refused_soon(kind, tmp_path):
     make, message = BOMBS[kind]
     project = make_project(tmp_path)
     (project / "dump.pth").write_bytes(make(project))
-    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DumpError, match=message) as caught:
         read_dump(project / "dump.pth")
     assert str(caught.value).replace("\n", "").isprintable()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 30
 
 
 def test_overlapping_members_are_refused(tmp_path):
