@@ -17,8 +17,8 @@ from nandoctor.tracing.gradient_tracer import open_checkpoints
 
 PACKAGE = Path(nandoctor.__file__).parent
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})
-# Documented by Python: the fields of named tuples, and the caller's frame.
-PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_getframe"})
+# Documented by Python: the fields of named tuples, the caller's frame, and the end of a process.
+PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_getframe", "_exit"})
 # A private attribute of transformers, whose configurations are no part of torch.
 ELSEWHERE = frozenset({"_attn_implementation"})
 
