@@ -30,15 +30,10 @@ Candidate = tuple[Edit, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """An op that made non-finite values, with all that a rule may ask about.
-
-    `reference_op` is the same op of the fp32 run, None where that took another way. `ops` are all ops, by order.
-    """
+class _AnalysedOp:
+    """An op at fault; `ops` are all ops of its run, by order, and `low` is what products are computed in."""
 
     op: OpCall
-    reference_op: OpCall | None
-    had_inf_input: bool
     ops: Mapping[int, OpCall]
     low: FloatFormat
 
@@ -47,6 +42,17 @@ class Finding:
         """The analysis of the op, which every finding has."""
         assert self.op.analysis is not None
         return self.op.analysis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(_AnalysedOp):
+    """An op that made non-finite values, with all that a rule may ask about.
+
+    `reference_op` is the same op of the fp32 run, None where that took another way.
+    """
+
+    reference_op: OpCall | None
+    had_inf_input: bool
 
     @property
     def format(self) -> FloatFormat:
@@ -84,26 +90,17 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientFinding:
+class GradientFinding(_AnalysedOp):
     """A backward op that made non-finite gradients of finite ones.
 
     `forward` is the op it belongs to, None for a custom Function. `reference_is_finite` where the gradients of the fp32
     run are finite at the same op, `fixed_by_scale` where all gradients are finite at loss scale 1.
     """
 
-    op: OpCall
     forward: OpCall | None
     reference_is_finite: bool
     fixed_by_scale: bool
     loss_scale: float
-    ops: Mapping[int, OpCall]
-    low: FloatFormat
-
-    @property
-    def analysis(self) -> OpAnalysis:
-        """The analysis of the op, which every finding has."""
-        assert self.op.analysis is not None
-        return self.op.analysis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +113,12 @@ class OutsideTensor:
     name: str
     stats: TensorStats
     low: FloatFormat | None = None
+
+
+def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
+    """The tensor, called by its `kind`, and what is wrong with it."""
+    text = f"{finding.name} {list(finding.stats.shape)} {how}"
+    return (Evidence(name=kind, value=finding.name, text=text),)
 
 
 def factors(finding: Finding) -> list[Operand]:

@@ -18,9 +18,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_bad
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
 CODE = "poisoned-buffers"
@@ -38,5 +38,5 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         title=TITLE,
         headline=f"The buffer {code(name)} {how_bad(stats.counts, stats.numel)} before the forward starts",
         explanation=f"The buffer {name} holds non-finite values, and all that is computed with it is lost.",
-        evidence=(Evidence(name="buffer", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
+        evidence=outside_evidence("buffer", finding),
     )

@@ -10,16 +10,16 @@ How nandoctor tells
 Why it happens
     A corrupt file, a division by the standard deviation of a constant channel, a missing value in a table.
 Fix
-    PassingCase the loading and the normalisation; refuse such samples where they are loaded.
+    Mend the loading and the normalisation; refuse such samples where they are loaded.
 When it is wrong
     None.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_bad
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
 CODE = "poisoned-input"
@@ -37,5 +37,5 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         title=TITLE,
         headline=f"{code(name)} {how_bad(stats.counts, stats.numel)} before any layer reads it",
         explanation=f"The batch's {name} holds non-finite values before any layer sees it.",
-        evidence=(Evidence(name="array", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
+        evidence=outside_evidence("array", finding),
     )

@@ -16,9 +16,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_bad
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
 CODE = "poisoned-target"
@@ -36,5 +36,5 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         title=TITLE,
         headline=f"The target {code(name)} {how_bad(stats.counts, stats.numel)}",
         explanation=f"The batch's {name}, which only the loss reads, holds non-finite values.",
-        evidence=(Evidence(name="array", value=name, text=f"{name} {list(stats.shape)} is non-finite"),),
+        evidence=outside_evidence("array", finding),
     )

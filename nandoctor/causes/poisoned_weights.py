@@ -18,9 +18,9 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import OutsideTensor
+from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_bad
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Cause
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import code, number
 
@@ -45,7 +45,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         title=TITLE,
         headline=f"The weight {code(name)} {_how_wrong(stats, copy)}",
         explanation=f"The weight {name} {how} before the forward starts{copy}.",
-        evidence=(Evidence(name="weight", value=name, text=f"{name} {list(stats.shape)} {how}"),),
+        evidence=outside_evidence("weight", finding, how),
     )
 
 

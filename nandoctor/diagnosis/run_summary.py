@@ -1,6 +1,6 @@
 """What the traces say, in the words of the report.
 
-In: aligned traces and the first nonfinite_place. Out: the report's `first_nonfinite` and `runs`.
+In: aligned traces and the first non-finite place. Out: the report's `first_nonfinite` and `runs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"
 
 
 def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
-    """The first nonfinite_place as the report keeps it, with what fp32 has at the same place."""
+    """The first non-finite place as the report keeps it, with what fp32 has at the same place."""
     owner, seen_in = nonfinite_place.owner, nonfinite_place.seen_in
     return FirstNonfinite(
         run="autocast",

@@ -1,6 +1,6 @@
 """The verdict on a replayed dump, and the sentence that says it.
 
-In: both traces, the first nonfinite_place and the replay's grade. Out: a `Verdict` and a headline.
+In: both traces, the first non-finite place and the replay's grade. Out: a `Verdict` and a headline.
 """
 
 from __future__ import annotations

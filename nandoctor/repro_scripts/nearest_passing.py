@@ -1,6 +1,6 @@
 """The nearest case that passes: one argument of a program changed, by as little as does it.
 
-In: an `Program` that fails. Out: a `PassingCase`: what takes the place of an argument.
+In: a `Program` that fails. Out: a `PassingCase`: what takes the place of an argument.
 """
 
 from __future__ import annotations

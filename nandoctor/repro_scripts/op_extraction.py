@@ -1,6 +1,6 @@
 """Cuts the ops around an origin out of a run, with the tensors that they had.
 
-In: a step, and the order of the op that fails. Out: a `ExtractedOps`, of which any part can be made an `Program`.
+In: a step, and the order of the op that fails. Out: `ExtractedOps`, of which any part can be made a `Program`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
 
 
 class _Assembly:
-    """Makes an `Program` of some pieces: who takes what from whom, and under which name."""
+    """Makes a `Program` of some pieces: who takes what from whom, and under which name."""
 
     def __init__(self, extracted: ExtractedOps, orders: Sequence[int]) -> None:
         self._extracted = extracted

@@ -1,6 +1,6 @@
 """An program as a Python script of its own: it needs torch alone, shows the failure, and the nearest case that passes.
 
-In: an `Program`, how it fails, what mends it, and the lines that say where it comes from. Out: the script's text.
+In: a `Program`, how it fails, what mends it, and the lines that say where it comes from. Out: the script's text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watches every module of a model while it runs.
 
-In: a model, and which calls deserve an exact counts. Out: `ModuleCall` records; the model is left as it was.
+In: a model, and what to read of its tensors. Out: `ModuleCall` records; the model is left as it was.
 """
 
 from __future__ import annotations

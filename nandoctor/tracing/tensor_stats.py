@@ -1,4 +1,4 @@
-"""Numbers about one tensor: a cheap pass for all, an exact counts for the few that need one.
+"""Numbers about one tensor: a cheap pass for all, exact counts for the few that need them.
 
 In: tensors as the model makes them. Out: `TensorStats`, read from the device once, at the end of the run.
 """

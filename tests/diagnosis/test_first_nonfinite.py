@@ -16,12 +16,12 @@ HEALTHY = reference(call("", 0, 5), call("first", 1, 2), call("last", 3, 4))
 
 
 def find_first(sick, healthy):
-    """The first nonfinite_place, None where there is none."""
+    """The first non-finite place, None where there is none."""
     return next(iter(find_nonfinite_places(sick, healthy)), None)
 
 
 def place(nonfinite_place):
-    """What a nonfinite_place says: what, whose, seen where."""
+    """What a non-finite place says: what, whose, seen where."""
     owner = nonfinite_place.owner.module if nonfinite_place.owner else None
     return nonfinite_place.where, owner, nonfinite_place.seen_in.module if nonfinite_place.seen_in else None
 

@@ -1,4 +1,4 @@
-"""What the report keeps of two runs: the first nonfinite_place, the runs row by row, the table."""
+"""What the report keeps of two runs: the first non-finite place, the runs row by row, the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExtractedOps, shrinking, mending and writing, one by one."""
+"""Extracting ops, shrinking, mending and writing, one by one."""
 
 from __future__ import annotations
 
