@@ -19,7 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
-from nandoctor.causes.sentences import how_bad
+from nandoctor.causes.sentences import how_nonfinite
 from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
@@ -36,7 +36,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        headline=f"The buffer {code(name)} {how_bad(stats.counts, stats.numel)} before the forward starts",
+        headline=f"The buffer {code(name)} {how_nonfinite(stats.counts, stats.numel)} before the forward starts",
         explanation=f"The buffer {name} holds non-finite values, and all that is computed with it is lost.",
         evidence=outside_evidence("buffer", finding),
     )

@@ -18,7 +18,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
-from nandoctor.causes.sentences import how_bad
+from nandoctor.causes.sentences import how_nonfinite
 from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
@@ -35,7 +35,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        headline=f"{code(name)} {how_bad(stats.counts, stats.numel)} before any layer reads it",
+        headline=f"{code(name)} {how_nonfinite(stats.counts, stats.numel)} before any layer reads it",
         explanation=f"The batch's {name} holds non-finite values before any layer sees it.",
         evidence=outside_evidence("array", finding),
     )

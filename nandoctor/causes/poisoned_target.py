@@ -17,7 +17,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
-from nandoctor.causes.sentences import how_bad
+from nandoctor.causes.sentences import how_nonfinite
 from nandoctor.evidence.report import Cause
 from nandoctor.text import code
 
@@ -34,7 +34,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        headline=f"The target {code(name)} {how_bad(stats.counts, stats.numel)}",
+        headline=f"The target {code(name)} {how_nonfinite(stats.counts, stats.numel)}",
         explanation=f"The batch's {name}, which only the loss reads, holds non-finite values.",
         evidence=outside_evidence("array", finding),
     )

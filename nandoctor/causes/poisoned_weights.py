@@ -19,7 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
-from nandoctor.causes.sentences import how_bad
+from nandoctor.causes.sentences import how_nonfinite
 from nandoctor.evidence.report import Cause
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import code, number
@@ -52,4 +52,4 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
 def _how_wrong(stats: TensorStats, copy: str) -> str:
     if stats.finite:
         return f"reaches {number(stats.absmax)}{copy}"
-    return f"{how_bad(stats.counts, stats.numel)} before the forward starts"
+    return f"{how_nonfinite(stats.counts, stats.numel)} before the forward starts"

@@ -96,7 +96,7 @@ def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
     return f"evaluates {op.op} where it is infinite"
 
 
-def how_bad(counts: NonfiniteCounts | None, numel: int) -> str:
+def how_nonfinite(counts: NonfiniteCounts | None, numel: int) -> str:
     """Which values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
     if counts is None or not counts.num_bad:
         return "is non-finite"

@@ -44,7 +44,7 @@ def one_line(report: Report) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the cause, its place, the first fix, the evidence, the layers around the first bad one, the next step."""
+    """Print the cause, its place, the first fix, the evidence, the layers around the failure, the next step."""
     for parts in (answer_parts(report, console.width), fix_parts(report), evidence_parts(report, console.width)):
         print_parts(parts, console)
 
