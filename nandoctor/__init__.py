@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
     from nandoctor.case import repro as repro
+    from nandoctor.case import verify as verify
     from nandoctor.errors import NanDoctorError as NanDoctorError
     from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
     from nandoctor.fleet.triage import TriageOptions as TriageOptions
@@ -38,6 +39,7 @@ _HOMES = {
     "replay": "nandoctor.case",
     "repro": "nandoctor.case",
     "triage": "nandoctor.fleet.triage",
+    "verify": "nandoctor.case",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "replay",
     "repro",
     "triage",
+    "verify",
 ]
 
 

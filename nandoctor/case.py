@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,6 +20,8 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
@@ -39,6 +41,7 @@ from nandoctor.replaying.settings import (
 )
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
+from nandoctor.verification import tell_if_changed, verify_dump
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +82,51 @@ def replay(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     dump, settings = _read(dump, options)
-    report = replay_dump(dump, anchor(model), settings, progress=progress).report
-    given = {"model": model, **options}
-    return Case(dataclasses.replace(report, arguments=command_arguments(dump.path, given)))
+    found = replay_dump(dump, anchor(model), settings, progress=progress)
+    arguments = command_arguments(dump.path, {"model": model, **options})
+    report = dataclasses.replace(tell_if_changed(found, dump, settings), arguments=arguments)
+    return Case(report, _Asked(dump=dump, model=model, settings=settings))
+
+
+@takes_options(StepOptions)
+def verify(
+    dump: Dump | str | os.PathLike[str],
+    model: ModelSource | None = None,
+    *,
+    changed: bool | Sequence[str | os.PathLike[str]] = (),
+    progress: Progress = lambda *_: None,
+    **options: Unpack[StepOptions],
+) -> Verification:
+    """Tell whether the step of a dump, which failed, passes under the code as it is now.
+
+    Arguments are those of `replay`; `changed` are files that were changed, or True, where the dump cannot tell.
+
+    Raises:
+        NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
+    """
+    dump, settings = _read(dump, options)
+    return verify_dump(dump, anchor(model), settings, changed=_as_paths(changed), progress=progress)[0]
+
+
+def check(
+    dump: Dump,
+    *,
+    changed: Sequence[Path] = (),
+    failed_before: bool = False,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> tuple[Verification, Report]:
+    """The verification of a dump, with the report of its replay; `options` are those of `replay`, and `model`.
+
+    `failed_before`: in this mode and with this seed the unchanged code was seen to fail.
+    """
+    model = anchor(options.pop("model", None))
+    dump, settings = _read(dump, options)
+    return verify_dump(dump, model, settings, changed=changed, failed_before=failed_before, progress=progress)
+
+
+def _as_paths(changed: bool | Sequence[str | os.PathLike[str]]) -> bool | Sequence[Path]:
+    return changed if isinstance(changed, bool) else [Path(file) for file in changed]
 
 
 @takes_options(StepOptions)
@@ -152,11 +197,21 @@ def describe(tensor: torch.Tensor) -> str:
     return describe_tensor(collect([("", reading)])[0])
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was replayed: the dump, the model that was given, and how."""
+
+    dump: Dump
+    model: ModelSource | None
+    settings: Settings
+
+
 class Case:
     """A replayed dump: the report, and ways to look at it."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, asked: _Asked | None = None) -> None:
         self.report = report
+        self._asked = asked
         if "IPython" in sys.modules:
             from nandoctor.renderers.notebook import show_records
 
@@ -166,6 +221,11 @@ class Case:
     def verdict(self) -> str:
         """One word for what kind of failure this is."""
         return self.report.verdict
+
+    @property
+    def finite(self) -> bool:
+        """True if everything that was looked at is finite, and none of it wrong: output, loss and gradients."""
+        return self.report.verdict in NOTHING_FOUND
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
@@ -205,6 +265,29 @@ class Case:
         from nandoctor.renderers.plots.kinds import draw
 
         return draw(self.report, kind)
+
+    def verify(
+        self, model: ModelSource | None = None, *, changed: bool | Sequence[str | os.PathLike[str]] = ()
+    ) -> Verification:
+        """Replay the step again, after a change of the code, and tell whether it has been fixed.
+
+        `model` stands in for the one that was replayed: a live Module is not read anew from its file, and a class keeps
+        the code that it was imported with. `changed` are files that were changed, or True, where the dump cannot
+        tell.
+
+        Raises:
+            NanDoctorError: the case was made without a dump, or as `verify` does.
+        """
+        if self._asked is None:
+            raise NanDoctorError("This case holds a report alone.", remedy="Call nandoctor.verify(DUMP, model).")
+        asked, settings, runs = self._asked, self._asked.settings, self.report.runs
+        failed = not self.finite and runs is not None
+        if failed and runs is not None:
+            mode = "train" if runs.autocast.training else "eval"
+            settings = override(settings, {"mode": mode, "seed": runs.autocast.seed})
+        known = _as_paths(changed) or (failed and model is not None)
+        source = anchor(model or asked.model)
+        return verify_dump(asked.dump, source, settings, changed=known, failed_before=failed)[0]
 
     def compare(self, other: Case) -> Comparison:
         """What changed from this case to the other one: verdict, origin, headroom, ranges."""

@@ -9,8 +9,6 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,29 +25,29 @@ from nandoctor.cli_options import (
     force_option,
     settings_options,
 )
+from nandoctor.cli_tools import (
+    EXIT_CANNOT_TELL,
+    DumpPath,
+    console,
+    json_option,
+    load_dump,
+    progress_shown,
+    trust_option,
+)
+from nandoctor.cli_verify import fix, verify
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
-    from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import EpsUse, Report
     from nandoctor.evidence.rounding import RoundedConstant
-    from nandoctor.replaying.progress import Progress
 
 EXIT_NOT_REPRODUCED = 3
-EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
-
-DumpPath = click.Path(path_type=Path)
 
 EXIT_INTERRUPTED = 130
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
-
-_trust_option = click.option(
-    "--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."
-)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 
 
 class _Verbs(click.Group):
@@ -81,6 +79,8 @@ def main() -> None:
 
     \b
     nandoctor replay dump.pth --model train.py:make_model
+    nandoctor fix dump.pth --model train.py:make_model --write
+    nandoctor verify dump.pth --model train.py:make_model
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
     nandoctor repro dump.pth --model train.py:make_model -o repro.py
@@ -105,10 +105,12 @@ main.add_command(triage)
     callback=check_files(*ENDINGS),
     help="Also write .html (a page), .md (for an issue), .json, .png, .svg or .pdf.",
 )
-@_json_option
-@click.option("--check", is_flag=True, help="For git bisect run: exit 0 finite, 1 non-finite, 125 cannot tell.")
+@json_option
+@click.option(
+    "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
+)
 @click.option("--quiet", is_flag=True, help="One line.")
-@_trust_option
+@trust_option
 @settings_options("model", "step", "statistics", "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
@@ -128,18 +130,25 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
     """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
+    from nandoctor.case import check as verify_step
+
     try:
-        report = _replay(dump, options, quiet=True).report
+        opened, settings = load_dump(dump, options)
+        with progress_shown(quiet=True) as progress:
+            verification, report = verify_step(opened, progress=progress, **settings)
         _write_all(report, outputs, as_json=as_json)
     except Exception as error:
         click.echo(f"nandoctor: {getattr(error, 'message', repr(error))}", err=True)
         for path in outputs:
             click.echo(f"Not written: {path}", err=True)
         return EXIT_CANNOT_TELL
-    if report.verdict == "cannot-tell":
-        click.echo(f"nandoctor: {report.headline}", err=True)
-        return EXIT_CANNOT_TELL
-    return 0 if report.verdict in ("healthy", "not-reproduced", "silent") else 1
+    if verification.exit_code == EXIT_CANNOT_TELL:
+        click.echo(f"nandoctor: cannot tell: {verification.headline}", err=True)
+    return verification.exit_code
+
+
+main.add_command(fix)
+main.add_command(verify)
 
 
 @main.command()
@@ -154,7 +163,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     help="Default: the source's name with .KIND.png, in the working directory.",
 )
 @click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
-@_trust_option
+@trust_option
 @settings_options(*MODEL_AND_STEP)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Draw a dump, which is replayed, or a saved report, which takes neither model nor torch."""
@@ -177,8 +186,8 @@ plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in 
 @main.command()
 @click.argument("before", metavar="A", type=DumpPath)
 @click.argument("after", metavar="B", type=DumpPath)
-@_json_option
-@_trust_option
+@json_option
+@trust_option
 @settings_options(*MODEL_AND_STEP)
 def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     """Tell what changed from A to B: verdict, origin, headroom, ranges.
@@ -193,19 +202,19 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(comparison_json(comparison))
     else:
-        print_comparison(comparison, _console())
+        print_comparison(comparison, console())
 
 
 @main.command()
 @click.argument("dump", type=DumpPath)
-@_trust_option
+@trust_option
 def inspect(dump: Path, trust: bool) -> None:
     """Tell what is in DUMP, without running any code of it."""
     from nandoctor.dumps.reader import read_dump
     from nandoctor.dumps.summary import summarize
     from nandoctor.renderers.inspect_dump import print_inspection
 
-    print_inspection(summarize(read_dump(dump, trust=trust)), _console())
+    print_inspection(summarize(read_dump(dump, trust=trust)), console())
 
 
 @main.command()
@@ -216,9 +225,9 @@ def explain(code: str | None) -> None:
     from nandoctor.renderers.explain import print_catalogue, print_page
 
     if code is None:
-        print_catalogue(list_pages(), _console())
+        print_catalogue(list_pages(), console())
     else:
-        print_page(find_page(code), _console())
+        print_page(find_page(code), console())
 
 
 @main.command()
@@ -232,7 +241,7 @@ def explain(code: str | None) -> None:
     callback=check_files(".py"),
     help="Write the script there instead of printing it.",
 )
-@_trust_option
+@trust_option
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:
     """Write a script with the smallest tensors that still fail as DUMP does; it needs torch alone.
@@ -241,8 +250,8 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     """
     from nandoctor.case import repro as make_repro
 
-    opened, settings = _load(dump, options)
-    with _progress_shown() as progress:
+    opened, settings = load_dump(dump, options)
+    with progress_shown() as progress:
         script = make_repro(opened, progress=progress, **settings)
     if file is None:
         click.echo(script, nl=False)
@@ -263,8 +272,8 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
 @main.command()
 @click.argument("values", metavar="[VALUE]...", type=float, nargs=-1, callback=_check_constants)
 @click.option("--dump", type=DumpPath, help="Replay this dump, and show what every small constant was really used in.")
-@_json_option
-@_trust_option
+@json_option
+@trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
     """Tell what becomes of a small constant: a VALUE in each format, or every eps of a model.
@@ -285,11 +294,11 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     if as_json:
         click.echo(dumps_eps(rounded_constants, uses))
         return
-    print_rounded(rounded_constants, _console())
+    print_rounded(rounded_constants, console())
     if dump is not None:
-        print_uses(uses, _console())
+        print_uses(uses, console())
     elif options["model"] is not None:
-        print_outlook(uses, _console())
+        print_outlook(uses, console())
 
 
 def _refuse_without_dump(options: dict[str, Any]) -> None:
@@ -314,8 +323,8 @@ def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
 
     if dump is None:
         return list_eps(model=options["model"], model_args=options["model_args"])
-    opened, settings = _load(dump, options)
-    with _progress_shown() as progress:
+    opened, settings = load_dump(dump, options)
+    with progress_shown() as progress:
         return list_eps(opened, progress=progress, **settings)
 
 
@@ -331,17 +340,9 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
     from nandoctor.case import replay
 
-    opened, settings = _load(dump, options)
-    with _progress_shown(quiet=quiet) as progress:
+    opened, settings = load_dump(dump, options)
+    with progress_shown(quiet=quiet) as progress:
         return replay(opened, progress=progress, **settings)
-
-
-def _load(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]]:
-    """The dump, and the options that are settings of its replay."""
-    from nandoctor.case import load
-
-    settings = dict(options)
-    return load(path, trust=settings.pop("trust")), settings
 
 
 def _print(report: Report, *, quiet: bool) -> None:
@@ -350,7 +351,7 @@ def _print(report: Report, *, quiet: bool) -> None:
     if quiet:
         click.echo(one_line(report))
     else:
-        print_report(report, _console())
+        print_report(report, console())
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:
@@ -362,29 +363,6 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> N
     for path in outputs:
         save_report(report, path)
         click.echo(f"Wrote {path}", err=True)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
-@contextmanager
-def _progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
-    """A bar on standard error, gone when the work is done; nothing where standard error is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        with redirect_stdout(sys.stderr):  # what a model prints is no part of a report
-            yield lambda *_: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("module calls"))
-    with Progress(*columns, console=console, transient=True) as bar, redirect_stdout(sys.stderr):
-        task = bar.add_task("loading", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 
 
 def _fail(error: NanDoctorError) -> NoReturn:

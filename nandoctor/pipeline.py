@@ -52,10 +52,14 @@ from nandoctor.tracing.tensor_stats import collect, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """A report, and the step that it is about, to be run again; None where nothing was run."""
+    """A report, and the step that it is about, to be run again; None where nothing was run.
+
+    `random` tells whether the step draws random numbers, in one of the modes that were tried.
+    """
 
     report: Report
     step: FailingStep | None
+    random: bool = False
 
 
 def replay_dump(
@@ -99,7 +103,7 @@ def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, prog
     report = _write_report(replayed, findings, search, summary, notes)
     if settings.per_sample:
         report = replace(report, picture=_take_picture(report, step))
-    return Diagnosed(report=report, step=step)
+    return Diagnosed(report=report, step=step, random=replayed.any_random)
 
 
 def _take_picture(report: Report, step: FailingStep) -> Picture | None:

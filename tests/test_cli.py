@@ -64,7 +64,7 @@ def test_exit_codes_of_a_replay(dump, code):
     [
         (SICK, 1),
         (WELL, 0),
-        (LOST, 0),
+        (LOST, 125),
         (("sick.pth",), 125),
         (("nowhere.pth",), 125),
         (("sick.pth", "--model", "models_of_the_test.py:broken"), 125),
@@ -102,7 +102,15 @@ def test_an_interrupt_ends_with_130(monkeypatch):
 
 
 RUN = frozenset({"model", "step"})
-VERBS = {"replay": RUN | {"statistics", "fixes"}, "plot": RUN, "diff": RUN, "repro": RUN, "eps": RUN}
+VERBS = {
+    "replay": RUN | {"statistics", "fixes"},
+    "fix": RUN | {"fixes"},
+    "verify": RUN,
+    "plot": RUN,
+    "diff": RUN,
+    "repro": RUN,
+    "eps": RUN,
+}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -134,12 +142,12 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
 
 
 def test_a_check_that_fails_by_itself_judges_nothing(monkeypatch):
-    monkeypatch.setattr("nandoctor.case.replay_dump", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("nandoctor.verification.replay_dump", lambda *_, **__: 1 / 0)
     assert run("replay", *SICK, "--check").exit_code == 125
 
 
 def test_a_replay_names_the_layer():
-    assert "scale (Linear) is the first to go non-finite" in " ".join(run("replay", *SICK).stdout.split())
+    assert "`self.scale(image)` reaches 120,000; fp16 stops at 65,504" in " ".join(run("replay", *SICK).stdout.split())
 
 
 def test_quiet_is_one_line():
@@ -305,7 +313,7 @@ def test_a_page_and_markdown_are_written(workplace):
     result = run("replay", *SICK, "--quiet", "-o", "report.html", "-o", "report.md")
     assert result.stderr.splitlines() == ["Wrote report.html", "Wrote report.md"]
     assert (workplace / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert (workplace / "report.md").read_text(encoding="utf-8").startswith("### PRECISION: ")
+    assert (workplace / "report.md").read_text(encoding="utf-8").startswith("### `self.scale(image)` reaches 120,000")
 
 
 def test_a_difference_takes_dumps_and_reports(workplace):

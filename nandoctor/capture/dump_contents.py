@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.source_info import describe_model
+from nandoctor.capture.source_info import ProjectSources, describe_model
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
@@ -25,7 +25,7 @@ from nandoctor.dumps.recorded_format import FORMAT
 class ModelSources:
     """How the model and the loss are made: what the user told, and where their sources were when training began.
 
-    `built`: `model` is the source of a builder, not of the model's class.
+    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's.
     """
 
     model: Mapping[str, str]
@@ -33,6 +33,7 @@ class ModelSources:
     arguments: Mapping[str, Any]
     built: bool
     method: str
+    files: ProjectSources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ def describe(
         **calls,
         "method": sources.method,
         "loss_function": sources.loss,
+        "sources": sources.files.describe(),
         "scaler": _describe_scaler(training.scaler, step),
         "optimizer": _describe_optimizer(spoiled, optimizers, with_state=training.keep_optimizer),
         "update": _describe_update(spoiled) if spoiled else {},

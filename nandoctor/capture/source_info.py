@@ -16,9 +16,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nandoctor.dumps.source_hashes import SourceHash, hash_source
 from nandoctor.dumps.trees import pack
 
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_MAX_SOURCES = 500
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -57,6 +59,37 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
     if path is not None:
         plain |= {"file": "" if _is_installed(path) else _relative(path), "sha256": _hash(path)}
     return plain
+
+
+class ProjectSources:
+    """The hashes of the project's own files that the training has imported, from when it began.
+
+    `described` are the sources of the model and the loss: of their files, and of those of the model's modules, the
+    lines are told apart. What is imported later is hashed when the first dump is written.
+    """
+
+    def __init__(self, model: nn.Module, *described: Mapping[str, str] | None) -> None:
+        classes = {base for module in model.modules() for base in type(module).__mro__}
+        files = {_source_file(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"}
+        self._by_line = {path for path in files if path is not None}
+        self._by_line |= {Path.cwd() / source["file"] for source in described if source and source["file"]}
+        self._hashes: dict[str, SourceHash] = {}
+        self._add_new()
+
+    def _add_new(self) -> None:
+        loaded = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+        paths = {Path(file).resolve() for file in loaded if isinstance(file, str)} | self._by_line
+        here = Path.cwd()
+        for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(here)):
+            name = path.relative_to(here).as_posix()
+            if name not in self._hashes and len(self._hashes) < _MAX_SOURCES and not _is_installed(path):
+                hashed = hash_source(path, lines=path in self._by_line)
+                self._hashes |= {name: hashed} if hashed is not None else {}
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """By the files' paths relative to the working directory, as plain data."""
+        self._add_new()
+        return {name: {"sha256": found.sha256, "lines": found.lines} for name, found in self._hashes.items()}
 
 
 def _describe_spec(spec: str) -> dict[str, str]:

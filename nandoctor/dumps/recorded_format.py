@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from nandoctor.dumps.source_hashes import SourceHash
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.evidence.optimizer import OptimizerUpdate
@@ -90,7 +91,7 @@ class Recorded:
     module names to train flags. `numpy_state` and `python_state` are what the generators' own functions take.
     `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
     place. `backends` are torch's switches, by their names under torch. `update` is the step's own, where that spoiled
-    the weights.
+    the weights. `sources` are the project's files by their paths relative to the directory that the training ran in.
     """
 
     calls: tuple[Call, ...]
@@ -106,6 +107,7 @@ class Recorded:
     loss_field: str | None = None
     backends: Mapping[str, Any] = field(default_factory=dict)
     update: OptimizerUpdate | None = None
+    sources: Mapping[str, SourceHash] = field(default_factory=dict)
 
 
 def is_recorded(saved: object) -> bool:
@@ -152,6 +154,10 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
         loss_field=get(saved, "loss_field", str, None),
         backends=get(saved, "backends", dict, {}),
         update=_read_update(get(saved, "update", dict, {})),
+        sources={
+            str(name): _read_source(_check(source, dict, "sources"))
+            for name, source in get(saved, "sources", dict, {}).items()
+        },
     )
 
 
@@ -225,6 +231,10 @@ def _read_update(fields: Mapping[str, Any]) -> OptimizerUpdate | None:
         settings={brief(str(name)): _check(value, float, "settings") for name, value in settings.items()},
         largest_gradient=get(fields, "largest_gradient", float, None),
     )
+
+
+def _read_source(fields: Mapping[str, Any]) -> SourceHash:
+    return SourceHash(sha256=get(fields, "sha256", str, ""), lines=get(fields, "lines", str, ""))
 
 
 def _read_counts(counts: Any) -> tuple[int, int]:

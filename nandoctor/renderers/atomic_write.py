@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     try:
         with draft.open("xb") as file:
             file.write(data)
+        if target.exists():
+            shutil.copymode(target, draft)
         draft.replace(target)
     except OSError as error:
         with suppress(OSError):

@@ -22,9 +22,9 @@ def page_command(report: Report) -> str | None:
     return _command("replay", report, "-o report.html")
 
 
-def fix_command(report: Report) -> str | None:
-    """What applies the first verified fix."""
-    return _command("fix", report, "--write")
+def fix_command(report: Report, *rest: str) -> str | None:
+    """What applies the first verified fix, or another one as `rest` says."""
+    return _command("fix", report, *(rest or ("--write",)))
 
 
 def verify_command(report: Report) -> str | None:

@@ -50,4 +50,5 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "healthy": ShownVerdict(meaning="nothing is non-finite {under} or in fp32", tone=GOOD),
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
     "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
+    "fixed": ShownVerdict(meaning="the step failed, and passes under the code as it is now", tone=GOOD),
 }

@@ -77,7 +77,7 @@ class Project:
         """The user's own files that were imported for the step, and those that define the classes of `model`."""
         classes = {sys.modules.get(type(module).__module__) for module in model.modules()}
         found = {_file_of(module) for module in (*self._modules.values(), *classes)}
-        return {file for file in found if file is not None and file.is_file() and not _is_installed(file)}
+        return {file for file in found if file is not None and file.is_file() and not is_installed(file)}
 
     def enter_folder(self, folder: Path) -> None:
         """Put a folder first on the import path of the project, which is open."""
@@ -174,17 +174,18 @@ def _hide_others(folder: Path) -> None:
 def _makes_way(name: str, folder: Path) -> bool:
     """Tell whether a module is somebody's own, from another folder; libraries are the same for every project."""
     file = _file_of(sys.modules.get(name))
-    return file is not None and name not in _NEVER_HIDDEN and file.parent != folder and not _is_installed(file)
+    return file is not None and name not in _NEVER_HIDDEN and file.parent != folder and not is_installed(file)
 
 
 def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
     file = _file_of(module)
     if file is None or name.partition(".")[0] in _NEVER_HIDDEN:
         return False
-    return file.is_relative_to(folder) and not _is_installed(file)
+    return file.is_relative_to(folder) and not is_installed(file)
 
 
-def _is_installed(file: Path) -> bool:
+def is_installed(file: Path) -> bool:
+    """Tell whether a file is of Python or of an installed package."""
     return file.is_relative_to(_STDLIB) or not _PACKAGE_FOLDERS.isdisjoint(file.parts)
 
 

@@ -28,13 +28,14 @@ _WRONG_CALL = (TypeError, AttributeError, KeyError, IndexError)
 class Replayed:
     """The failing step in one call, mode and seed, the trace of its run, and how well that agrees with the saved one.
 
-    `random` tells whether the run drew random numbers.
+    `random` tells whether the run drew random numbers, `any_random` whether one of those that were tried did.
     """
 
     step: FailingStep
     trace: Trace
     random: bool
     reproduction: Reproduction
+    any_random: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +78,8 @@ def reproduce(preparation: Preparation) -> Replayed:
         ReplayAttempt(training=made.step.training, seed=made.step.seed, grade=made.reproduction.grade)
         for made in (*others, best)
     )
-    return replace(best, reproduction=replace(best.reproduction, attempts=attempts))
+    any_random = any(replayed.random for replayed in tried)
+    return replace(best, reproduction=replace(best.reproduction, attempts=attempts), any_random=any_random)
 
 
 def _settings(preparation: Preparation) -> Iterator[tuple[bool, int | None]]:

@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from nandoctor.dumps.option_text import as_option
 from nandoctor.errors import NanDoctorError
 
 if TYPE_CHECKING:
@@ -292,8 +293,11 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
         if value is None or option.group not in ("model", "step"):
             continue
         if isinstance(value, Mapping):
-            for key, item in value.items():
-                arguments += [option.flag, f"{key}={item}"]
+            texts = {key: as_option(item) for key, item in value.items()}
+            if None in texts.values():
+                return ()
+            for key, text in texts.items():
+                arguments += [option.flag, f"{key}={text}"]
         elif isinstance(value, bool):
             arguments += [option.flag] if value != option.flag.startswith("--no-") else []
         elif isinstance(value, str | int | float):

@@ -1,0 +1,208 @@
+"""The verbs about a change of the code: `fix` shows or makes one, `verify` tells whether one was enough.
+
+In: arguments. Out: a diff or a verification on standard output, changed files, an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nandoctor.cli_options import GroupedCommand, settings_options
+from nandoctor.cli_tools import (
+    DumpPath,
+    console,
+    json_option,
+    load_dump,
+    progress_shown,
+    trust_option,
+)
+from nandoctor.errors import NanDoctorError
+
+if TYPE_CHECKING:
+    from nandoctor.case import Case
+    from nandoctor.evidence.report import Fix, Report
+    from nandoctor.evidence.verification import FixChoice, Verification
+    from nandoctor.working_tree import PatchedFile
+
+EXIT_NOTHING_FAILED = 3
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("dump", type=DumpPath)
+@json_option
+@click.option(
+    "--changed",
+    metavar="FILE",
+    type=DumpPath,
+    multiple=True,
+    help="A file that was changed, where the dump cannot tell.",
+)
+@click.option("--failed-before", is_flag=True, hidden=True, help="The unchanged code was seen to fail in this replay.")
+@trust_option
+@settings_options("model", "step")
+def verify(dump: Path, as_json: bool, changed: tuple[Path, ...], **options: Any) -> None:
+    """Tell whether the failing step of DUMP passes under the code as it is now.
+
+    Exit: 0 fixed, 1 still fails, 125 cannot tell.
+    """
+    from nandoctor.renderers.verification import print_verification, verification_json
+
+    verification = _verify(dump, changed, options)
+    if as_json:
+        click.echo(verification_json(verification))
+    else:
+        print_verification(verification, console())
+    sys.exit(verification.exit_code)
+
+
+def _verify(dump: Path, changed: Sequence[Path], options: dict[str, Any]) -> Verification:
+    """The verification; whatever goes wrong means that nothing can be told."""
+    from nandoctor.case import check
+    from nandoctor.evidence.verification import cannot_tell
+
+    try:
+        opened, settings = load_dump(dump, options)
+        with progress_shown() as progress:
+            return check(opened, changed=changed, progress=progress, **settings)[0]
+    except NanDoctorError as error:
+        return cannot_tell(str(dump), error.message, (error.remedy,))
+    except Exception as error:
+        return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("dump", type=DumpPath)
+@click.option("--pick", type=click.IntRange(min=1), default=1, show_default=True, help="Which of the verified fixes.")
+@click.option("--diff", "only_diff", is_flag=True, help="Print the diff alone, for git apply.")
+@click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undone where it fails.")
+@click.option("--allow-installed", is_flag=True, help="With --write: also to a package in site-packages.")
+@json_option
+@trust_option
+@settings_options("model", "step", "fixes")
+def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
+    """Print the smallest change that was verified on the failing step of DUMP, as a diff; or make it.
+
+    Exit: 0 printed, or written and verified; 1 an error, or undone; 3 nothing fails.
+    """
+    if only_diff and (write or as_json):
+        raise click.UsageError("--diff goes with neither --write nor --json.")
+    from nandoctor.case import replay
+
+    allow_installed = options.pop("allow_installed")
+    opened, settings = load_dump(dump, options)
+    with progress_shown() as progress:
+        case = replay(opened, progress=progress, **{**settings, "fixes": True})
+    if case.finite:
+        click.echo(f"nandoctor: nothing to fix: {case.report.headline}", err=True)
+        sys.exit(EXIT_NOTHING_FAILED)
+    choice = _choose(case, pick)
+    if only_diff:
+        click.echo(_diff_of(choice.fix), nl=False)
+        return
+    if write:
+        files = _plan(choice.fix, allow_installed=allow_installed)
+        verification = _write(files, case, _same_replay(dump, case, options))
+        written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
+        choice = replace(choice, written=written, verification=verification)
+    _show(choice, case.report, as_json=as_json)
+    sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
+
+
+def _choose(case: Case, pick: int) -> FixChoice:
+    """The fix of that number among those that were verified, from 1."""
+    from nandoctor.evidence.verification import FixChoice
+
+    verified = [item for item in case.fixes if item.verified]
+    if not verified:
+        tried = len(case.fixes)
+        raise NanDoctorError(
+            f"No change was verified on this step ({tried} tried)." if tried else "No change was found to try.",
+            remedy="nandoctor replay DUMP -o report.html shows what was tried and how it failed.",
+        )
+    if pick > len(verified):
+        raise click.UsageError(f"--pick {pick}: {len(verified)} fixes were verified.")
+    report = case.report
+    return FixChoice(
+        dump=report.dump.path, headline=report.headline, pick=pick, num_verified=len(verified), fix=verified[pick - 1]
+    )
+
+
+def _diff_of(chosen: Fix) -> str:
+    if chosen.kind != "source":
+        raise NanDoctorError(
+            f"This fix is no change of a source file but a {chosen.kind}: {chosen.title}.",
+            remedy="Leave --diff and --write out to see it as code, or take another one with --pick N.",
+        )
+    return chosen.patch
+
+
+def _plan(chosen: Fix, *, allow_installed: bool) -> tuple[PatchedFile, ...]:
+    from nandoctor.working_tree import plan_patch
+
+    return plan_patch(_diff_of(chosen), Path(chosen.patch_root or "."), allow_installed=allow_installed)
+
+
+def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -> Verification:
+    """Write the files, and replay the step in a fresh process; undo it unless the step passes."""
+    from nandoctor.working_tree import restore_files, write_files
+
+    write_files(files)
+    passes = False
+    try:
+        told = [word for file in files for word in ("--changed", str(file.path))]
+        verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+        passes = verification.exit_code == 0
+    finally:
+        if not passes:
+            restore_files(files)
+    return verification
+
+
+def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
+    """`nandoctor verify` in a process of its own, which imports the changed file from the disk."""
+    from nandoctor.evidence.serialization import from_plain
+    from nandoctor.evidence.verification import Verification, cannot_tell
+
+    command = [sys.executable, "-m", "nandoctor", "verify", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, check=False)
+    try:
+        return from_plain(Verification, json.loads(done.stdout))
+    except (ValueError, NanDoctorError):
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return cannot_tell(dump, f"The changed code could not be replayed: {last[0]}")
+
+
+def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
+    """The arguments that replay the step as it was replayed here, where it failed: in this mode, with this seed."""
+    from nandoctor.replaying.settings import OPTIONS, command_arguments
+
+    given = {name: value for name, value in options.items() if name in OPTIONS}
+    runs = case.report.runs
+    if runs is not None:
+        given["mode"] = "train" if runs.autocast.training else "eval"
+        given["seed"] = runs.autocast.seed if runs.autocast.seed is not None else given.get("seed")
+    path, *flags = command_arguments(dump, given)
+    return ["--failed-before", *(["--trust"] if options.get("trust") else []), *flags, "--", path]
+
+
+def _show(choice: FixChoice, report: Report, *, as_json: bool) -> None:
+    from nandoctor.renderers.fix import fix_json, print_fix
+    from nandoctor.renderers.verification import print_verification
+
+    if as_json:
+        click.echo(fix_json(choice))
+        return
+    print_fix(choice, report, console())
+    if choice.verification is not None:
+        click.echo()
+        print_verification(choice.verification, console())
+        outcome = f"Written: {', '.join(choice.written)}" if choice.written else "Undone: the files are as they were."
+        click.echo(outcome, err=True)

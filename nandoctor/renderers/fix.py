@@ -1,0 +1,96 @@
+"""What `nandoctor fix` prints: one verified change as a diff or as code, where it goes, and what was checked.
+
+In: a `FixChoice`. Out: text on a rich console, or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nandoctor.evidence.report import Check, Fix, FixSettings, Report
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.verification import FixChoice
+from nandoctor.renderers.commands import fix_command
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.fix_facts import describe_outcome
+from nandoctor.text import constant, printable
+
+_PLACES: Mapping[str, str] = {
+    "snippet": "run it where the model is built, before the first step; `model` is your model",
+    "state": "run it once after the weights are loaded; `model` is your model",
+    "data": "run it on this batch before the model sees it; `batch` is a dict of its tensors",
+    "setting": "set it in the training loop",
+    "advice": "no code to run: change it by hand",
+}
+_DIFF_STYLES = (("+++", "bold"), ("---", "bold"), ("@@", "cyan"), ("+", "green"), ("-", "red"))
+_MAX_OTHERS = 3
+
+
+def fix_json(choice: FixChoice) -> str:
+    """The choice as JSON text, ASCII only."""
+    return json.dumps(to_plain(choice), indent=1, allow_nan=False)
+
+
+def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
+    """Print the chosen one of the report's changes, and the next best ones in a line each."""
+    for part in _parts(choice, report):
+        console.print(Encodable(part), highlight=False, soft_wrap=isinstance(part, Text))
+
+
+def _parts(choice: FixChoice, report: Report) -> Iterator[Text | Table]:
+    chosen = choice.fix
+    yield literal(choice.headline, "bold")
+    yield Text()
+    yield literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {chosen.title}", "bold")
+    yield from (_style_line(line, chosen.kind) for line in code_of(chosen).splitlines())
+    yield Text()
+    yield labelled(_facts(choice, report))
+
+
+def _style_line(line: str, kind: str) -> Text:
+    text = literal(line.expandtabs(4))
+    if kind == "source":
+        text.stylize(next((style for start, style in _DIFF_STYLES if line.startswith(start)), "dim"))
+    return text
+
+
+def code_of(fix: Fix) -> str:
+    """The change as a diff or as code: what a setting sets is written out too."""
+    return fix.patch or "\n".join(_settings_as_code(fix.settings or FixSettings()))
+
+
+def _settings_as_code(settings: FixSettings) -> Iterator[str]:
+    if settings.amp_dtype is not None:
+        yield f'with torch.autocast("cuda", dtype=torch.{settings.amp_dtype}):'
+    if settings.loss_scale is not None:
+        yield f'scaler = torch.amp.GradScaler("cuda", init_scale={constant(settings.loss_scale)})'
+    if settings.optimizer_eps is not None:
+        yield "for group in optimizer.param_groups:"
+        yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
+
+
+def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
+    chosen = choice.fix
+    yield "result", describe_outcome(chosen.outcome)
+    yield from (("checked", _describe_check(check)) for check in chosen.checks)
+    if chosen.kind != "source":
+        yield "where", _PLACES[chosen.kind]
+    elif choice.verification is None:
+        pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
+        for label, flags in (("apply it", ("--write",)), ("or", ("--diff", "| git apply"))):
+            if command := fix_command(report, *pick, *flags):
+                yield label, command
+    verified = (item for item in report.fixes if item.verified)
+    for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
+        if other is not chosen:
+            yield f"--pick {place}", f"{printable(other.title)}: {describe_outcome(other.outcome)}"
+
+
+def _describe_check(check: Check) -> str:
+    status = {"passed": "", "failed": "FAILED: ", "not-checked": "not checked: "}[check.status]
+    return printable(f"{check.name}: {status}{check.text}")

@@ -1,0 +1,110 @@
+"""What `nandoctor verify` prints: has the step been fixed, by which change, and what was checked.
+
+In: a `Verification`. Out: text on a rich console, one line, a short story, or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.verification import CodeState, GradientCheck, Verification, VerificationOutcome
+from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR, Tone
+from nandoctor.text import brief, file_line, join_first, number, percent, plural, printable
+
+_SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
+    "fixed": ("FIXED", GOOD),
+    "passes": ("PASSES", GOOD),
+    "still-fails": ("STILL FAILS", FAILED),
+    "cannot-tell": ("CANNOT TELL", UNCLEAR),
+}
+_MAX_CHANGES = 4
+_SINCE = "since the dump was written"
+
+
+def verification_json(verification: Verification) -> str:
+    """The verification as JSON text, ASCII only."""
+    return json.dumps(to_plain(verification), indent=1, allow_nan=False)
+
+
+def print_verification(verification: Verification, console: Console) -> None:
+    """Print the outcome, what has changed, what was checked, and what to do next."""
+    word, tone = _SHOWN[verification.outcome]
+    badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
+    for part in (Text.assemble(badge, " ", literal(verification.headline)), Text(), labelled(_facts(verification))):
+        console.print(Encodable(part), highlight=False)
+
+
+def one_line(verification: Verification) -> str:
+    """The dump, the outcome and the headline."""
+    return printable(f"{verification.dump}: {_SHOWN[verification.outcome][0]}: {verification.headline}")
+
+
+def short_story(verification: Verification) -> str:
+    """All that is printed, as plain text."""
+    word, _ = _SHOWN[verification.outcome]
+    facts = [f"  {label:<11} {text}" for label, text in _facts(verification)]
+    return "\n".join([f"{word}: {printable(verification.headline)}", *facts])
+
+
+def _facts(verification: Verification) -> Iterator[tuple[str, str]]:
+    yield from (("because", printable(reason)) for reason in verification.reasons[1:])
+    if verification.failure is not None:
+        yield "failed", printable(verification.failure)
+    if verification.code.changed or verification.outcome == "fixed":
+        yield "changed", printable(describe_changes(verification.code))
+    yield from _place(verification)
+    if verification.output is not None and verification.output.finite:
+        yield "output", _describe_output(verification)
+    if verification.gradients is not None and verification.outcome != "still-fails":
+        yield "gradients", _describe_gradients(verification.gradients)
+    if verification.run is not None:
+        yield "replayed", printable(f"in {verification.run}")
+    yield from (("note", printable(note)) for note in verification.notes)
+    yield from (("next", printable(step)) for step in verification.next_steps)
+
+
+def describe_changes(code: CodeState) -> str:
+    """What is known to have changed: "train.py:45 (1 line) since the dump was written"."""
+    texts = []
+    for change in code.changes:
+        name = brief(change.file)
+        place = name if change.line is None else f"{name}:{change.line}"
+        texts.append(f"{place} ({plural(change.num_lines, 'line')})" if change.num_lines else place)
+    if not (texts or code.settings):
+        return "not known: the dump holds no hashes of the code"
+    since = [f"{join_first(texts, _MAX_CHANGES)} {_SINCE}"] if texts else []
+    return "; ".join([*since, *code.settings])
+
+
+def _place(verification: Verification) -> Iterator[tuple[str, str]]:
+    """Where it still fails, and why."""
+    origin = verification.origin
+    if origin is not None:
+        where = printable(origin.place.in_words)
+        line = f"{file_line(origin.source.file, origin.source.line)}: " if origin.source else ""
+        text = brief(origin.source.text) if origin.source else origin.phase
+        yield "where", f"{line}{text} (in {where})"
+    elif verification.first_nonfinite is not None:
+        yield "where", printable(verification.first_nonfinite.place.with_type)
+    if verification.cause is not None:
+        yield "cause", f"{verification.cause.code}: {printable(verification.cause.explanation)}"
+
+
+def _describe_output(verification: Verification) -> str:
+    assert verification.output is not None
+    error = verification.output.max_rel_err
+    far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
+    return f"finite under {verification.dtype} autocast{far}"
+
+
+def _describe_gradients(check: GradientCheck) -> str:
+    of = " of a surrogate loss" if check.surrogate else ""
+    if check.finite is None:
+        return "not checked: the step was replayed in eval mode"
+    return f"{'finite' if check.finite else 'not all finite'}{of} at loss scale {number(check.loss_scale)}"

@@ -1,0 +1,159 @@
+"""Tells what has changed in the code since a dump was written.
+
+In: a dump, and the step as its replay runs it. Out: `CodeState`.
+
+A recorder's dump has the hashes of the training's files. Of any other dump only its age is known: a file that is not
+newer has not been written since, and one that is may still have the text that git had for it at the time, as after a
+fresh clone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nandoctor.dumps.code_request import hash_of, own_source
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.source_hashes import SourceHash, changed_lines, count_changes
+from nandoctor.evidence.verification import CodeChange, CodeState
+from nandoctor.replaying.project import is_installed
+from nandoctor.replaying.runner import FailingStep
+from nandoctor.replaying.settings import Settings
+
+_MAX_FILES = 500
+_GIT_SECONDS = 10
+
+
+def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
+    """Compare the code of the step with that of the training; `told` are files that the user says were changed."""
+    of_model = _files_of(step.model)
+    helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
+    by_user = tuple(CodeChange(file=_shown(path), known_by="user") for path in told)
+    found = _compare_hashes(dump.recorded, of_model)
+    found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
+    changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
+    return CodeState(
+        basis=found.basis,
+        changes=changes,
+        settings=tuple(_changed_settings(dump.recorded, settings)),
+        compared=found.compared,
+    )
+
+
+def _files_of(model: nn.Module) -> set[Path]:
+    """The project's own files that the classes of the model's modules come from."""
+    classes = {base for module in model.modules() for base in type(module).__mro__ if base is not nn.Module}
+    names = {_file_of(member) for kind in classes for member in vars(kind).values()} - {None}
+    return {path.resolve() for path in map(Path, map(str, names)) if path.is_file() and not is_installed(path)}
+
+
+def _named_by_user(settings: Settings) -> set[Path]:
+    """Files of functions that stand around the model in the replay: they may have been written for the replay."""
+    specs = [item for item in (settings.call, settings.loss) if item is not None]
+    places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in specs]
+    return {(settings.directory / place).resolve() for place in places if place}
+
+
+def _file_of(item: Callable[..., Any] | Any) -> str | None:
+    """The file of a function, through decorators that say what they wrap."""
+    code = getattr(getattr(item, "__wrapped__", item), "__code__", None)
+    return getattr(code, "co_filename", None)
+
+
+def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> CodeState | None:
+    """By the hashes in the dump; None where it has none of a file that is here.
+
+    A model that comes from a file which the training did not have is another one than the training's.
+    """
+    hashes = _recorded_hashes(recorded)
+    here = {name: path for name in hashes if (path := own_source(Reference(module="", name="", file=name))) is not None}
+    if not here:
+        return None
+    changes = [_change(name, hashes[name], path) for name, path in here.items() if hash_of(path) != hashes[name].sha256]
+    if recorded is not None and recorded.sources:
+        unknown = sorted(set(of_model) - set(here.values()))
+        changes += [CodeChange(file=_shown(path), known_by="hash") for path in unknown]
+    return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
+
+
+def _recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:
+    """By relative path; an older recorder kept those of the model's and the loss's file alone."""
+    if recorded is None:
+        return {}
+    references = [reference for reference in (recorded.model, recorded.loss_function) if reference is not None]
+    single = {item.file: SourceHash(sha256=item.sha256) for item in references if item.file and item.sha256}
+    return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
+
+
+def _change(name: str, was: SourceHash, path: Path) -> CodeChange:
+    lines = changed_lines(was, path)
+    return CodeChange(
+        file=name, known_by="hash", line=lines[0] if lines else None, num_lines=lines[1] if lines else None
+    )
+
+
+def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
+    """By when the dump and the files were written."""
+    try:
+        written_ns = dump.stat().st_mtime_ns
+    except OSError:
+        return CodeState()
+    changes = tuple(_written_since(written_ns, files))
+    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(_shown, files)))
+
+
+def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChange]:
+    for path in files:
+        if path.stat().st_mtime_ns <= written_ns:
+            continue
+        now, old = path.read_bytes(), _text_in_git(path, written_ns)
+        if old == now:
+            continue
+        lines = None if old is None else count_changes(_lines(old), _lines(now))
+        yield CodeChange(
+            file=_shown(path),
+            known_by="time",
+            line=lines[0] if lines else None,
+            num_lines=lines[1] if lines else None,
+        )
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode("utf-8", "surrogateescape").splitlines()
+
+
+def _text_in_git(path: Path, written_ns: int) -> bytes | None:
+    """The file as the last commit before that time has it; None where git has no such commit, or is not there."""
+    before = datetime.datetime.fromtimestamp(written_ns / 1e9, tz=datetime.UTC).isoformat()
+    commit = _git(path.parent, "log", "-1", "--all", f"--before={before}", "--format=%H", "--", path.name)
+    if not commit or not commit.strip():
+        return None
+    return _git(path.parent, "show", f"{commit.decode('ascii').strip()}:./{path.name}")
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    # Nothing that a repository's own configuration names is to be started.
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-pager", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _changed_settings(recorded: Recorded | None, settings: Settings) -> Iterator[str]:
+    """What the user asked of the replay that the training did not do, by the record of it."""
+    autocast = recorded.autocast if recorded is not None else None
+    if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
+        yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
+
+
+def _shown(path: Path) -> str:
+    path, here = path.resolve(), Path.cwd().resolve()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()

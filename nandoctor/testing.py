@@ -1,0 +1,39 @@
+"""For the tests of a project: the step that once failed has to pass.
+
+In: a dump and the model as it is now. Out: nothing, or an AssertionError that says where the step fails.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nandoctor.dumps.dump import Dump
+    from nandoctor.replaying.setup import ModelSource
+
+__all__ = ["assert_step_passes"]
+
+
+def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource | None = None, **settings: Any) -> None:
+    """Replay the step of a dump with `model`, and check that output, loss and gradients are finite and near to fp32.
+
+    `model` is a Module, a class or function that builds one, or a SPEC; `settings` are the keywords of
+    `nandoctor.replay`. That the code has changed since a plain dump was written is taken for granted.
+
+    Raises:
+        AssertionError: the step fails, or it passes for another reason than a change of the code: nothing has changed,
+            or the mode or the random state of the failing step is not known.
+        NanDoctorError: the dump, the model or a setting is wrong.
+    """
+    __tracebackhide__ = True
+    from nandoctor.case import verify  # noqa: PLC0415  (torch is imported when a test asks)
+    from nandoctor.renderers.verification import short_story  # noqa: PLC0415
+
+    verification = verify(dump, model, changed=True, **settings)
+    code = verification.code
+    if verification.exit_code == 0 and not code.changes and code.basis == "hash":
+        files = ", ".join(code.compared)
+        raise AssertionError(f"CANNOT TELL: the step passes, and nothing has changed since it failed ({files})")
+    if verification.exit_code != 0:
+        raise AssertionError(short_story(verification))

@@ -1,0 +1,282 @@
+"""Tells whether the step of a dump passes under the code as it is now, and whether that can be told at all.
+
+In: a dump, a model and `Settings`. Out: a `Verification`. `replay --check`, `verify`, `fix --write` and the tests of a
+project all ask here.
+
+A step that passes has been fixed only if it is the step that failed, and something about it has changed. Where the mode
+or the random state of the failing step is not known, where nothing has changed, or where what failed is not replayed,
+nothing can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.evidence.report import Report, TrialOutcome
+from nandoctor.evidence.verification import CodeState, GradientCheck, Verification
+from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.verify import Judgement, TrialBudget, Trials
+from nandoctor.pipeline import Diagnosed, replay_dump
+from nandoctor.renderers.verification import describe_changes
+from nandoctor.replaying.code_changes import find_changes
+from nandoctor.replaying.progress import Progress
+from nandoctor.replaying.runner import FailingStep, Watch
+from nandoctor.replaying.settings import Settings
+from nandoctor.replaying.setup import ModelSource
+from nandoctor.text import join_first, part_of, percent
+
+_PASSES = ("healthy", "not-reproduced")
+_SAYS_WHAT_FAILED = {
+    "loss": "the loss was non-finite",
+    "gradients": "the gradients were non-finite",
+    "skipped": "the gradients were non-finite at the loss scale, and the scaler skipped the step",
+    "update": "the optimizer's update left non-finite weights",
+}
+_NEEDED = ("state_dict", "input", "batch", "the weights of the step")
+"""Beginnings of what a recorder could not keep, and a replay cannot do without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is asked: the dump, how to replay it, what the caller knows, and the code beside that of the training.
+
+    `other_mode_differs`: the step passes in train mode, and fails in eval mode by the running statistics in the file.
+    """
+
+    dump: Dump
+    settings: Settings
+    changed: bool | Sequence[Path] = ()
+    failed_before: bool = False
+    other_mode_differs: bool = False
+    code: CodeState = field(default_factory=CodeState)
+
+
+def verify_dump(
+    dump: Dump,
+    model: ModelSource | None,
+    settings: Settings,
+    *,
+    changed: bool | Sequence[Path] = (),
+    failed_before: bool = False,
+    progress: Progress = lambda *_: None,
+) -> tuple[Verification, Report]:
+    """Replay the step under the code as it is now, and tell whether it has been fixed; with the report of the replay.
+
+    `changed` are files of which the caller says that they were changed, where the dump cannot tell; or True.
+    `failed_before`: in this mode and with these random numbers the unchanged code was seen to fail.
+
+    Raises:
+        NanDoctorError: the step cannot be replayed.
+    """
+    settings = replace(settings, fixes=False)
+    found = replay_dump(dump, model, settings, progress=progress)
+    asked = _Asked(dump=dump, settings=settings, changed=changed, failed_before=failed_before)
+    if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):
+        trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
+        if trained.report.verdict in _PASSES:
+            asked = replace(asked, other_mode_differs=True)
+            found = trained if _compare_code(trained, asked).changed else found
+    verification = _conclude(found, asked)
+    return verification, _retell(found.report, verification)
+
+
+def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Report:
+    """The report of a replay; where the saved failure did not come back, with what the code's changes say to that."""
+    report = found.report
+    if report.verdict != "not-reproduced" or found.step is None:
+        return report
+    return _retell(report, _conclude(found, _Asked(dump=dump, settings=settings)))
+
+
+def _retell(report: Report, verification: Verification) -> Report:
+    """The report; "not-reproduced" becomes "fixed" where the dump's own hashes show that the code has changed."""
+    if report.verdict != "not-reproduced":
+        return report
+    code = verification.code
+    if verification.outcome == "fixed" and code.basis == "hash":
+        headline = f"Your code has changed since, and the step passes now: {describe_changes(code)}."
+        return replace(report, verdict="fixed", headline=headline, next_steps=("Confirm: nandoctor verify DUMP",))
+    if verification.outcome == "fixed":
+        files = join_first([change.file for change in code.changes], 3)
+        note = f"Written after the dump: {files}. If that was your fix, it works: nandoctor verify DUMP"
+        return replace(report, notes=(*report.notes, note))
+    return replace(report, notes=(*report.notes, *verification.reasons))
+
+
+def _fails_by_running_statistics(report: Report) -> bool:
+    """Tell whether buffers in the file are all that is wrong, as after a failing forward in train mode."""
+    causes = [report.cause, *(diagnosis.cause for diagnosis in report.also)]
+    return report.verdict == "state" and all(cause and cause.code == "poisoned-buffers" for cause in causes)
+
+
+def _guessed_mode(dump: Dump, settings: Settings) -> bool:
+    return settings.mode is None and (dump.recorded is None or not dump.recorded.training)
+
+
+def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
+    report, step = found.report, found.step
+    failure = _describe_failure(report, step)
+    blank = Verification(
+        dump=report.dump.path,
+        outcome="cannot-tell",
+        headline="",
+        failure=failure,
+        verdict=report.verdict,
+        code=CodeState(),
+        dtype=report.runs.autocast.dtype.label if report.runs is not None else None,
+    )
+    if step is None:
+        return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
+    code = _compare_code(found, asked)
+    drawn = "the saved random state" if step.seed is None else f"seed {step.seed}"
+    blank = replace(blank, code=code, run=f"{'train' if step.training else 'eval'} mode, {drawn}")
+    if report.verdict == "cannot-tell":
+        return _cannot_tell(blank, [report.headline], report.next_steps)
+    if report.verdict not in _PASSES:
+        return _fails(blank, report, asked)
+    asked = replace(asked, code=code)
+    if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and a failing step was most likely a training's
+        step = replace(step, training=True)
+        modes = {"train" if attempt.training else "eval": None for attempt in report.reproduction.attempts}
+        blank = replace(blank, run=f"{' and '.join(modes)} mode, {drawn}")
+    output, gradients, wrong = _measure(step)
+    reasons = [*wrong, *_doubts(found, asked, failed=failure is not None)]
+    measured = replace(blank, output=output, gradients=gradients, notes=tuple(_notes(asked, gradients, step)))
+    if reasons:
+        return _cannot_tell(measured, reasons, tuple(_advise(found, asked)))
+    if failure is None:
+        return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
+    return replace(measured, outcome="fixed", headline="the step that failed passes now")
+
+
+def _compare_code(found: Diagnosed, asked: _Asked) -> CodeState:
+    """The code beside that of the training, with what the caller says of it."""
+    assert found.step is not None
+    told = () if isinstance(asked.changed, bool) else asked.changed
+    code = find_changes(asked.dump, found.step, asked.settings, told=told)
+    by_word = ("the code, as you say",) if asked.changed is True else ()
+    return replace(code, settings=(*code.settings, *by_word))
+
+
+def _fails(blank: Verification, report: Report, asked: _Asked) -> Verification:
+    """What a replay that is still non-finite, or wrong, says."""
+    shown = replace(blank, origin=report.origin, cause=report.cause, first_nonfinite=report.first_nonfinite)
+    if report.origin is not None and report.origin.phase == "optimizer":
+        reason = "The optimizer's settings and state are those in the file: a change of the training is not seen here."
+        return _cannot_tell(shown, [reason])
+    explain = [] if report.cause is None else [f"nandoctor explain {report.cause.code}"]
+    if asked.other_mode_differs:
+        explain.append(
+            "The step passes in train mode: if that is where it failed, and the code has changed, --mode train"
+        )
+    return replace(shown, outcome="still-fails", headline=report.headline, next_steps=tuple(explain))
+
+
+def _cannot_tell(blank: Verification, reasons: Sequence[str], next_steps: Sequence[str] = ()) -> Verification:
+    headline = reasons[0][0].lower() + reasons[0][1:].rstrip(".")
+    return replace(
+        blank, outcome="cannot-tell", headline=headline, reasons=tuple(reasons), next_steps=tuple(next_steps)
+    )
+
+
+def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
+    """What in the file shows that the step failed."""
+    reason = dict(report.dump.scalars).get("reason", "")
+    if report.dump.layout == "nandoctor.dump/1" and reason in _SAYS_WHAT_FAILED:
+        return _SAYS_WHAT_FAILED[reason]
+    bad = [array for array in report.dump.arrays if array.role == "output" and array.num_bad]
+    if bad:
+        return f"the saved {join_first([array.name for array in bad], 3)} is non-finite"
+    graded = report.reproduction
+    if graded.num_bad_saved and graded.numel:
+        return f"{part_of(graded.num_bad_saved, graded.numel)} values of the saved {graded.output} are non-finite"
+    return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
+
+
+def _measure(step: FailingStep) -> tuple[TrialOutcome | None, GradientCheck, list[str]]:
+    """How far the step is from the reference, its gradients, and what is wrong with either."""
+    trials = Trials(step, TrialBudget(), numerics=False)
+    judgement = trials.judge()
+    wrong = list(_describe_disagreement(judgement))
+    if step.loss is not None:  # the replay has run its backward pass: non-finite gradients would be its verdict
+        return judgement.outcome, GradientCheck(finite=True, surrogate=False, loss_scale=step.loss_scale), wrong
+    if not step.training:
+        return judgement.outcome, GradientCheck(finite=None, surrogate=True, loss_scale=1.0), wrong
+    surrogate = replace(step, loss=surrogate_loss, loss_scale=1.0)
+    trace = surrogate.run(watch=Watch(stage="gradients", statistics="none", backward=True)).trace
+    finite = trace.raised is None and not trace.bad_gradients
+    if not finite:
+        wrong.append("The output is finite, and the gradients of a surrogate loss are not.")
+    return judgement.outcome, GradientCheck(finite=finite, surrogate=True, loss_scale=1.0), wrong
+
+
+def _describe_disagreement(judgement: Judgement) -> Iterator[str]:
+    error = judgement.outcome.max_rel_err
+    if not judgement.passes and judgement.outcome.finite and error is not None:
+        yield f"The step is finite, but too far from fp32 for rounding ({percent(error)} off)."
+    elif not judgement.passes:
+        yield "The step is finite in the replay, but not whenever it is run."
+
+
+def _doubts(found: Diagnosed, asked: _Asked, *, failed: bool) -> Iterator[str]:
+    """Why a step that passes may not be the one that failed."""
+    recorded, step = asked.dump.recorded, found.step
+    assert step is not None
+    for text in asked.dump.missing if recorded is not None else ():
+        if text.startswith(_NEEDED):
+            yield f"The recorder could not keep {text}."
+    if _draws_others(found, asked):
+        yield "The step draws random numbers, and the state of the generator that it drew from is not here."
+    if not failed or asked.failed_before:
+        return
+    if not asked.code.changed and asked.code.basis == "hash":
+        files = join_first(list(asked.code.compared), 3)
+        yield f"Nothing has changed since the dump was written ({files}), so this is not what failed."
+    elif not asked.code.changed:
+        yield _no_change_known(asked)
+
+
+def _no_change_known(asked: _Asked) -> str:
+    if asked.code.basis == "none":
+        return "The dump holds no hashes of the code, so there is no telling whether it has changed."
+    files = join_first(list(asked.code.compared), 3)
+    return f"No file of the model has changed since the dump was written ({files}), and the step passes."
+
+
+def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
+    """Tell whether the step draws random numbers, and the replay may draw others than the failing step did."""
+    step, recorded = found.step, asked.dump.recorded
+    assert step is not None
+    if not found.random or asked.settings.seed is not None or asked.failed_before:
+        return False
+    autocast = recorded.autocast if recorded is not None else None
+    elsewhere = autocast is not None and autocast.device != step.device.type
+    return elsewhere or step.seed is not None or not step.rng_states
+
+
+def _advise(found: Diagnosed, asked: _Asked) -> Iterator[str]:
+    """What would make it certain."""
+    step = found.step
+    assert step is not None
+    if _draws_others(found, asked):
+        yield "Give the --seed with which the unchanged code fails."
+    if not asked.code.changed and asked.code.basis != "hash":
+        yield "Name the file that you changed: --changed FILE"
+
+
+def _notes(asked: _Asked, gradients: GradientCheck, step: FailingStep) -> Iterator[str]:
+    """What was not checked, and what was assumed."""
+    if gradients.surrogate:
+        yield "The gradients of your loss were not checked: pass --loss."
+    if asked.other_mode_differs:
+        yield (
+            "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
+            "made non-finite: reset them before you go on from these weights."
+        )
+    if asked.code.basis == "none" and not asked.code.changed:
+        yield "What has changed since the dump was written is not known."
+    if step.loss is not None and step.loss_scale == 1 and asked.dump.recorded is None:
+        yield "The dump holds no loss scale; gradients were checked at 1 (--loss-scale)."

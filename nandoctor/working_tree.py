@@ -1,0 +1,135 @@
+"""Applies a fix to the working tree: every file whole or not at all, and back again where it does not help.
+
+In: a unified diff and the folder that its paths start from. Out: changed files, or an error before any is written.
+
+The diff is applied strictly: every line of it that is context or removed has to stand where the diff says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.atomic_write import write_bytes
+
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+class PatchError(NanDoctorError):
+    """A patch cannot be applied to the files as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchedFile:
+    """One file: its bytes as they are, and as they will be."""
+
+    path: Path
+    before: bytes
+    after: bytes
+
+    @property
+    def line(self) -> int:
+        """The first line that differs, from 1."""
+        pairs = zip(self.before.splitlines(), self.after.splitlines(), strict=False)
+        return next((place for place, (was, now) in enumerate(pairs, 1) if was != now), 1)
+
+
+def plan_patch(diff: str, root: Path, *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
+    """Read the files below `root` that the diff names, and what becomes of each; nothing is written.
+
+    Raises:
+        PatchError: a file is missing or has changed since, is no UTF-8, or belongs to an installed package and
+            `allow_installed` is not set.
+    """
+    return tuple(_plan_file(name, lines, root, allow_installed) for name, lines in _files_in(diff))
+
+
+def write_files(files: Sequence[PatchedFile]) -> None:
+    """Write all files; where one cannot be written, those before it are put back.
+
+    Raises:
+        NanDoctorError: a file cannot be written, or is not as it was when the patch was planned.
+    """
+    for file in files:
+        if file.path.read_bytes() != file.before:
+            raise _changed_since(file.path)
+    written: list[PatchedFile] = []
+    try:
+        for file in files:
+            write_bytes(file.after, file.path)
+            written.append(file)
+    except BaseException:
+        restore_files(written)
+        raise
+
+
+def restore_files(files: Sequence[PatchedFile]) -> None:
+    """Put back what `write_files` wrote; a file that somebody has changed in the meantime is left alone."""
+    for file in files:
+        if file.path.read_bytes() == file.after:
+            write_bytes(file.before, file.path)
+
+
+def _files_in(diff: str) -> Iterator[tuple[str, list[str]]]:
+    """The path of each file below the root, and the lines of its hunks."""
+    name, body = "", list[str]()
+    lines = diff.split("\n")
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("--- ") and following.startswith("+++ "):
+            if name:
+                yield name, body
+            name, body = following.removeprefix("+++ ").removeprefix("b/"), []
+        elif not (line.startswith("+++ ") and not body):
+            body.append(line)
+    if name:
+        yield name, body
+
+
+def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: bool) -> PatchedFile:
+    path = (root / name).resolve()
+    if not allow_installed and not _INSTALLED.isdisjoint(path.parts):
+        raise PatchError(
+            f"{path} belongs to an installed package.",
+            remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "
+            "--allow-installed.",
+        )
+    try:
+        before = path.read_bytes()
+        text = before.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PatchError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
+    return PatchedFile(path=path, before=before, after=_apply(text, hunks, path).encode("utf-8"))
+
+
+def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
+    """The text with the hunks made, in the line endings of the file."""
+    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    ending = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    made, place = list[str](), 0
+    for line, following in zip(hunks, [*hunks[1:], ""], strict=True):
+        if header := _HUNK.match(line):
+            start = int(header[1]) - (header[2] != "0")
+            if not place <= start <= len(lines):
+                raise _changed_since(path)
+            made += lines[place:start]
+            place = start
+        elif line.startswith(("-", " ")):
+            if place >= len(lines) or lines[place].rstrip("\r\n") != line[1:]:
+                raise _changed_since(path)
+            made += [lines[place]] if line.startswith(" ") else []
+            place += 1
+        elif line.startswith("+"):
+            made.append(line[1:] + ("" if following.startswith("\\") else ending))  # "\ No newline at end of file"
+    return "".join([*made, *lines[place:]])
+
+
+def _changed_since(path: Path) -> PatchError:
+    return PatchError(
+        f"{path} is not as it was when the fix was found.",
+        remedy="Run nandoctor fix again: it reads the file anew.",
+    )

@@ -1,0 +1,287 @@
+"""Whether a failing step passes now: `nandoctor verify`, `replay --check`, `Case.verify`, `assert_step_passes`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import nandoctor
+from nandoctor import Recorder, cuda_autocast
+from nandoctor.cli import main
+from nandoctor.evidence.json_schema import describe_schema
+from nandoctor.evidence.verification import Verification
+from nandoctor.testing import assert_step_passes
+
+SICK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self, norm=True, dropout=0.0):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+        self.head = nn.Conv2d(4, 1, 1)
+        self.dropout = dropout
+
+    def forward(self, image):
+        x = self.conv(image)
+        variance = x.var(dim=(2, 3), keepdim=True, unbiased=False)
+        x = (x - x.mean(dim=(2, 3), keepdim=True)) / torch.sqrt(variance + 1e-8)
+        return {"logit": self.head(F.dropout(torch.relu(self.norm(x)), self.dropout, self.training))}
+
+class Plain(Net):
+    def __init__(self):
+        super().__init__(norm=False)
+
+class Dropping(Net):
+    def __init__(self):
+        super().__init__(norm=False, dropout=0.5)
+
+def loss_of(output, batch):
+    return output["logit"].mean()
+"""
+FIXED_LINE = ("1e-8", "1e-4")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder that somebody trains in, with the code of a model that fails on a blank image."""
+    (tmp_path / "net.py").write_text(SICK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("net", None)
+
+
+def write_dump(project, name="Net", path="dump.pth"):
+    """What a training script saves when the output is NaN: buffers as the failing forward left them."""
+    torch.manual_seed(0)
+    model = getattr(importlib.import_module("net"), name)()
+    image = torch.randn(4, 3, 8, 8)
+    image[1] = 0
+    with cuda_autocast():
+        logit = model(image)["logit"].detach()
+    torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, project / path)
+    sys.modules.pop("net")
+    return project / path
+
+
+def record_dump(project, name="Net", *, loss="loss_of", spoil=1.0):
+    """The same step as the recorder saves it; the loop's own loss is multiplied by `spoil`."""
+    torch.manual_seed(0)
+    net = importlib.import_module("net")
+    model = getattr(net, name)()
+    image = torch.randn(4, 3, 8, 8)
+    image[1] = 0
+    recorder = Recorder(model, loss=loss and getattr(net, loss))
+    with recorder.step((image,)), cuda_autocast():
+        recorder.watch(net.loss_of(model(image), (image,)) * spoil)
+    recorder.close()
+    sys.modules.pop("net")
+    return recorder.written[0]
+
+
+def edit(project, *, old=FIXED_LINE[0], new=FIXED_LINE[1], seconds=1):
+    """Change the file, that many seconds after now."""
+    path = project / "net.py"
+    path.write_text(path.read_text().replace(old, new))
+    later = path.stat().st_mtime + seconds
+    os.utime(path, (later, later))
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_a_batch_norm_model_that_was_fixed_is_fixed(project):
+    dump = write_dump(project)
+    assert not torch.load(dump)["state_dict"]["norm.running_mean"].isfinite().any()
+    before = run("verify", dump, "--model", "net.py:Net")
+    edit(project)
+    after = run("verify", dump, "--model", "net.py:Net")
+    assert (before.exit_code, after.exit_code) == (1, 0)
+    assert "net.py:17: x = (x - x.mean" in words(before.stdout)
+    assert after.stdout.startswith("FIXED: the step that failed passes now\n")
+    assert "in train mode" in after.stdout
+    assert "Eval mode reads the running statistics" in words(after.stdout)
+    assert run("replay", dump, "--model", "net.py:Net", "--check").exit_code == 0
+
+
+def test_poisoned_buffers_without_a_change_still_fail(project):
+    dump = write_dump(project)
+    edit(project, seconds=-3600)  # what fails is eval mode, of a model that is sound in train mode
+    result = run("verify", dump, "--model", "net.py:Net")
+    assert result.exit_code == 1
+    assert "passes in train mode" in words(result.stdout)
+
+
+def test_the_changed_line_is_told_by_the_recorders_hashes(project):
+    dump = record_dump(project)
+    assert run("verify", dump).exit_code == 1
+    edit(project)
+    result = run("verify", dump)
+    assert result.exit_code == 0
+    assert "changed net.py:17 (1 line) since the dump was written" in words(result.stdout)
+    assert "gradients finite at loss scale 1" in words(result.stdout)
+
+
+def test_a_replay_of_changed_code_says_that_it_passes(project):
+    dump = record_dump(project)
+    edit(project)
+    result = run("replay", dump)
+    assert result.exit_code == 0
+    assert "Your code has changed since, and the step passes now: net.py:17 (1 line)" in words(result.stdout)
+    assert nandoctor.replay(dump).verdict == "fixed"
+
+
+def test_a_replay_without_hashes_says_what_can_be_said(project):
+    dump = write_dump(project, "Plain")
+    edit(project)
+    result = run("replay", dump, "--model", "net.py:Plain")
+    assert result.exit_code == 3
+    assert "Written after the dump: net.py. If that was your fix, it works" in words(result.stdout)
+
+
+def test_a_comment_is_no_fix(project):
+    dump = record_dump(project)
+    edit(project, old="class Plain", new="# a note\nclass Plain")
+    assert run("verify", dump).exit_code == 1
+
+
+def test_nothing_changed_is_no_fix(project):
+    """The loop saw a NaN that a replay of the same code does not show: whatever that is, nobody has fixed it."""
+    edit(project)
+    dump = record_dump(project, spoil=float("nan"))
+    for verb in (("verify", dump), ("replay", dump, "--check")):
+        assert run(*verb).exit_code == 125
+    assert "nothing has changed since the dump was written (net.py)" in words(run("verify", dump).stdout)
+    with pytest.raises(AssertionError, match="nothing has changed"):
+        assert_step_passes(dump)
+
+
+def test_a_plain_dump_that_nothing_explains_cannot_be_told(project):
+    dump = write_dump(project, "Plain")
+    edit(project, seconds=-3600)
+    result = run("verify", dump, "--model", "net.py:Plain")
+    assert (result.exit_code, result.stdout.partition(":")[0]) == (125, "CANNOT TELL")
+    assert "next --model" not in words(result.stdout)
+    assert "--changed FILE" in result.stdout
+    assert run("verify", dump, "--model", "net.py:Plain", "--changed", "net.py").exit_code == 0
+    assert run("replay", dump, "--model", "net.py:Plain", "--check").exit_code == 125
+
+
+def test_a_file_that_git_checked_out_again_has_not_changed(project):
+    dump = write_dump(project, "Plain")
+    edit(project, seconds=-3600)
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    earlier = {**os.environ, "GIT_COMMITTER_DATE": "2020-01-01T00:00:00Z"}
+    for command in (("init", "-q"), ("add", "net.py"), (*who, "commit", "-qm", "Begin")):
+        subprocess.run(["git", *command], check=True, env=earlier)
+    edit(project, old="no such text")  # as a clone does it: newer than the dump, and the same text
+    verification = nandoctor.verify(dump, "net.py:Plain")
+    assert (verification.outcome, verification.code.basis) == ("cannot-tell", "time")
+    edit(project, old="1e-4", new="1e-3")
+    verification = nandoctor.verify(dump, "net.py:Plain")
+    assert verification.outcome == "fixed"
+    assert [(change.line, change.num_lines) for change in verification.code.changes] == [(17, 1)]
+
+
+def test_dropout_without_its_random_state_cannot_be_told(project):
+    dump = write_dump(project, "Dropping")
+    edit(project)
+    result = run("verify", dump, "--model", "net.py:Dropping")
+    assert result.exit_code == 125
+    assert "draws random numbers" in words(result.stdout)
+    assert run("verify", dump, "--model", "net.py:Dropping", "--seed", "0").exit_code == 0
+
+
+def test_dropout_from_the_recorded_state_is_told(project):
+    dump = record_dump(project, "Dropping")
+    edit(project)
+    assert run("verify", dump).exit_code == 0
+
+
+def test_a_loss_that_is_not_replayed_cannot_be_told(project):
+    edit(project)
+    dump = record_dump(project, loss=None, spoil=float("nan"))
+    edit(project, old="1e-4", new="1e-3")
+    result = run("verify", dump)
+    assert result.exit_code == 125
+    assert "which is not in the file" in words(result.stdout)
+    assert "--loss FILE.py:NAME" in result.stdout
+
+
+def test_what_cannot_be_run_cannot_be_told(project):
+    dump = write_dump(project, "Plain")
+    for arguments in ((dump,), ("nowhere.pth",), (dump, "--model", "net.py:loss_of")):
+        result = run("verify", *arguments, "--json")
+        assert result.exit_code == 125
+        assert json.loads(result.stdout)["outcome"] == "cannot-tell"
+        assert result.stderr == ""
+
+
+def test_json_is_the_whole_verification(project):
+    dump = record_dump(project)
+    for code in (1, 0):
+        result = run("verify", dump, "--json")
+        plain = json.loads(result.stdout)
+        jsonschema.validate(plain, describe_schema(Verification, title="verification"))
+        assert (plain["schema"], result.exit_code) == ("nandoctor.verification/2", code)
+        edit(project)
+    assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash", "line": 17, "num_lines": 1}]
+
+
+def test_a_step_that_passes_raises_nothing(project):
+    dump = write_dump(project, "Plain")
+    net = importlib.import_module("net")
+    with pytest.raises(AssertionError, match=r"(?s)STILL FAILS: .*eps-underflow"):
+        assert_step_passes(dump, net.Plain())
+    edit(project)
+    sys.modules.pop("net")
+    assert_step_passes(dump, importlib.import_module("net").Plain)
+
+
+def test_a_case_verifies_what_it_saw_fail(project):
+    dump = write_dump(project, "Dropping")
+    case = nandoctor.replay(dump, "net.py:Dropping", fixes=False)
+    assert case.finite is False
+    assert case.verify().outcome == "still-fails"
+    edit(project)
+    assert case.verify().outcome == "fixed"
+    assert nandoctor.replay(dump, "net.py:Dropping").finite
+
+
+def test_a_step_that_nothing_says_has_failed_passes(project):
+    torch.save({"state_dict": nn.Linear(3, 3).state_dict(), "x": torch.ones(2, 3)}, "well.pth")
+    assert nandoctor.verify("well.pth", nn.Linear(3, 3)).outcome == "passes"
+
+
+def test_a_check_of_a_silent_overflow_fails(project):
+    class RootMeanSquare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return x * torch.rsqrt((x * x).mean(-1, keepdim=True))
+
+    torch.manual_seed(0)
+    torch.save({"state_dict": RootMeanSquare().state_dict(), "x": torch.full((2, 2), 1e3)}, "silent.pth")
+    assert nandoctor.replay("silent.pth", RootMeanSquare, fixes=False).verdict == "silent"
+    assert nandoctor.verify("silent.pth", RootMeanSquare).exit_code == 1
