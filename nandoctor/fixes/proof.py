@@ -1,63 +1,157 @@
 """Verifies a change by running the very text that is printed, on the failing batch and on others near to it.
 
-In: a change as it is written. Out: the judgement of its runs, and what each criterion said.
+In: a change as it is written. Out: the judgement of its run, and what each criterion said.
 
 A change of the batch holds for that batch alone, so it is not tried on variations of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 
-from nandoctor.evidence.edits import Edit
+import torch
+
+from nandoctor.evidence.changes import Snippet, SourcePatch
+from nandoctor.evidence.edits import Edit, KeepSamples
 from nandoctor.evidence.report import Check
+from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, sample_errors
+from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
+from nandoctor.fixes.variations import VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.writing import WrittenChange
+from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change
+from nandoctor.text import percent
+
+_COARSER_IN_BF16 = 8
+"""bf16 carries 8 bits where fp16 carries 11."""
+_NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
+_HEADROOM = 256.0
+"""By how much GradScaler may have to lower its scale on another batch."""
 
 
-def verify_written(written: WrittenChange, edit: Edit, trials: Trials) -> tuple[Judgement, tuple[Check, ...]]:
-    """Run the step with the written change, gradients included, then its variations; the first that fails ends it.
+class Verifier:
+    """Verifies written changes of one step; the runs that they are compared with are shared by all of them.
 
-    Raises:
-        BudgetSpent: nothing more may be run.
+    `guilty` are the samples to blame, () where they are not known; `random` tells whether the step draws numbers.
     """
-    change = written.change if written.change is not None else edit
-    proof = trials.with_gradients.judge(change)
-    checks = [
-        Check(name="output", status=_status(proof.outcome.finite), text=_say_output(proof)),
-        Check(name="gradients", status=_status(proof.passes), text=_say_gradients(trials, proof)),
-    ]
-    if not proof.passes:
-        return proof, tuple(checks)
-    for check in _vary(change, trials) if written.kind != "data" else ():
-        checks.append(check)
-        if check.status == "failed":
-            return Judgement(outcome=proof.outcome, passes=False), tuple(checks)
-    if written.kind == "data":
-        checks.append(Check(name="variations", status="not-checked", text="the change is of this batch alone"))
-    return proof, tuple(checks)
+
+    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool) -> None:
+        self._trials = trials.with_gradients
+        self._guilty, self._random = guilty, random
+        samples = range(trials.step.num_samples or 0)
+        self._healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
+        self._gradients = GradientCheck(self._trials, healthy=self._healthy)
+
+    def verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
+        """Run the step with the written change, gradients included, then its variations; the first that fails ends it.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        change = written.change if written.change is not None else edit
+        made, scale = self._gradients.run(change)
+        judgement = self._trials.assess(made, (change,))
+        criteria: list[tuple[str, Callable[[], Said]]] = [
+            ("output", lambda: _judge_output(judgement)),
+            ("loss", lambda: _judge_loss(made)),
+            ("gradients", lambda: self._gradients.judge(change, made, scale)),
+            ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
+            ("healthy samples", lambda: self._judge_healthy(change, made)),
+        ]
+        for name, varied in self._variations.items():
+            criteria.append((name, partial(self._judge_variation, written, change, varied, scale)))
+        checks: list[Check] = []
+        for name, judge in criteria:
+            failed = any(check.status == "failed" for check in checks)
+            status, text = _NOT_RUN if failed else judge()
+            checks.append(Check(name=name, status=status, text=text))
+        passes = all(check.status != "failed" for check in checks)
+        return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
+
+    def _judge_healthy(self, change: Change, made: Result) -> Said:
+        """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
+        if _selects(change):
+            return "not-checked", "the change takes samples out of the batch"
+        if not self._healthy:
+            return "not-checked", "every sample fails" if self._guilty else "the samples to blame are not known"
+        before, reference = self._before, self._trials.sound_reference((change,))
+        size = self._trials.step.num_samples
+        errors = [sample_errors(one, other, size) for one, other in ((made, reference), (made, before))]
+        own = sample_errors(before, reference, size)
+        if own is None or errors[0] is None or errors[1] is None:
+            return "not-checked", "no output has the samples as its first dimension"
+        rows = list(self._healthy)
+        off = torch.minimum(*errors)[rows]  # type: ignore[arg-type]
+        coarser = _COARSER_IN_BF16 if in_bf16(change, before=False) else 1
+        allowed = (coarser * torch.nan_to_num(own, nan=0.0)).clamp(min=TOLERANCE, max=MOST_NOISE)[rows]
+        text = f"the samples that were fine change by at most {percent(float(off.max()))}"
+        return "passed" if bool((off <= allowed).all()) else "failed", text
+
+    @cached_property
+    def _before(self) -> Result:
+        """The unchanged step, in which the samples that are not to blame are sound."""
+        return self._trials.run()
+
+    @cached_property
+    def _variations(self) -> Mapping[str, Trials | None]:
+        """The trials of the step on batches near to its own; None where there is no such batch."""
+        step = self._trials.step
+        alone = interventions.select_samples([KeepSamples(samples=self._guilty)], step.batch, step.used)
+        batches = {name: vary(step.batch, step.used) for name, vary in VARIATIONS.items()}
+        varied: dict[str, Trials | None] = {
+            "samples to blame alone": self._trials.on(replace(step, batch=alone)) if self._healthy else None
+        }
+        for name, batch in batches.items():
+            varied[name] = self._trials.on(replace(step, batch=batch)) if batch is not None else None
+        varied["other seed"] = self._trials.on(replace(step, seed=(step.seed or 0) + 1)) if self._random else None
+        return varied
+
+    def _judge_variation(
+        self, written: WrittenChange, change: Change, varied: Trials | None, scale: float | None
+    ) -> Said:
+        """Finite is asked for, and no more: elsewhere the step itself may magnify what fp16 rounds."""
+        if written.kind == "data":
+            return "not-checked", "the change is of this batch alone"
+        if varied is None:
+            return "not-checked", "the step has no such variation"
+        made = varied.run(*at_scale(change, scale or 1.0))
+        if made.values_finite and not made.gradients_finite and scale is not None:
+            made = varied.run(*at_scale(change, scale / _HEADROOM))
+        if made.finite:
+            return "passed", "output and gradients are finite"
+        return self._excuse(made, varied.reference())
+
+    def _excuse(self, made: Result, reference: Result) -> Said:
+        """Say whether a run that is not finite is so only where the unchanged step in fp32 is not either."""
+        if not reference.ran:
+            return "not-checked", "the unchanged step cannot be run on such a batch"
+        comparison = compare(made, reference)
+        if not self._trials.numerics and made.ran:
+            if comparison.finite and comparison.gradients_finite:
+                return "passed", "finite wherever fp32 is"
+            if not reference.finite:
+                return "not-checked", "fp32 fails there as well"
+        return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
 
 
-def _vary(change: Change, trials: Trials) -> Iterator[Check]:
-    for name, varied in trials.variations.items():
-        # How far fp16 may be from fp32 is judged on the failing batch: elsewhere the step itself may magnify rounding.
-        judgement = varied.judge(change)
-        yield Check(name=name, status=_status(judgement.outcome.finite), text=_say_output(judgement))
+def _selects(change: Change) -> bool:
+    if isinstance(change, SourcePatch | Snippet):
+        return isinstance(change, Snippet) and change.kind == "data"
+    return any(isinstance(edit, KeepSamples) for edit in interventions.flatten((change,)))
 
 
-def _status(passed: bool) -> Literal["passed", "failed"]:
-    return "passed" if passed else "failed"
-
-
-def _say_output(judgement: Judgement) -> str:
+def _judge_output(judgement: Judgement) -> Said:
     error = judgement.outcome.max_rel_err
     if not judgement.outcome.finite or error is None:
-        return "non-finite"
-    return f"finite, {100 * error:.2g} % off fp32"
+        return "failed", "the output is not finite wherever it should be"
+    return "passed" if judgement.passes else "failed", f"finite, {percent(error)} off fp32"
 
 
-def _say_gradients(trials: Trials, proof: Judgement) -> str:
-    of = "of the loss" if trials.step.loss is not None else "of a surrogate loss, for none is known"
-    return f"{'finite' if proof.passes else 'not all finite, or far from fp32'}, {of}"
+def _judge_loss(made: Result) -> Said:
+    loss = made.values.get("loss")
+    if loss is None:
+        return "not-checked", "no loss is known (--loss)"
+    return ("passed", "finite") if bool(torch.isfinite(loss).all()) else ("failed", "not finite")

@@ -39,7 +39,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
 from nandoctor.fixes.minimal_sets import find_minimal_sets
-from nandoctor.fixes.proof import verify_written
+from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
@@ -69,10 +69,17 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
-    trials = Trials(step, budget, numerics=findings.verdict not in ("precision", "silent", "loss-scale"))
+    trials = Trials(
+        step,
+        budget,
+        numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
+        backward=findings.trace.finite,  # a forward that fails is searched on by itself
+    )
     if _blames_optimizer(findings):
         return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
     writer = ChangeWriter(step.model, findings.trace.ops)
+    guilty = guilty_samples(findings)
+    verifier = Verifier(trials, guilty=guilty, random=findings.random)
     tried: list[Fix] = []
     from_fp32_sets: list[Fix] = []
     varied: list[Counterfactual] = []
@@ -80,15 +87,14 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     untried = [_CHANGES, "sets of modules in fp32", "other settings"]
     with suppress(BudgetSpent):
         for candidate in propose(findings, trials):
-            tried += _try(candidate, writer, trials)
+            tried += _try(candidate, writer, trials, verifier)
         untried.remove(_CHANGES)
         if findings.verdict in ("precision", "silent"):
             search, found = _search_fp32_sets(findings, trials)
             for kept in found:
-                from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials)
+                from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials, verifier)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
-        guilty = guilty_samples(findings)
         for outcome in vary_settings(trials, guilty, random=findings.random):
             varied.append(outcome)
         untried.remove("other settings")
@@ -102,14 +108,28 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
-    """Verified fixes first: changes at the origin, then sets found by search, then another format or batch; by size."""
+    """Verified fixes first: changes at the origin, then sets found by search, then another format or batch; by size.
 
-    def key(item: Fix) -> tuple[bool, bool, bool, int]:
+    Last comes what leaves the origin as it is, and helps because its input happens to arrive in fp32.
+    """
+
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
-        return not item.verified, size >= _WHOLE, item.patch not in at_origin, size
+        only_upstream = _is_only_upstream(item.edit, findings)
+        return not item.verified, only_upstream, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
+
+
+def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
+    """Tell whether all that a change does is to keep other modules in fp32 than those that the failure starts in."""
+    blamed = {suspect.site.module for suspect in findings.conclusion.suspects}
+    singles = edit.edits if isinstance(edit, Together) else (edit,)
+    kept = [single for single in singles if isinstance(single, KeepModule)]
+    if len(kept) < len(singles):
+        return False
+    return not any(is_below(path, single.module) for path in blamed for single in kept)
 
 
 def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool) -> Iterator[str]:
@@ -143,7 +163,7 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
         yield _make_fix(edit, written, proof, (stepped,))
 
 
-def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix]:
+def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials, verifier: Verifier) -> list[Fix]:
     """The first strength that passes as a probe and again as the text that is printed; else the last that was tried."""
     last: list[Fix] = []
     for edit in candidate:
@@ -152,7 +172,7 @@ def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials) -> list[Fix
         last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
         # The probe cannot widen an op that writes to its argument; the text can.
         for text in written if probe.passes or isinstance(edit, KeepOp) else ():
-            proof, checks = verify_written(text, edit, trials)
+            proof, checks = verifier.verify(text, edit)
             last = [_make_fix(edit, text, proof, checks)]
             if proof.passes:
                 return last

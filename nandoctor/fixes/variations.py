@@ -31,27 +31,41 @@ def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
     return total
 
 
-def _rolled(value: torch.Tensor) -> torch.Tensor:
-    return value.roll(1, 0) if value.dim() else value
+def _in_another_order(batch: Batch, _: frozenset[str]) -> dict[str, torch.Tensor]:
+    return {name: value.roll(1, 0) if value.dim() else value for name, value in batch.items()}
 
 
-def _noisy(value: torch.Tensor) -> torch.Tensor:
+def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
     """Every value changed by a share of itself, so that the zeros of a mask stay zeros."""
-    if not value.is_floating_point():
-        return value
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-    return value * (1 + _NOISE * noise)
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        return value * (1 + _NOISE * torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value))
+
+    return _changed(batch, used, change)
 
 
-VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tensor]]] = {
-    "samples in another order": lambda batch, used: _each(batch, used, _rolled, whole=True),
-    "small noise on the inputs": lambda batch, used: _each(batch, used, _noisy),
+def _scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
+    """The measured values times a factor; flags of 0 and 1 are not measured."""
+    measured = frozenset(name for name in used if name in batch and not _is_flags(batch[name]))
+    return _changed(batch, measured, lambda value: value * factor)
+
+
+def _is_flags(value: torch.Tensor) -> bool:
+    return bool(((value == 0) | (value == 1)).all())
+
+
+def _changed(
+    batch: Batch, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """The batch with its real numbers changed that are named; None where none are."""
+    real = {name for name in names & batch.keys() if batch[name].is_floating_point()}
+    return {name: change(value) if name in real else value for name, value in batch.items()} if real else None
+
+
+VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tensor] | None]] = {
+    "samples in another order": _in_another_order,
+    "small noise on the inputs": _noisy,
+    "inputs halved": lambda batch, used: _scaled(batch, used, 0.5),
+    "inputs doubled": lambda batch, used: _scaled(batch, used, 2.0),
 }
-"""By name, batches that a fix has to hold on as well."""
-
-
-def _each(
-    batch: Batch, used: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor], *, whole: bool = False
-) -> dict[str, torch.Tensor]:
-    """The batch with its inputs changed, and with `whole` its targets too."""
-    return {name: change(value) if whole or name in used else value for name, value in batch.items()}
+"""By name, batches that a fix has to hold on as well; None where the batch has no such neighbour."""

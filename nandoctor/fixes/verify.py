@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import torch
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
@@ -21,25 +20,13 @@ from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import TrialOutcome
-from nandoctor.fixes.variations import VARIATIONS, surrogate_loss
+from nandoctor.fixes.agreement import Result, compare, keep
+from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.memory import is_out_of_memory
-from nandoctor.replaying.runner import Change, FailingStep, Outcome, Watch
-from nandoctor.tracing.tensor_stats import numbers_in
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.replaying.runner import Change, FailingStep, Watch
 
-TOLERANCE = 0.01
-"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there.
-
-fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
-model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
-float64: what it loses there, in fp16's coarser units, is allowed for."""
-NOISE = 4 * 2.0 ** (24 - 11)
-"""fp16 carries 11 bits and fp32 24; 4 because one rounding is luckier than another."""
-MOST_NOISE = 0.03
-"""And never more than this share of the largest magnitude in the whole tensor."""
-_SMALLEST_SHARE = 1e-3
 GRADIENT_TOLERANCE = 0.1
 """The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
 
@@ -85,41 +72,39 @@ class TrialBudget:
 class Trials:
     """The trials of one failing step.
 
-    With `numerics` the step fails in fp32 as well: an edit is then judged against fp32 with the same edit, and must not
-    change what was finite without it. Gradients have to be finite where fp32's are; with a loss scale they have to
-    agree too, which is asked too much where none keeps fp16's from underflowing.
+    With `numerics` the step fails in fp32 as well: an edit is then judged against float64 where that is sound, else
+    against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
+    be finite where the reference's are; with a loss scale they have to agree too, which is asked too much where none
+    keeps fp16's from underflowing.
     """
 
-    def __init__(self, step: FailingStep, budget: TrialBudget, *, numerics: bool) -> None:
+    def __init__(self, step: FailingStep, budget: TrialBudget, *, numerics: bool, backward: bool = True) -> None:
         self.step = step
+        self.numerics = numerics
         self._budget = budget
-        self._numerics = numerics
+        self._backward = backward and step.loss is not None
+        self._is_own_batch = step.loss is not surrogate_loss
         self._gradient_tolerance = GRADIENT_TOLERANCE if step.loss_scale != 1 else math.inf
         self._judgements: dict[frozenset[Change], Judgement] = {}
-        self._references: dict[frozenset[Change], _Result] = {}
+        self._references: dict[frozenset[Change], Result] = {}
 
     @cached_property
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
-        if self.step.loss is not None:
-            return self
-        return Trials(replace(self.step, loss=surrogate_loss), self._budget, numerics=self._numerics)
+        return self.on(self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss))
 
-    @cached_property
-    def variations(self) -> Mapping[str, Trials]:
-        """The trials of the step, gradients included, on batches near to the one that failed."""
-        step = self.with_gradients.step
-        batches = {name: vary(step.batch, step.used) for name, vary in VARIATIONS.items()}
-        return {
-            name: Trials(replace(step, batch=batch), self._budget, numerics=self._numerics)
-            for name, batch in batches.items()
-        }
+    def on(self, step: FailingStep) -> Trials:
+        """The trials of a step near to this one, gradients included, out of the same budget."""
+        made = Trials(step, self._budget, numerics=self.numerics)
+        made._is_own_batch = made._is_own_batch and self._is_own_batch and step.batch is self.step.batch
+        return made
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """The trials of the same step in this mode and with this seed, out of the same budget."""
         if (training, seed) == (self.step.training, self.step.seed):
             return self
-        return Trials(replace(self.step, training=training, seed=seed), self._budget, numerics=self._numerics)
+        step = replace(self.step, training=training, seed=seed)
+        return Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
 
     @property
     def num_run(self) -> int:
@@ -137,12 +122,12 @@ class Trials:
         Raises:
             BudgetSpent: nothing more may be run.
         """
-        made = self._execute(edits, "autocast")
+        made = self.run(*edits)
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
-        comparison = _compare(made, self._reference(samples))
+        comparison = compare(made, self.reference(*samples))
         if not made.ran:
             return None
-        finite = comparison.finite and (made.finite or not self._numerics)
+        finite = comparison.finite and comparison.gradients_finite and (made.finite or not self.numerics)
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
     def judge(self, *edits: Change) -> Judgement:
@@ -161,59 +146,97 @@ class Trials:
         return self.judge(*edits).passes
 
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
-        selects = any(isinstance(edit, KeepSamples) for edit in _key(edits))
-        reference = self._reference(edits if self._numerics or selects else ())
-        made = self._execute(edits, "autocast")
-        comparison = _compare(made, reference)
-        finite = comparison.finite and (reference.finite or not (self._numerics or selects))
-        if not finite:
+        made = self.run(*edits)
+        judgement = self.assess(made, edits)
+        if not (judgement.passes and self._backward):
+            return judgement
+        reference = self.sound_reference(edits)
+        comparison = compare(made, reference)
+        if not comparison.gradients_finite or (self.numerics and not reference.gradients_finite):
+            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
+        return replace(judgement, passes=comparison.gradient_error <= self._gradient_tolerance)
+
+    def assess(self, made: Result, edits: tuple[Change, ...]) -> Judgement:
+        """Compare the output and the loss of a run that was made with `edits`.
+
+        Raises:
+            BudgetSpent: nothing more may be run, and what it has to be compared with was not run yet.
+        """
+        reference = self.sound_reference(edits)
+        changed = self._changed_in_reference(edits)
+        comparison = compare(made, reference)
+        if not (comparison.finite and (reference.values_finite or not changed)):
             return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
         agrees = comparison.agrees()
         if not agrees:
-            exact = self._exact(edits if self._numerics or selects else ())
-            comparison = _compare(made, reference, exact=exact)
-            agrees = comparison.agrees(unsure=_compare(exact, reference))
+            exact = self.exact(*changed)
+            comparison = compare(made, reference, exact=exact)
+            agrees = comparison.agrees(unsure=compare(exact, reference))
         max_rel_err = comparison.max_rel_err
-        if self._numerics and not selects:
+        if self.numerics and changed and not _selects(edits):
             # What was finite before must be no other value now; what was not has nothing to agree with.
-            changes = _compare(reference, self._reference(()))
+            changes = compare(reference, self.reference())
             agrees = agrees and changes.agrees()
             max_rel_err = max(max_rel_err, changes.max_rel_err)
-        return Judgement(
-            outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err),
-            passes=agrees and comparison.gradient_error <= self._gradient_tolerance,
-        )
+        return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
 
-    def _exact(self, edits: tuple[Change, ...]) -> _Result:
+    def sound_reference(self, edits: tuple[Change, ...]) -> Result:
+        """What a run with `edits` has to agree with: fp32 of the unchanged step, where that fails float64.
+
+        Where that fails too, and where other samples are taken, the same edits in fp32.
+        """
+        changed = self._changed_in_reference(edits)
+        return self.exact() if self.numerics and not changed else self.reference(*changed)
+
+    def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
+        return edits if _selects(edits) or (self.numerics and not self._sound_in_fp64) else ()
+
+    @cached_property
+    def _sound_in_fp64(self) -> bool:
+        return self.exact().finite
+
+    def exact(self, *edits: Change) -> Result:
         """The step in float64: what fp32 itself is unsure of, no fix has to agree with."""
-        return self._reference((*edits, UseFormat(format=FP64)))
+        return self.reference(*edits, UseFormat(format=FP64))
 
-    def _reference(self, edits: tuple[Change, ...]) -> _Result:
+    def reference(self, *edits: Change) -> Result:
+        """The step in fp32 with `edits`; it is run once."""
         key = _key(edits)
         if key not in self._references:
             self._references[key] = self._execute(edits, "fp32")
         return self._references[key]
 
-    def _execute(self, edits: tuple[Change, ...], precision: Precision) -> _Result:
+    def run(self, *edits: Change) -> Result:
+        """The step as it failed, with `edits`; it is run again each time."""
+        return self._execute(edits, "autocast")
+
+    def _execute(self, edits: tuple[Change, ...], precision: Precision) -> Result:
         self._budget.spend()
         if _is_too_large(self.step.model, edits):
-            return _keep(None)
-        has_loss = self.step.loss is not None
-        watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=has_loss, keep=has_loss)
+            return keep(None)
+        gradients = self._backward
+        watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=gradients, keep=gradients)
         try:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
-            return _keep(replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome)
+            return keep(replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome)
         except LossError:
-            # Of a loss that cannot be computed nothing follows for the change; fewer samples may not suit it.
-            if self.step.loss is surrogate_loss or any(isinstance(edit, KeepSamples) for edit in _key(edits)):
-                return _keep(None)
-            raise
+            # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
+            if self._is_own_batch and not _selects(edits):
+                raise
+            if self.step.loss is surrogate_loss and self._backward:
+                self._backward = False  # the output depends on no weight that is trained
+                return self._execute(edits, precision)
+            return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):  # says nothing about the change, and the next one would fare no better
                 self._budget.out_of_memory = True
                 raise BudgetSpent from error
-            return _keep(None)  # a changed model may not run at all
+            return keep(None)  # a changed model may not run at all
+
+
+def _selects(edits: tuple[Change, ...]) -> bool:
+    return any(isinstance(edit, KeepSamples) for edit in _key(edits))
 
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:
@@ -227,117 +250,3 @@ def _is_too_large(model: nn.Module, edits: tuple[Change, ...]) -> bool:
     """Tell whether a float64 run was asked for that may not fit beside the model."""
     in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
     return in_fp64 and sum(parameter.numel() for parameter in model.parameters()) > MOST_FP64_PARAMETERS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way."""
-
-    values: Mapping[str, torch.Tensor]
-    gradients: Mapping[str, torch.Tensor]
-    ran: bool
-
-    @property
-    def finite(self) -> bool:
-        tensors = (*self.values.values(), *self.gradients.values())
-        return self.ran and all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Differences:
-    """For each sample of one tensor the largest difference and the largest magnitude, and the latter in all of it."""
-
-    largest: torch.Tensor
-    magnitude: torch.Tensor
-    overall: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    """One run beside another: whether it is finite wherever that is, and how far it is from it there."""
-
-    finite: bool
-    values: Mapping[str, _Differences]
-    gradient_error: float
-
-    @property
-    def max_rel_err(self) -> float:
-        return max((float((d.largest / d.magnitude).max()) for d in self.values.values()), default=0.0)
-
-    def agrees(self, *, unsure: _Comparison | None = None) -> bool:
-        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
-        return all(self._is_honest(name, unsure) for name in self.values)
-
-    def _is_honest(self, name: str, unsure: _Comparison | None) -> bool:
-        ours = self.values[name]
-        allowed = TOLERANCE * ours.magnitude
-        other = unsure.values.get(name) if unsure is not None and unsure.finite else None
-        if other is not None:
-            noise = (NOISE * other.largest).clamp(max=MOST_NOISE * ours.overall)
-            allowed = torch.maximum(allowed, noise)
-        return bool((ours.largest <= allowed).all())
-
-
-def _keep(outcome: Outcome | None) -> _Result:
-    if outcome is None:
-        return _Result(values={}, gradients={}, ran=False)
-    found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(outcome.output))
-    values = {f"output.{path}": values for path, values in found if values is not None}
-    if outcome.loss is not None:
-        values["loss"] = outcome.loss.detach()
-    return _Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)
-
-
-def _compare(made: _Result, reference: _Result, *, exact: _Result | None = None) -> _Comparison:
-    """`made` beside the reference; with an `exact` result, beside the range between the two."""
-    finite, values = made.ran and reference.ran, {}
-    for name, theirs in reference.values.items():
-        ours = made.values.get(name)
-        if ours is None or ours.shape != theirs.shape:
-            return _Comparison(finite=False, values={}, gradient_error=math.inf)
-        sound = torch.isfinite(theirs)
-        finite = finite and bool(torch.isfinite(ours[sound]).all())
-        other = exact.values.get(name) if exact is not None and exact.ran else None
-        nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
-        if theirs.numel():
-            values[name] = _differences(ours, nearest, sound)
-    names = made.gradients.keys() & reference.gradients
-    gradients = [(made.gradients[name], reference.gradients[name]) for name in names]
-    finite = finite and all(bool(torch.isfinite(ours[torch.isfinite(theirs)]).all()) for ours, theirs in gradients)
-    return _Comparison(finite=finite, values=values, gradient_error=_norm_difference(gradients) if finite else math.inf)
-
-
-def _nearest_between(ours: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The number between the two ends that is nearest to ours."""
-    ends = one.double(), other.double()
-    return ours.double().clamp(torch.minimum(*ends), torch.maximum(*ends))
-
-
-def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor) -> _Differences:
-    """Sample by sample along dimension 0, over the elements that are `sound`."""
-    rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
-    difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
-    difference = torch.where(difference <= _grain(ours.dtype), 0.0, difference)
-    magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
-    overall = float(magnitude.max())
-    # A sample of zeros is measured by the others.
-    return _Differences(
-        largest=torch.nan_to_num(difference, nan=math.inf),
-        magnitude=magnitude.clamp(min=_SMALLEST_SHARE * overall if overall else 1.0),
-        overall=overall,
-    )
-
-
-def _grain(dtype: torch.dtype) -> float:
-    """The smallest number of a format: what is nearer than that, it cannot tell apart."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
-def _norm_difference(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Norm of all differences over the norm of all of the second, where those are finite."""
-    difference = norm = 0.0
-    for ours, theirs in pairs:
-        sound = torch.isfinite(theirs)
-        difference += float((ours[sound].double() - theirs[sound].double()).square().sum())
-        norm += float(theirs[sound].double().square().sum())
-    return math.sqrt(difference / norm) if norm else math.sqrt(difference)

@@ -1,0 +1,190 @@
+"""How near two runs of one step are: what is finite in both, and how far values and gradients are apart.
+
+In: the outcomes of runs. Out: `Result`s, and `Comparison`s of one with another, sample by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nandoctor.replaying.runner import Outcome
+from nandoctor.tracing.tensor_stats import numbers_in
+from nandoctor.tracing.tensor_tree import walk_tensors
+
+TOLERANCE = 0.01
+"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there.
+
+fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
+model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
+float64: what it loses there, in fp16's coarser units, is allowed for."""
+NOISE = 4 * 2.0 ** (24 - 11)
+"""fp16 carries 11 bits and fp32 24; 4 because one rounding is luckier than another."""
+MOST_NOISE = 0.03
+"""And never more than this share of the largest magnitude in the whole tensor."""
+_SMALLEST_SHARE = 1e-3
+_LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    ran: bool
+
+    @property
+    def finite(self) -> bool:
+        """Tell whether all values and gradients are."""
+        return self.values_finite and self.gradients_finite
+
+    @property
+    def values_finite(self) -> bool:
+        """Tell whether the output and the loss are."""
+        return self.ran and _all_finite(self.values.values())
+
+    @property
+    def gradients_finite(self) -> bool:
+        """Tell whether every gradient is; with no gradients at all, too."""
+        return self.ran and _all_finite(self.gradients.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Differences:
+    """For each sample of one tensor the largest difference and the largest magnitude, and the latter in all of it."""
+
+    largest: torch.Tensor
+    magnitude: torch.Tensor
+    overall: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One run beside another: whether it is finite wherever that is, and how far it is from it there."""
+
+    finite: bool
+    gradients_finite: bool
+    values: Mapping[str, _Differences]
+    gradient_error: float
+
+    @property
+    def max_rel_err(self) -> float:
+        """The largest difference in a sample over the largest magnitude there, of the worst sample."""
+        return max((float((d.largest / d.magnitude).max()) for d in self.values.values()), default=0.0)
+
+    def agrees(self, *, unsure: Comparison | None = None) -> bool:
+        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
+        return all(self._is_honest(name, unsure) for name in self.values)
+
+    def _is_honest(self, name: str, unsure: Comparison | None) -> bool:
+        ours = self.values[name]
+        allowed = TOLERANCE * ours.magnitude
+        other = unsure.values.get(name) if unsure is not None and unsure.finite else None
+        if other is not None:
+            noise = (NOISE * other.largest).clamp(max=MOST_NOISE * ours.overall)
+            allowed = torch.maximum(allowed, noise)
+        return bool((ours.largest <= allowed).all())
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def keep(outcome: Outcome | None) -> Result:
+    """What a run gave, None standing for one that could not; in float64 what fp32 cannot hold counts as infinite."""
+    if outcome is None:
+        return Result(values={}, gradients={}, ran=False)
+    found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(outcome.output))
+    values = {f"output.{path}": _in_range(values) for path, values in found if values is not None}
+    if outcome.loss is not None:
+        values["loss"] = _in_range(outcome.loss.detach())
+    return Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)
+
+
+def _in_range(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.float64:
+        return tensor
+    return tensor.masked_fill(tensor.abs() > _LARGEST_FP32, math.inf)
+
+
+def compare(made: Result, reference: Result, *, exact: Result | None = None) -> Comparison:
+    """Compare `made` with the reference; with an `exact` result, beside the range between the two."""
+    finite, values = made.ran and reference.ran, {}
+    for name, theirs in reference.values.items():
+        ours = made.values.get(name)
+        if ours is None or ours.shape != theirs.shape:
+            return Comparison(finite=False, gradients_finite=False, values={}, gradient_error=math.inf)
+        sound = torch.isfinite(theirs)
+        finite = finite and bool(torch.isfinite(ours[sound]).all())
+        other = exact.values.get(name) if exact is not None and exact.ran else None
+        nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
+        if theirs.numel():
+            values[name] = _differences(ours, nearest, sound)
+    names = made.gradients.keys() & reference.gradients
+    pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
+    gradients_finite = all(bool(torch.isfinite(ours[torch.isfinite(theirs)]).all()) for ours, theirs in pairs)
+    return Comparison(
+        finite=finite,
+        gradients_finite=made.ran and gradients_finite,
+        values=values,
+        gradient_error=gradient_error(made, reference) if gradients_finite else math.inf,
+    )
+
+
+def gradient_error(made: Result, reference: Result) -> float:
+    """Norm of the difference of all gradients over the norm of the reference's, where those are finite."""
+    difference = norm = 0.0
+    for name in made.gradients.keys() & reference.gradients:
+        ours, theirs = made.gradients[name].double(), reference.gradients[name].double()
+        sound = torch.isfinite(theirs)
+        difference += float((ours[sound] - theirs[sound]).square().sum())
+        norm += float(theirs[sound].square().sum())
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+
+
+def gradient_norm(made: Result) -> float:
+    """Norm of all gradients together."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in made.gradients.values()))
+
+
+def sample_errors(made: Result, reference: Result, num_samples: int | None) -> torch.Tensor | None:
+    """For each sample its largest difference over its largest magnitude, in all outputs that have it as dimension 0.
+
+    None where no output does.
+    """
+    errors = [
+        differences.largest / differences.magnitude
+        for differences in compare(made, reference).values.values()
+        if len(differences.largest) == num_samples
+    ]
+    return torch.stack(errors).amax(0) if errors else None
+
+
+def _nearest_between(ours: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The number between the two ends that is nearest to ours."""
+    ends = one.double(), other.double()
+    return ours.double().clamp(torch.minimum(*ends), torch.maximum(*ends))
+
+
+def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor) -> _Differences:
+    """Sample by sample along dimension 0, over the elements that are `sound`."""
+    rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
+    difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
+    difference = torch.where(difference <= _grain(ours.dtype), 0.0, difference)
+    magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
+    overall = float(magnitude.max())
+    # A sample of zeros is measured by the others.
+    return _Differences(
+        largest=torch.nan_to_num(difference, nan=math.inf),
+        magnitude=magnitude.clamp(min=_SMALLEST_SHARE * overall if overall else 1.0),
+        overall=overall,
+    )
+
+
+def _grain(dtype: torch.dtype) -> float:
+    """The smallest number of a format: what is nearer than that, it cannot tell apart."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -1,0 +1,162 @@
+"""Judges the gradients of a changed step: finite at the loss scale of the training, and near to fp32's.
+
+In: the trials of a step with a loss. Out: the run with its gradients, and what is to be said of them.
+
+Where no scale is known it is the one that GradScaler comes to, which begins at 65,536 and lowers it until the gradients
+are finite (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). Too low a scale shows as an error: small
+gradients are then rounded to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
+
+from nandoctor.evidence.changes import Snippet, SourcePatch
+from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
+from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.fixes.agreement import NOISE, Result, gradient_error, gradient_norm
+from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
+from nandoctor.replaying.interventions import flatten
+from nandoctor.replaying.runner import Change
+from nandoctor.text import number, percent
+
+Said = tuple[Literal["passed", "failed", "not-checked"], str]
+"""A status, and the sentence that gives its reason."""
+
+GROWTH = 4.0
+"""GradScaler doubles its scale every 2,000 steps: room for two of these."""
+_USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0, 2.0**-4, 2.0**-8)
+_MOST_NOISE = 1.0
+"""The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
+_LARGER = 1.1
+"""A change of the formula may make the gradients smaller, and no larger than this."""
+
+
+class GradientCheck:
+    """The gradients of one step with one change after the other; what they are compared with is run once.
+
+    `healthy` are the samples that are not to blame, () where that is not known.
+    """
+
+    def __init__(self, trials: Trials, *, healthy: tuple[int, ...]) -> None:
+        self._trials, self._healthy = trials, healthy
+
+    def run(self, change: Change) -> tuple[Result, float | None]:
+        """Run the step at the largest scale at which its gradients are finite; None where they are at none."""
+        made = None
+        for scale in self._scales(change):
+            made = self._trials.run(*at_scale(change, scale))
+            if made.gradients_finite or not made.values_finite:
+                return made, scale if made.gradients_finite else None
+        assert made is not None
+        return made, None
+
+    def _scales(self, change: Change) -> tuple[float, ...]:
+        step = self._trials.step
+        if scale_set_by(change) is not None or (step.loss_scale == 1 and in_bf16(change, before=step.low is BF16)):
+            return (scale_set_by(change) or 1.0,)
+        if step.loss_scale != 1:
+            return (GROWTH * step.loss_scale, step.loss_scale)
+        return _USUAL_SCALES if step.loss is surrogate_loss else tuple(s for s in _USUAL_SCALES if s >= 1)
+
+    def judge(self, change: Change, made: Result, scale: float | None) -> Said:
+        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        of = "a surrogate loss, for none is known" if self._trials.step.loss is surrogate_loss else "the loss"
+        if not made.gradients:
+            return "not-checked", "no weight has a gradient"
+        if scale is None:
+            return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
+        error, allowed = self._error(change, made)
+        told = f"gradients of {of}: finite at loss scale {number(scale)}"
+        if error is None:
+            return "passed", f"{told}; there are no others to compare them with"
+        return "passed" if error <= allowed else "failed", f"{told}, {percent(error)} off fp32"
+
+    def judge_growth(self, change: Change, scale: float | None) -> Said:
+        """Say whether the gradients stay finite where GradScaler doubles its scale twice.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        step = self._trials.step
+        if step.loss_scale == 1 or scale_set_by(change) is not None:
+            return "not-checked", "the loss scale of the training is not known" if step.loss_scale == 1 else "it is set"
+        grown = GROWTH * step.loss_scale
+        if scale == grown:
+            return "passed", f"gradients are finite at loss scale {number(grown)} too"
+        if self._overflows_anyway(grown):
+            return "not-checked", f"at loss scale {number(grown)} the gradients overflow without the failure too"
+        return "failed", f"gradients are not finite at loss scale {number(grown)}"
+
+    def _overflows_anyway(self, scale: float) -> bool:
+        """Tell whether fp16 cannot hold the gradients of the weights, or of the samples that were fine."""
+        gradients = self._trials.reference().gradients.values()
+        largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
+        if largest * scale > FP16.max:
+            return True
+        if not self._healthy:
+            return False
+        return not self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale)).gradients_finite
+
+    def _error(self, change: Change, made: Result) -> tuple[float | None, float]:
+        """How far the gradients are off the nearest sound ones, and how far they may be."""
+        errors = []
+        for reference, allowed in self._references(change, made):
+            errors.append(gradient_error(made, reference))
+            if errors[-1] <= allowed:
+                return errors[-1], allowed
+        return min(errors, default=None), GRADIENT_TOLERANCE
+
+    def _references(self, change: Change, made: Result) -> Iterator[tuple[Result, float]]:
+        """What the gradients are compared with in turn, and what they may be off by.
+
+        fp32 and float64 of the unchanged step, and what fp32 loses there in fp16's coarser units; the same change in
+        fp32, where it makes the gradients no larger; at last what fp16 loses in the samples that were fine.
+        """
+        sound = self._trials.sound_reference((change,))
+        if sound.finite:
+            yield sound, GRADIENT_TOLERANCE
+            exact = self._trials.exact()
+            if exact.finite:
+                yield exact, GRADIENT_TOLERANCE
+                yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
+        changed = self._trials.reference(change)
+        no_larger = not sound.finite or gradient_norm(made) <= _LARGER * gradient_norm(sound)
+        if changed.finite and no_larger:
+            yield changed, GRADIENT_TOLERANCE
+        if sound.finite and self._healthy:
+            yield sound, min(2 * self._own_error, _MOST_NOISE)
+
+    @cached_property
+    def _own_error(self) -> float:
+        """What the gradients of the samples that were fine are off by, in the format that the step failed in."""
+        kept = KeepSamples(samples=self._healthy)
+        scale = self._trials.step.loss_scale if self._trials.step.loss_scale != 1 else _USUAL_SCALES[1]
+        made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
+        return gradient_error(made, reference) if made.finite and reference.finite else 0.0
+
+
+def at_scale(change: Change, scale: float) -> tuple[Change, ...]:
+    """The change, and the loss scale where it sets none itself."""
+    return (change,) if scale_set_by(change) is not None else (change, SetLossScale(value=scale))
+
+
+def scale_set_by(change: Change) -> float | None:
+    """The loss scale that a change asks for, None where it leaves that alone."""
+    if isinstance(change, SourcePatch | Snippet):
+        return None
+    return next((edit.value for edit in flatten((change,)) if isinstance(edit, SetLossScale)), None)
+
+
+def in_bf16(change: Change, *, before: bool) -> bool:
+    """Tell whether the step runs in bf16 with a change, as it did `before` or because the change asks for it."""
+    if isinstance(change, SourcePatch | Snippet):
+        return before
+    return any(isinstance(edit, UseFormat) and edit.format is BF16 for edit in flatten((change,))) or before
