@@ -51,7 +51,9 @@ def _explain(finding: Finding, name: str, zeros: int) -> Cause:
         title=TITLE,
         headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}",
         explanation=f"{finding.op.op} divides by exact zeros: {zeros:,} of them in its {name}.",
-        evidence=(Evidence(name="num_zero", value=zeros, text=f"{plural(zeros, 'element')} of {name} equal to zero"),),
+        evidence=(
+            Evidence(name="num_zero", value=zeros, text=f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),
+        ),
     )
 
 

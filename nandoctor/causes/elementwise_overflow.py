@@ -19,7 +19,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
-from nandoctor.causes.sentences import past, subject
+from nandoctor.causes.sentences import argument, past, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS
 from nandoctor.text import constant, number
@@ -35,7 +35,9 @@ def diagnose(finding: Finding) -> Cause | None:
         return None
     operands = tuple(
         Evidence(
-            name=f"worst_{operand.name}", value=operand.at_worst, text=f"{operand.name} is {number(operand.at_worst)}"
+            name=f"worst_{operand.name}",
+            value=operand.at_worst,
+            text=f"{argument(finding.op, operand.name)} is {number(operand.at_worst)} there",
         )
         for operand in finding.analysis.operands
         if operand.at_worst is not None

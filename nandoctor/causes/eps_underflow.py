@@ -34,7 +34,7 @@ from nandoctor.causes.base import (
     singular_inputs,
     site_of,
 )
-from nandoctor.causes.sentences import at_singularity, owner, subject
+from nandoctor.causes.sentences import argument, at_singularity, owner, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.rounding import LARGEST_EPS
@@ -187,7 +187,7 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
         Evidence(
             name=f"zeros_{operand.name}",
             value=operand.counts.num_zero,
-            text=f"{plural(operand.counts.num_zero, 'element')} of {operand.name} equal to zero",
+            text=f"{argument(finding.op, operand.name)} is exactly 0 in {plural(operand.counts.num_zero, 'element')}",
         )
         for operand in finding.analysis.operands
         if operand.counts.num_zero

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, factors, overflow_evidence, past_limit, site_of
-from nandoctor.causes.sentences import past, subject
+from nandoctor.causes.sentences import argument, past, subject
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -41,7 +41,9 @@ def diagnose(finding: Finding) -> Cause | None:
     terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
     sizes = tuple(
         Evidence(
-            name=f"absmax_{operand.name}", value=operand.absmax, text=f"{operand.name} reaches {number(operand.absmax)}"
+            name=f"absmax_{operand.name}",
+            value=operand.absmax,
+            text=f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
         )
         for operand in factors(finding)
     )

@@ -45,6 +45,12 @@ def operand(op: OpCall, name: str) -> str | None:
     return None if text is None else code(text)
 
 
+def argument(op: OpCall, name: str) -> str:
+    """The text of an argument, or which one it is where the expression does not show it."""
+    which = {"self": "the first operand", "other": "the divisor" if op.op in DIVISIONS else "the second operand"}
+    return operand(op, name) or which.get(name, name)
+
+
 def _arguments(statement: ast.stmt, op: OpCall) -> dict[str, ast.expr]:
     """The arguments of an operator or of a call of a function of one tensor, by the names of the schema."""
     node = statement.value if isinstance(statement, ast.Expr) else statement

@@ -19,7 +19,7 @@ _TAB = 4
 _MAX_LINES = 40
 _LONGEST_LINE = 400
 
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def read_excerpt(source: SourceLine) -> Excerpt | None:
@@ -28,14 +28,17 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
     if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
         return None
     end_line = min(source.end_line or source.line, len(lines), source.line + _MAX_LINES)
-    first = max(1, source.line - CONTEXT)
+    scopes = _enclosing(lines, source.line)
+    inner = next((scope for scope in reversed(scopes) if not isinstance(scope, ast.ClassDef)), None)
+    first = max(inner.lineno if inner else 1, source.line - CONTEXT)
+    last = min(inner.end_lineno or len(lines) if inner else len(lines), end_line + CONTEXT)
     known = source.column is not None and source.end_column is not None and end_line == source.end_line
     return Excerpt(
         file=source.file,
         path=relative_path(source.file),
-        function=".".join(_enclosing(lines, source.line)),
+        function=".".join(scope.name for scope in scopes),
         first=first,
-        lines=tuple(_plain(line) for line in lines[first - 1 : end_line + CONTEXT]),
+        lines=tuple(_plain(line) for line in lines[first - 1 : last]),
         line=source.line,
         end_line=end_line,
         column=_place(lines[source.line - 1], source.column) if known else None,
@@ -59,20 +62,20 @@ def _place(line: str, offset: int | None) -> int:
     return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
 
 
-def _enclosing(lines: list[str], line: int) -> list[str]:
-    """The names of the classes and functions around a line, outermost first; none where the file is no Python."""
+def _enclosing(lines: list[str], line: int) -> list[_Scope]:
+    """The classes and functions around a line, outermost first; none where the file is no Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the file's own invalid escapes are not the reader's matter
             tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return [scope.name for scope in _scopes(tree, line)]
+    return list(_scopes(tree, line))
 
 
-def _scopes(tree: ast.AST, line: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def _scopes(tree: ast.AST, line: int) -> Iterator[_Scope]:
     for node in ast.iter_child_nodes(tree):
         if getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line):
-            if isinstance(node, _SCOPES):
+            if isinstance(node, _Scope):
                 yield node
             yield from _scopes(node, line)

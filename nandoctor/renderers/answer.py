@@ -124,10 +124,11 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
             line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(text, start, room)}"
             yield CodeLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start)):
-            note = f" {remark}" if remark and number == excerpt.end_line else ""
-            if room is not None and cell_width(caret + note) > room:
-                note = ""
-            yield CodeLine(text=f"  {'':>{gutter}} | {caret}{printable(note)}", kind="caret")
+            notes = [printable(remark)] if remark and number == excerpt.end_line else []
+            if notes and (room is None or cell_width(f"{caret} {notes[0]}") <= room):
+                caret = f"{caret} {notes.pop()}"
+            for below in (caret, *notes):
+                yield CodeLine(text=f"  {'':>{gutter}} | {below}", kind="caret")
 
 
 def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:

@@ -5,6 +5,7 @@ In: a `Report`. Out: the text of the page, with styles, scripts and plots inside
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import list_constants, list_fixes, list_variations
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.kinds import PLOTS, draw
+from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform, picture_png
 from nandoctor.renderers.plots.svg import figure_svg
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.tree import make_tree
@@ -57,6 +59,8 @@ def report_page(report: Report) -> str:
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         variations=list_variations(report),
         constants=list_constants(report),
+        spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
+        sample_png=base64.b64encode(picture_png(report.picture)).decode() if report.picture else "",
         plots={plot.kind: plot for plot in _draw_plots(report)},
         tree=make_tree(report),
         markdown=report_markdown(report).splitlines(),
@@ -66,6 +70,8 @@ def report_page(report: Report) -> str:
 def _draw_plots(report: Report) -> Iterator[Plot]:
     """The plots that this report has the numbers for."""
     for kind, plot in PLOTS.items():
+        if kind == "origin" and is_uniform(report):
+            continue
         try:
             figure = draw(report, kind)
         except NanDoctorError:

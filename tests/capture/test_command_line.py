@@ -92,7 +92,7 @@ def test_the_command_that_the_error_names_needs_no_flags(folder):
     assert (report["verdict"], report["reproduction"]["grade"]) == ("precision", "exact")
     assert report["first_nonfinite"]["samples"] == [5]
     assert report["bad_gradients"]
-    assert report["notes"] == ["Called as model(x) in train mode, the saved random state."]
+    assert report["notes"] == ["Replayed as model(x) in train mode, the saved random state."]
 
 
 def test_elsewhere_it_says_what_to_type(folder, tmp_path):

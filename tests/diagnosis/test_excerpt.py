@@ -50,7 +50,8 @@ def test_a_file_that_is_no_longer_python_has_no_function(file):
 def test_the_function_is_named_as_python_names_it(file):
     file.write_text(SOURCE.replace("\t", "        "))
     linecache.checkcache()
-    assert read_excerpt(at(file, 8)).function == "Norm.forward.inner"
+    inner = read_excerpt(at(file, 8, column=16, end_line=9, end_column=21))
+    assert (inner.function, inner.first, len(inner.lines)) == ("Norm.forward.inner", 7, 3)  # no line of another one
     assert read_excerpt(at(file, 10)).function == "Norm.forward"
     assert read_excerpt(at(file, 1)).function == ""
 

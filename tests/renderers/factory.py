@@ -223,7 +223,7 @@ def report(runs=None, **changes):
         runs=runs,
         dump=dump(),
         environment=Environment(nandoctor="0.1.0", torch="2.13.0", python="3.12.1", platform="Linux", device="cpu"),
-        notes=("Called as model(image) in train mode, seed 0.",),
+        notes=("Replayed as model(image) in train mode, seed 0.",),
         next_steps=("nandoctor plot NaN.pth -o ranges.png",),
     )
     return replace(made, **changes)

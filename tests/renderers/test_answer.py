@@ -68,6 +68,12 @@ def test_a_narrow_screen_shows_the_expression_of_a_long_line(excerpt):
     assert "^" * 13 in text[1]
 
 
+def test_a_remark_without_room_stands_below_the_carets(excerpt):
+    text = shown(excerpt, width=50)
+    assert text[-2].endswith("^^^^")
+    assert text[-1] == "     | 1e-8 is 0 in fp16"
+
+
 def test_without_columns_the_line_alone_is_marked(excerpt):
     assert [line[:1] for line in shown(replace(excerpt, column=None, end_column=None))] == [" ", ">"]
 

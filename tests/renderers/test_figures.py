@@ -56,7 +56,7 @@ def test_twenty_layers_all_have_names_and_bars():
     assert len(bars(axes)) == 40
     first = factory.network(20).fp32.modules[0].outputs[0]
     assert bars(axes)[0] == pytest.approx((first.p05, first.absmax))
-    assert figure.get_suptitle().startswith("encoder.blocks.2.attention (MultiheadAttention) is the first")
+    assert figure.get_suptitle().startswith("encoder.blocks.2.attention is the first non-finite of 20 layers")
     assert legend(figure) == ["fp32", "fp16 autocast", "non-finite, fp16 autocast"]
 
 

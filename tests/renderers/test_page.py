@@ -73,6 +73,20 @@ def test_a_layer_of_zeros_has_all_the_room_there_is():
     assert text.count("Inf") == len(zeros)
 
 
+def test_a_uniform_map_is_a_sentence():
+    made = factory.fixable()
+    whole = replace(made.origin.grid, counts=tuple((8,) * 32 for _ in range(32)))
+    text = report_page(replace(made, origin=replace(made.origin, grid=whole)))
+    assert 'id="h-origin"' not in text
+    assert "Where in the tensor: everywhere, in every affected sample alike." in text
+
+
+def test_failed_changes_are_folded_and_cannot_be_copied(page):
+    folded = page[page.index("change that was not verified") : page.index("</section>", page.index("h-fixes"))]
+    assert "failed: still non-finite" in folded
+    assert "data-copy" not in folded
+
+
 def test_nothing_is_loaded_from_anywhere(page):
     outside = {
         value
@@ -163,7 +177,7 @@ def test_a_drawing_is_xml_whose_ids_are_its_own():
     assert ids
     assert all(name.startswith("one-") for name in ids)
     assert root.get("role") == "img"
-    assert root.get("aria-label").startswith("1e-8 rounds to 0 in fp16")
+    assert root.get("aria-label").startswith("encoder.blocks.2.attention is the first non-finite of 20 layers")
     assert "metadata" not in drawing
     assert ">fp16 autocast</" in drawing
 

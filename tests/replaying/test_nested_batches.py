@@ -73,7 +73,7 @@ def replay(tmp_path):
 def test_model_and_loss_get_the_containers(replay, model, saved, called):
     for scale, verdict in ((1e6, "precision"), (1.0, "healthy")):
         report = replay(model(scale), {**saved, "scores": torch.zeros(3, 8)} if scale == 1.0 else saved, loss=loss_of)
-        assert (report.verdict, report.notes[0].split(" in ")[0]) == (verdict, f"Called as {called}")
+        assert (report.verdict, report.notes[0].split(" in ")[0]) == (verdict, f"Replayed as {called}")
 
 
 def test_a_call_gets_the_containers(replay):
@@ -89,7 +89,7 @@ def test_the_samples_of_a_list_are_replayed(replay):
         def forward(self, images):
             return [super(PerImage, self).forward(image) for image in images]
 
-    assert replay(PerImage(8, 8), {"images": [IMAGES, IMAGES[:2]]}).notes[0].startswith("Called as model(images)")
+    assert replay(PerImage(8, 8), {"images": [IMAGES, IMAGES[:2]]}).notes[0].startswith("Replayed as model(images)")
 
 
 def wants_a_mask(output, batch):

@@ -19,13 +19,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.atomic_write import MARK, write_bytes
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.ranges import MAX_BARS, NONFINITE_COLOR, draw_panel
 from nandoctor.renderers.plots.ticks import name_layers
 from nandoctor.renderers.save import PICTURE_ENDINGS, check_ending
-from nandoctor.text import brief, kinds_text, plural, printable
+from nandoctor.text import bits_text, brief, kinds_text, number, plural, printable
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
@@ -61,9 +62,27 @@ def draw_ranges(report: Report) -> Figure:
     return draw_by_layer(
         report,
         lambda axes, layers, shown: draw_panel(axes, report.runs, layers, shown) if report.runs else [],
-        finding=report.headline,
+        finding=describe_ranges(report),
         what="5 % quantile, median and maximum of the non-zero magnitudes",
     )
+
+
+def describe_ranges(report: Report) -> str:
+    """What the ranges show: the first non-finite layer and how large the values before it are, or the tightest one."""
+    layers = select_layers(report)
+    low = report.runs.autocast.dtype if report.runs is not None else FP32
+    total = plural(len(layers.pairs), "layer")
+    place = layers.first_nonfinite_place
+    if layers.first_nonfinite is not None and place is not None:
+        before = [row.absmax or 0.0 for pair in layers.pairs[: layers.first_nonfinite] for row in pair.rows[:1]]
+        reach = f"; before it values reach {number(max(before))} of {number(low.max)}" if before else ""
+        return f"{place.label} is the first non-finite of {total}{reach}"
+    tightest = layers.tightest()
+    if tightest is None:
+        return f"{total}, none with a finite value"
+    pair = layers.pairs[tightest]
+    bits = min(row.headroom_bits for row in pair.rows if row.headroom_bits is not None)
+    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(bits)} bits of headroom"
 
 
 def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -> Figure:

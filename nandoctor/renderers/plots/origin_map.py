@@ -6,9 +6,11 @@ In: a `Report`. Out: a matplotlib figure.
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.image
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
@@ -81,6 +83,15 @@ def describe_spread(grid: Grid) -> str:
     return "everywhere" if counts.all() else "scattered over all of it"
 
 
+def is_uniform(report: Report) -> bool:
+    """Tell whether every cell of the map is affected alike, so that a sentence says as much as a picture of it."""
+    origin = report.origin
+    if origin is None or origin.grid is None:
+        return False
+    counts = np.array(origin.grid.counts)
+    return bool(counts.size and counts.min() == counts.max())
+
+
 def _fits(picture: Picture | None, origin: Origin) -> bool:
     """Whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
     if picture is None or origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
@@ -138,6 +149,13 @@ def _cell_lengths(size: int, num_cells: int) -> NDArray[np.int64]:
 def _pixels(picture: Picture) -> NDArray[np.uint8]:
     pixels = np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8)
     return np.resize(pixels, (picture.height, picture.width))
+
+
+def picture_png(picture: Picture) -> bytes:
+    """The sample as an image file."""
+    image = io.BytesIO()
+    matplotlib.image.imsave(image, _pixels(picture), cmap="gray", vmin=0, vmax=255, format="png")
+    return image.getvalue()
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:
