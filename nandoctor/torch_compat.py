@@ -207,6 +207,14 @@ CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"
 
 
+def fsdp_parameter_dtype(module: nn.Module) -> torch.dtype | None:
+    """What FSDP2's MixedPrecisionPolicy casts the module's parameters to; None without one, or in another torch."""
+    read = getattr(module, "_get_fsdp_state", None)
+    policy = None if read is None else getattr(read(), "_mp_policy", None)
+    dtype = getattr(policy, "param_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 # Tensors and containers
 
 

@@ -128,6 +128,7 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
         "rank": rank,
         "world_size": world_size,
         "nonfinite_here": step.nonfinite_here,
+        "nonfinite_ranks": step.nonfinite_ranks,
     }
 
 

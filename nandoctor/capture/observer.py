@@ -14,6 +14,7 @@ from torch import nn
 
 from nandoctor.capture.buffers import BufferKeeper, Snapshot
 from nandoctor.capture.environment import RandomStates, keep_random_states, read_autocast
+from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +69,12 @@ class Observer:
         kept = {**weights, **buffers}
         state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         contents = {
-            "state_dict": {name: kept.get(name, value) for name, value in state.items()},
+            "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
+            "shards": describe_shards(state),
             "buffers": [name for name in self._buffers.names if name in state],
             "training": dict(zip(self._paths, before.training, strict=True)),
             "rng": before.random.to_plain(),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
-        return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        return contents, notes + describe_mixed_precision(self.model)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nandoctor.capture.source_info import class_of
 from nandoctor.dumps.trees import pack
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -82,13 +83,13 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
         return f"from its arguments: {', '.join(odd)} would not be plain data in the file"
     try:
         with _untouched_generators(), torch.device("meta"):
-            twin = type(model)(**pack(dict(arguments), "arguments").tree)
+            twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
     except Exception as error:
-        return f"as {type(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
+        return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
     own, other = ({name: p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:
-        return f"as {type(model).__name__}({', '.join(arguments)}): {different[0]} would be another or missing"
+        return f"as {class_of(model).__name__}({', '.join(arguments)}): {different[0]} would be another or missing"
     return None
 
 

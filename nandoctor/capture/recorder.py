@@ -23,7 +23,7 @@ from nandoctor.capture.dump_contents import ModelSources, Training, describe
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.rebuild import plan_rebuild
-from nandoctor.capture.source_info import ProjectSources, describe_source, unwrap
+from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, unwrap
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
@@ -341,7 +341,7 @@ def _describe_sources(model: nn.Module, settings: RecorderSettings) -> ModelSour
     if isinstance(builder, functools.partial) and not builder.args:
         arguments = {**builder.keywords, **arguments}
         builder = builder.func
-    model_source = describe_source(builder or type(model))
+    model_source = describe_source(builder or class_of(model))
     loss_source = None if settings.loss is None else describe_source(settings.loss)
     return ModelSources(
         model=model_source,

@@ -35,13 +35,38 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """The class that the model was made from.
+
+    FSDP2 and parametrizations give it one that they make on the fly, which is not found where it says it is defined.
+    """
+    return next((kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and _is_found(kind)), type(model))
+
+
+def _is_found(kind: type) -> bool:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        if name == "<locals>":
+            return True  # nobody can look inside a function: it is what it says
+        found = getattr(found, name, None)
+    return found is kind
+
+
 def describe_model(
     model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The `source` of the model's class or builder with arguments and structure; and what was left out."""
     packed = pack(dict(arguments), "model.arguments")
-    plain = {**source, "arguments": packed.tree, "structure": str(model)}
+    plain = {**source, "arguments": packed.tree, "structure": _print(model)}
     return {**plain, **({} if arguments or built else _describe_config(model))}, packed.notes
+
+
+def _print(model: nn.Module) -> str:
+    """The model as it prints where no class was put on its modules on the fly."""
+    printed = str(model)
+    for kind, original in {type(module): class_of(module) for module in model.modules()}.items():
+        printed = printed if kind is original else printed.replace(f"{kind.__name__}(", f"{original.__name__}(")
+    return printed
 
 
 def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:

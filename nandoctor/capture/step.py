@@ -62,12 +62,17 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if what was watched is non-finite, here or on another rank."""
-        return any(flag.values()[-1] > 0 for flag in self.flags)
+        return any(value > 0 for flag in self.flags for value in flag.values())
 
     @property
     def nonfinite_here(self) -> bool:
         """True if it is so on this rank."""
         return any(flag.values()[0] > 0 for flag in self.flags)
+
+    @property
+    def nonfinite_ranks(self) -> list[int]:
+        """The ranks on which it is so; empty where there is but one."""
+        return sorted({rank for flag in self.flags for rank, value in enumerate(flag.values()[1:]) if value > 0})
 
     @property
     def gradients_nonfinite(self) -> bool:

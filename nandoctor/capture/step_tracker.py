@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag, any_nonfinite, reduce_over_ranks
+from nandoctor.capture.async_flags import Flag, any_nonfinite, largest_over_ranks, reduce_over_ranks
 from nandoctor.capture.observer import Observer
+from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
@@ -52,6 +53,7 @@ class StepTracker:
         self._undo_nbytes = undo_nbytes
         self._pending: list[RecordedStep] = []
         self._names = {id(parameter): name for name, parameter in observer.model.named_parameters()}
+        self._sharded = any(map(is_sharded, observer.model.parameters()))
         self._probe = next((p for p in observer.model.parameters() if p.requires_grad), None)
         self._trained: dict[int, TrainedParameters] = {}
         self._last = (-1, 0)
@@ -106,7 +108,8 @@ class StepTracker:
                 # The scaler was updated and no optimizer was called: the scaler has waited for the gradients by now.
                 step.skipped = scale.values() < step.scale.values()
             if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
-                step.accumulated = _flag_of(largest_magnitude(_gradients(self._observer.model)))
+                magnitude = largest_magnitude(_gradients(self._observer.model))
+                step.accumulated = self._flag_of(magnitude, over_ranks=self._sharded and not final)
             self._pending.append(step)
         self.flush_pending(wait=final)
 
@@ -237,7 +240,8 @@ class StepTracker:
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
         if all(update.trained is not trained for update in step.updates):
-            gradients = _flag_of(trained.gradients()) if self._scaler is None else None
+            asks = self._scaler is None
+            gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if asks else None
             step.updates.append(
                 Update(trained=trained, gradients=gradients, undo=trained.keep(), settings=trained.settings())
             )
@@ -266,7 +270,7 @@ class StepTracker:
         update = next((u for u in step.updates if u.trained.optimizer is optimizer), None)
         if update is None:
             return
-        update.weights = _flag_of(update.trained.weights())
+        update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             self._decide(step)
 
@@ -310,6 +314,12 @@ class StepTracker:
             self._trained[id(optimizer)] = trained
         return trained
 
+    def _flag_of(self, magnitude: torch.Tensor | None, *, over_ranks: bool) -> Flag | None:
+        """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""
+        if over_ranks:
+            magnitude = largest_over_ranks(magnitude, self._observer.device)
+        return None if magnitude is None else Flag(magnitude)
+
     def _decide(self, step: RecordedStep, *, may_stop: bool = True) -> None:
         try:
             self._policy.decide(step, may_stop=may_stop)
@@ -322,10 +332,6 @@ class StepTracker:
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _flag_of(magnitude: torch.Tensor | None) -> Flag | None:
-    return None if magnitude is None else Flag(magnitude)
 
 
 def _read_scale(scaler: Any) -> tuple[Flag | None, int | None]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 
 UNDO_NBYTES = 1 << 30
@@ -45,7 +46,7 @@ class TrainedParameters:
     """The parameters of a model that one optimizer trains.
 
     Those that are non-finite before its first update are left out: an infinity there is meant, or came with a
-    checkpoint, and no update is to blame for it.
+    checkpoint, and no update is to blame for it. `sharded`: each rank holds, and looks at, its own part of them.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], undo_nbytes: int) -> None:
@@ -58,6 +59,7 @@ class TrainedParameters:
             owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
         self.names = tuple(name for name, _ in owned)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
+        self.sharded = any(map(is_sharded, self.parameters))
         self._uniform = _are_uniform(self.parameters)
         self._small = [p for p in self.parameters if p.numel() <= _SMALL]
         self._large = [p for p in self.parameters if p.numel() > _SMALL]
@@ -85,7 +87,7 @@ class TrainedParameters:
         if self._copies is None:
             return None
         with torch.no_grad():
-            copy_tensors(self._copies, self.parameters)
+            copy_tensors(self._copies, self.parameters if self._uniform else list(map(local_part, self.parameters)))
         return self._undo
 
     def nonfinite(self) -> dict[str, list[int]]:
@@ -153,7 +155,7 @@ def _magnitude_of(small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
-    local = getattr(tensor, "_local_tensor", tensor).detach()
+    local = local_part(tensor)
     return sparse_values(local) if local.is_sparse else local
 
 
@@ -166,11 +168,12 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def _make_copies(parameters: Sequence[torch.Tensor], undo_nbytes: int) -> list[torch.Tensor] | None:
-    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if nbytes > min([undo_nbytes, *(_UNDO_SHARE * _memory_of(device) for device in {p.device for p in parameters})]):
+    parts = [local_part(parameter) for parameter in parameters]
+    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    if nbytes > min([undo_nbytes, *(_UNDO_SHARE * _memory_of(device) for device in {part.device for part in parts})]):
         return None
     try:
-        return [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+        return [torch.empty_like(part) for part in parts]
     except torch.OutOfMemoryError:
         return None
 

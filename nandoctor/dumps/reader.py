@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.pickle_scan import unknown_globals
 from nandoctor.dumps.recorded_format import is_recorded
+from nandoctor.dumps.shards import join_shards
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
@@ -107,7 +109,8 @@ def _read(path: Path, *, trust: bool) -> Dump:
 
 
 def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> Dump:
-    contents, recorded = sort_recorded(saved, container.nbytes)
+    whole = join_shards(saved, container.path, _load_recorded)
+    contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved))
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
@@ -123,6 +126,26 @@ def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> 
         provenance=provenance,
         missing=tuple(contents.left_out),
     )
+
+
+def _num_bytes(saved: Mapping[str, Any]) -> int:
+    """What the weights take; those joined of several files are larger than the one that was asked for."""
+    return sum(value.nbytes for value in saved.get("state_dict", {}).values() if isinstance(value, torch.Tensor))
+
+
+def _load_recorded(path: Path) -> Mapping[str, Any]:
+    """What another rank recorded of the step; nothing that it says is run, and so nothing has to vouch for it."""
+    container = open_container(path)
+    if unknown := unknown_globals(container):
+        raise _refuse(unknown)
+    saved, _ = _load(container, trust=False)
+    if not is_recorded(saved):
+        raise DumpError(
+            f"{brief(path.name)} beside it was not written by the recorder.",
+            remedy="Put the files that all ranks wrote of one step into one folder.",
+        )
+    assert isinstance(saved, dict)
+    return saved
 
 
 def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:

@@ -1,0 +1,116 @@
+"""Joins weights that were sharded over ranks, from the files that the ranks wrote of one step.
+
+In: the contents of one rank's file, and how to read another. Out: the same contents with whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nandoctor.dumps.recorded_format import get
+from nandoctor.errors import DumpError
+from nandoctor.text import brief
+
+_TAKE_ALL = "Put the files that all ranks wrote of one step into one folder, as the recorder wrote them."
+_SAME_STEP = ("step", "micro_batch", "epoch", "world_size")
+
+Load = Callable[[Path], Mapping[str, Any]]
+
+
+def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str, Any]:
+    """The contents with every sharded weight whole; `load` reads the file of another rank, which stands beside it.
+
+    Raises:
+        DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
+    """
+    shards = get(saved, "shards", dict, {})
+    if not shards:
+        return saved
+    ranks = _Ranks(path, saved, load)
+    joined = {str(name): _join(str(name), shards[name], ranks) for name in shards}
+    return {**saved, "state_dict": {**get(saved, "state_dict", dict, {}), **joined}}
+
+
+class _Ranks:
+    """The files of one step; that of another rank is read when a part of it is needed."""
+
+    def __init__(self, path: Path, saved: Mapping[str, Any], load: Load) -> None:
+        self._path, self._load = path, load
+        self._event = get(saved, "event", dict, {})
+        self.own = get(self._event, "rank", int, 0)
+        self._files = {self.own: _File(path, saved)}
+
+    def part(self, rank: int, name: str) -> torch.Tensor:
+        """What that rank holds of the weight."""
+        if rank not in self._files:
+            self._files[rank] = self._read(rank)
+        return self._files[rank].take(name)
+
+    def _read(self, rank: int) -> _File:
+        path = self._path.with_name(self._path.name.replace(f"-rank{self.own}", f"-rank{rank}"))
+        if path == self._path or not path.is_file():
+            raise DumpError(
+                f"it holds rank {self.own}'s part of the weights alone, and rank {rank}'s is not beside it.",
+                remedy=f"Put the files of all ranks of this step into one folder: {brief(path.name)} is missing.",
+            )
+        saved = self._load(path)
+        event = get(saved, "event", dict, {})
+        if any(event.get(name) != self._event.get(name) for name in _SAME_STEP):
+            raise DumpError(f"{brief(path.name)} beside it is of another step.", remedy=_TAKE_ALL)
+        return _File(path, saved)
+
+
+class _File:
+    """One rank's weights. Their sum is bounded by the file, whatever sizes it claims: joining them copies them."""
+
+    def __init__(self, path: Path, saved: Mapping[str, Any]) -> None:
+        self._path, self._state = path, get(saved, "state_dict", dict, {})
+        self._left = path.stat().st_size
+
+    def take(self, name: str) -> torch.Tensor:
+        part = self._state.get(name)
+        if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+            raise DumpError(f"{brief(self._path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
+        self._left -= part.numel() * part.element_size()
+        if self._left < 0:
+            raise DumpError(f"{brief(self._path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
+        return part
+
+
+def _join(name: str, shard: Any, ranks: _Ranks) -> torch.Tensor:
+    try:
+        whole = _join_along(shard["ranks"], list(shard["placements"]), name, ranks)
+        fits = list(whole.shape) == list(shard["shape"])
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, RecursionError) as error:
+        raise _unfit(name, type(error).__name__) from error
+    if not fits:
+        raise _unfit(name, f"they give {tuple(whole.shape)}")
+    return whole
+
+
+def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> torch.Tensor:
+    """The part of the tensor that the ranks of this (sub)mesh hold together; a mesh without dimensions is one rank."""
+    if not placements:
+        return ranks.part(int(mesh), name)
+    placement, further = placements[0], placements[1:]
+    if placement is None:
+        part = next((part for part in mesh if _holds(part, ranks.own)), mesh[0])
+        return _join_along(part, further, name, ranks)
+    if not isinstance(placement, int):
+        raise _unfit(name, f"{brief(str(placement))} is no plain split")
+    return torch.cat([_join_along(part, further, name, ranks) for part in mesh], dim=placement)
+
+
+def _holds(mesh: Any, rank: int) -> bool:
+    return mesh == rank if isinstance(mesh, int) else any(_holds(part, rank) for part in mesh)
+
+
+def _unfit(name: str, why: str) -> DumpError:
+    return DumpError(
+        f"the ranks' parts of {brief(name)} cannot be joined ({why}).",
+        remedy=_TAKE_ALL,
+    )

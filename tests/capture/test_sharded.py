@@ -1,0 +1,153 @@
+"""Two processes train one model under FSDP2; what they record is replayed by one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nandoctor
+from nandoctor.capture.source_info import class_of
+from nandoctor.dumps.reader import read_dump
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import nandoctor
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.enter = nn.Linear(width, 3 * width + 1)  # does not split into equal parts
+        self.leave = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x):
+        return x + self.leave(torch.relu(self.enter(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        hidden = x
+        for block in self.blocks:
+            hidden = block(hidden)
+        roots = (self.scale * x).abs().sqrt()
+        return self.head(self.dropout(hidden)).squeeze(1).square() + roots.mean(1)
+
+
+def loss_of(output, batch):
+    return torch.log(output).mean()
+
+
+def main(rank, way):
+    dist.init_process_group("gloo", init_method="file://" + __file__ + ".meeting", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model, mesh = Net(), init_device_mesh("cpu", (2,))
+    more = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if way == "mixed" else {}
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **more)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recorder = nandoctor.Recorder(model, loss=loss_of, in_a_row=1) if way != "off" else None
+    torch.manual_seed(rank)
+    try:
+        for step in range(5):
+            x = torch.randn(4, 6)
+            if step == 3 and rank == 1 and way != "off":
+                x[2] = torch.arange(6.0) if way == "gradients" else 1e30
+            loss = loss_of(model(x), x)
+            if recorder:
+                recorder.watch(loss, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if way in ("off", "on") and step == 2:
+                print([p.full_tensor().double().sum().item().hex() for p in model.parameters()])
+    except nandoctor.NonFiniteTrainingError as error:
+        print(error.message)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
+"""
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+
+def train(folder, way):
+    """What each of two ranks printed."""
+    script = folder / f"train_{way}.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, str(script), str(rank), way] for rank in (0, 1)]
+    running = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder) for c in commands]
+    return [process.communicate(timeout=120)[0].strip() for process in running]
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["on", "mixed"])
+def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way):
+    monkeypatch.chdir(tmp_path)
+    said = train(tmp_path, way)
+    stopped = "The recorder stopped the training at step 3: 1 non-finite step."
+    assert [text.splitlines()[-1] for text in said] == [stopped] * 2
+    report = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False).report
+    assert report.first_nonfinite.elements.samples == (2,)
+    saved = [read_dump(f"dumps/nan-step000003-rank{rank}.pth") for rank in (0, 1)]
+    assert [dump.scalars["nonfinite_ranks"] for dump in saved] == [[1], [1]]
+    assert all(torch.equal(saved[0].state[name], value) for name, value in saved[1].state.items())
+    told = [text for text in saved[0].missing if "mixed precision" in text]
+    if way == "mixed":
+        assert told == ["mixed precision: FSDP's policy cast the weights to bfloat16, which a replay does not"]
+    else:
+        assert told == []
+        assert report.reproduction.grade == "exact"
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train(tmp_path, "gradients") == ["The recorder stopped the training at step 3: 1 non-finite step."] * 2
+    case = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False)
+    assert case.report.reproduction.grade == "exact"
+    assert (case.report.origin.phase, case.report.origin.op) == ("backward", "sqrt")
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_recording_changes_no_bit(tmp_path):
+    on, off = train(tmp_path, "on"), train(tmp_path, "off")
+    assert on[0].splitlines()[0] == off[0]
+
+
+def test_the_class_below_one_made_on_the_fly():
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    assert type(module) is not torch.nn.Linear
+    assert class_of(module) is torch.nn.Linear
+    assert class_of(torch.nn.Sequential()) is torch.nn.Sequential
+
+    class Local(torch.nn.Linear):
+        pass
+
+    assert class_of(Local(2, 2)) is Local
