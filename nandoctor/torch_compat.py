@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from io import BytesIO
 from mmap import mmap
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +129,20 @@ def _keys_below_observer() -> Any:
 def _guard(kind: str, keys: Any) -> AbstractContextManager[None]:
     guard: AbstractContextManager[None] = _find(f"torch._C._{kind}DispatchKeyGuard")(keys)
     return guard
+
+
+def script_traceback() -> object:
+    """Where this thread's TorchScript is, if it runs any; for `script_line`, to which it may be given later."""
+    return _find("torch._C._profiler.gather_traceback")(python=False, script=True, cpp=False)
+
+
+def script_line(traceback: object) -> tuple[str, int] | None:
+    """The file and the innermost line of TorchScript in a traceback, None without any.
+
+    The file of a module that was read by `torch.jit.load` is the one in its archive: "code/__torch__.py".
+    """
+    frames = _find("torch._C._profiler.symbolize_tracebacks")([traceback])[0]
+    return next(((frame["filename"], frame["line"]) for frame in frames if frame["line"]), None)
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -328,6 +343,27 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 def is_custom_node(node: Any) -> bool:
     """Tell whether a graph node belongs to a `torch.autograd.Function` written in Python."""
     return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))
+
+
+def function_backward(node: Any) -> Callable[..., Any]:
+    """The `backward`, or `vjp`, that the user wrote for a custom node."""
+    function = node._forward_cls
+    is_vjp = function.vjp is not torch.autograd.Function.vjp
+    backward: Callable[..., Any] = function.vjp if is_vjp else function.backward
+    return backward
+
+
+def replace_function_backward(
+    node: Any, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Have one custom node run `replacement(backward)`; its class, and other nodes of it, stay as they are.
+
+    Return what undoes it.
+    """
+    function = node._forward_cls
+    backward = replacement(function_backward(node))
+    node._forward_cls = SimpleNamespace(backward=backward, vjp=torch.autograd.Function.vjp, jvp=function.jvp)
+    return partial(delattr, node, "_forward_cls")
 
 
 def read_loss_scale(scaler: Any) -> tuple[Tensor | None, int | None]:

@@ -65,6 +65,9 @@ NEEDED: dict[str, str] = {
     # Modules override it, also where `load_state_dict` itself is torch's.
     "torch.nn.Module._load_from_state_dict": "loading weights into models of very many modules",
     "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
+    # The line that TorchScript runs is in no Python frame; an exception alone would show it.
+    "torch._C._profiler.gather_traceback": "telling the lines of TorchScript",
+    "torch._C._profiler.symbolize_tracebacks": "telling the lines of TorchScript",
     "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
     # Read in the forward, used by the backward: the one thing both have in common.
     "torch.utils.checkpoint._get_autocast_kwargs": "recomputing checkpointed blocks under emulated autocast",

@@ -38,6 +38,13 @@ def conclude_backward(
             ops=ops,
             low=low,
         )
+        inside = None if finding.forward is not None else _find_inside(op, trace, reference, low)
+        if inside is not None:
+            cause = find_cause("forward", inside)
+            origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
+            diagnoses.append(Diagnosis(origin=origin, cause=cause))
+            suspects.append(suspect(inside.op, inside, cause))
+            continue
         hidden = _hidden_overflow(finding.forward, trace, reference, low)
         cause = find_cause("backward", finding) if hidden is None else _explain_hidden(op, hidden)
         diagnoses.append(Diagnosis(origin=origin_at(op, op.analysis, trace), cause=cause))
@@ -46,6 +53,21 @@ def conclude_backward(
         elif finding.forward is not None:
             suspects.append(suspect(finding.forward, finding, cause))
     return Conclusion(diagnoses=tuple(diagnoses) or _first_taker(trace), suspects=tuple(suspects))
+
+
+def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
+    """The op in the backward of a custom Function that made what the Function's node gives; None if it took it."""
+    ran = [op for op in trace.function_ops if op.place == node.place]
+    symptoms = [op.order for op in ran if not all(stats.finite for stats in op.outputs)]
+    if not symptoms:
+        return None
+    # What such a run ends in are the gradients.
+    inner, inner_reference = (
+        replace(run, ops=run.function_ops, output=run.bad_gradients, loss=None) for run in (trace, reference)
+    )
+    found = trace_back(inner.ops, inner_reference, symptoms[-1:])
+    sources = [source for source in (*found.sources, *found.written) if source.op.analysis is not None]
+    return finding_at(sources[0], inner, low) if sources else None
 
 
 def describe_removed(trace: Trace) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ class Origin:
     It stands in the module whose forward called the op, or that owns the non-finite state. `op` is the aten name, None
     where no op is to blame; `nth` counts the calls of it from that forward, from 0.
     `would_be` is what the worst element would have been with unlimited range, from the same inputs; None where the op
-    has no finite value there. `grid` tells where in the tensor the non-finite elements are.
+    has no finite value there. `grid` tells where in the tensor the non-finite elements are. `function` is the custom
+    autograd Function in whose backward the op ran, None for any other op.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -106,6 +107,7 @@ class Origin:
     output: TensorStats | None
     nth: int = 0
     grid: Grid | None = None
+    function: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -296,7 +296,7 @@ class Trace:
 
     `num_samples` is the batch size, None where it is not known. `buffers` names the model's buffers. `loss`, `backward`
     (the ops of the backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) are
-    there where a loss was given.
+    there where a loss was given. `function_ops` are the ops that the backwards of custom autograd Functions ran.
 
     `unread` names what in the output could not be looked into; what went in there shows in the ops alone.
 
@@ -319,6 +319,7 @@ class Trace:
     buffers: frozenset[str] = frozenset()
     loss: TensorStats | None = None
     backward: tuple[OpCall, ...] = ()
+    function_ops: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     num_samples: int | None = None
     unread: tuple[str, ...] = ()

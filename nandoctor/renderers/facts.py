@@ -129,10 +129,12 @@ def describe_origin(origin: Origin) -> str:
     """The op and the module that called it, and in which pass."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
-    backward = "the backward of " if origin.phase == "backward" else ""
     found = origin.elements
     damage = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
-    return f"{backward}{origin.op} in {_name(origin.place.in_words)}: {damage}"
+    what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
+    if origin.function is not None:
+        what = f"{origin.op} in the backward of {_name(origin.function)}"
+    return f"{what} in {_name(origin.place.in_words)}: {damage}"
 
 
 def _describe_path(chain: Sequence[Link]) -> str:

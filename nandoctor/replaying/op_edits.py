@@ -73,16 +73,17 @@ class OpEdits:
         module, type_name, _ = owner
         if site.source is None:
             return site.module == module and self._counts[owner, call.name] == site.nth
-        is_there = site.module == LOSS or site.type == type_name
+        # No module runs while the loss or the backward of a custom Function does.
+        is_there = site.module == LOSS or type_name in ("", site.type)
         return is_there and _is_at(site.source)
 
 
 def _is_at(source: SourceLine) -> bool:
     """Tell whether the user's code is at this line, and in this expression of it where the source names one."""
-    place = find_place()
-    if place is None or (place[0].co_filename, place[2]) != (source.file, source.line):
+    found = to_source(find_place())
+    if found is None or (found.file, found.line) != (source.file, source.line):
         return False
-    return source.column is None or to_source(place) == source
+    return source.column is None or found == source
 
 
 def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]:

@@ -35,6 +35,7 @@ from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
 from nandoctor.torch_compat import plain_torch
+from nandoctor.tracing.function_backward import FunctionTracer
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
@@ -185,8 +186,10 @@ class _Observers:
 
     def __init__(self, run: _Run, batch: Batch) -> None:
         step, watch = run.step, run.watch
-        known = known_tensors(step.model, batch)
-        self.gradients = GradientTracer(low=step.low) if watch.backward and watch.ops else None
+        known = [*known_tensors(step.model, batch)]
+        watches_backward = watch.backward and watch.ops
+        self.functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
+        self.gradients = GradientTracer(low=step.low, functions=self.functions) if watches_backward else None
         self.ops = (
             OpTracer(known=known, low=step.low, gradients=self.gradients, on_op=watch.on_op) if watch.ops else None
         )
@@ -269,6 +272,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         buffers=frozenset(name for name, _ in step.model.named_buffers()),
         loss=collect(loss)[0] if loss else None,
         backward=observers.gradients.calls(ops) if observers.gradients else (),
+        function_ops=observers.functions.calls() if observers.functions else (),
         bad_gradients=result.bad_gradients,
         num_samples=interventions.batch_size(batch, step.used),
         unread=unread,

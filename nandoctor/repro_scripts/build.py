@@ -77,13 +77,13 @@ def _failing(program: Program) -> tuple[Program, Failure]:
 
 def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     key = (*origin.place.key, origin.op, origin.nth)
-    for op in ops:
+    for op in ops if origin.function is None else ():
         if op.key == key:
             return op
     if origin.phase != "backward":
         raise NanDoctorError(f"{origin.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
     raise NanDoctorError(
-        f"{origin.op} is no op of torch but a custom autograd Function: only the project's own code can show it.",
+        f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
         remedy="Call the Function by itself, with torch.autograd.gradcheck or a gradient of the size in the report.",
     )
 

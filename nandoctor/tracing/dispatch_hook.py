@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, unobserved
+from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, script_line, script_traceback, unobserved
 from nandoctor.tracing.op_call import Invocation, op_name
 
 if TYPE_CHECKING:
@@ -77,8 +77,13 @@ def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     return handlers[0](call, lambda changed: _hand_on(handlers[1:], changed))
 
 
-Place = tuple[CodeType, int, int]
-"""A code object, the instruction in it that is running, and its line."""
+class Place(NamedTuple):
+    """A code object, the instruction in it that is running, and its line; and the TorchScript that it runs, if any."""
+
+    code: CodeType
+    instruction: int
+    line: int
+    script: object
 
 
 def find_place(frame: FrameType | None = None) -> Place | None:
@@ -88,14 +93,21 @@ def find_place(frame: FrameType | None = None) -> Place | None:
         if frame.f_code.co_filename == _RUNNER:
             return None  # further out is whoever called nandoctor
         frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti, frame.f_lineno)
+    return None if frame is None else Place(frame.f_code, frame.f_lasti, frame.f_lineno, script_traceback())
 
 
 def to_source(place: Place | None) -> SourceLine | None:
-    """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11)."""
+    """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11).
+
+    Where TorchScript runs the line is that of the script, for the caller's shows another operation; None where the
+    script is in an archive that `torch.jit.load` read.
+    """
     if place is None:
         return None
-    code, instruction, line = place
+    if (scripted := script_line(place.script)) is not None:
+        text = linecache.getline(*scripted).strip()
+        return SourceLine(file=scripted[0], line=scripted[1], text=text) if text else None
+    code, instruction, line, _ = place
     text = linecache.getline(code.co_filename, line).strip()
     positions: Any = getattr(code, "co_positions", None)
     if positions is None:

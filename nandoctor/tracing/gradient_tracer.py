@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine, TensorStats
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
 from nandoctor.tracing.module_tracer import Owner
@@ -33,6 +33,7 @@ class _Claim(NamedTuple):
     forward: int | None
     op: str
     owner: Owner
+    source: SourceLine | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,14 +44,25 @@ class _Recording:
     analysis: OpAnalysis | None
 
 
+class FunctionWatcher(Protocol):
+    """What watches the backward of custom Functions."""
+
+    def line_of(self, node: Any) -> SourceLine | None:
+        """The line of the node's `backward`."""
+
+    def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
+        """Watch what the node runs, as part of `owner`; return what undoes it."""
+
+
 class GradientTracer:
     """Hooks the graph nodes of traced ops, and records what passes through them in the backward pass.
 
     A node of a custom autograd Function goes by its class, and belongs to the module call of the last op that ran
-    without a graph, `owner_inside`: that was in the Function's own forward.
+    without a graph, `owner_inside`: that was in the Function's own forward. `functions` may watch what it runs.
     """
 
-    def __init__(self, *, low: FloatFormat) -> None:
+    def __init__(self, *, low: FloatFormat, functions: FunctionWatcher | None = None) -> None:
+        self._functions = functions
         self.owner_inside: Owner = ("", "", 0)
         self._low = low
         self._claims: dict[Any, _Claim] = {}
@@ -65,12 +77,19 @@ class GradientTracer:
             if node is None or node in self._claims or node.name() == "torch::autograd::AccumulateGrad":
                 continue
             if is_custom_node(node):
-                name = type(node).__name__.removesuffix("Backward")
-                self._claims[node] = _Claim(None, name, self.owner_inside)
+                self._claims[node] = self._claim_function(node)
             else:
                 self._claims[node] = _Claim(forward, op, owner)
             self._handles.callback(node.register_hook(self._hook(node)).remove)
             waiting += [following for following, _ in node.next_functions]
+
+    def _claim_function(self, node: Any) -> _Claim:
+        name = type(node).__name__.removesuffix("Backward")
+        if self._functions is None:
+            return _Claim(None, name, self.owner_inside)
+        source = self._functions.line_of(node)
+        self._handles.callback(self._functions.watch(node, self.owner_inside))
+        return _Claim(None, name, self.owner_inside, source)
 
     def close(self) -> None:
         """Take all hooks off."""
@@ -93,7 +112,7 @@ class GradientTracer:
                     call=call,
                     nth=origin.nth if origin else counts[claim],
                     phase="backward",
-                    source=origin.source if origin else None,
+                    source=origin.source if origin else claim.source,
                     inputs=tuple(OpTensor(name="grad_output", stats=stats) for stats in _collect(recording.incoming)),
                     outputs=_collect(recording.outgoing),
                     scalars=origin.scalars if origin else (),

@@ -32,8 +32,8 @@ def lines_of(forward):
     found, tensor = [], torch.ones(2)
 
     def note(call, proceed):
-        code, _, line = find_place(sys._getframe().f_back)
-        found.append((code.co_filename, line))
+        place = find_place(sys._getframe().f_back)
+        found.append((place.code.co_filename, place.line))
         return proceed(call)
 
     with intercepting(note):
