@@ -90,11 +90,9 @@ class FirstNonfinite:
 class Origin:
     """The operation, the state or the array that the damage comes from.
 
-    It stands in the module whose forward called the op, or that owns the non-finite state. `op` is the aten name, None
-    where no op is to blame; `nth` counts the calls of it from that forward, from 0.
-    `would_be` is what the worst element would have been with unlimited range, from the same inputs; None where the op
-    has no finite value there. `grid` tells where in the tensor the non-finite elements are. `function` is the custom
-    autograd Function in whose backward the op ran, None for any other op.
+    It stands in the module whose forward called the op, or that owns the state. `op` is the aten name, None where none
+    is to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward
+    it ran. `would_be` is the worst element from the same inputs in float64, None where it is not finite there either.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]

@@ -120,6 +120,7 @@ def _reachable(path: str, model: nn.Module) -> Iterator[FunctionType]:
         seen.add(id(item))
         if type(item) is FunctionType and item.__code__.co_filename == path:
             yield item
+            waiting.append(item.__globals__)  # the module that it comes from need not be in sys.modules
         waiting += _parts(item)
 
 

@@ -21,7 +21,14 @@ import torch
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import call_below_observer, observed, observer_kernel, script_line, script_traceback, unobserved
+from nandoctor.torch_compat import (
+    call_below_observer,
+    observed,
+    observer_kernel,
+    script_line,
+    script_traceback,
+    unobserved,
+)
 from nandoctor.tracing.op_call import Invocation, op_name
 
 if TYPE_CHECKING:

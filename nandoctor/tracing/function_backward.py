@@ -50,5 +50,3 @@ class FunctionTracer:
     def calls(self) -> tuple[OpCall, ...]:
         """The ops so far, in order."""
         return self._ops.calls()
-
-
