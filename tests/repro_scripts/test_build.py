@@ -159,7 +159,7 @@ def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path, heale
 @pytest.mark.parametrize("name", sorted(OUT_OF_REACH))
 def test_a_custom_function_needs_the_projects_own_code(name, tmp_path):
     case = CASES[name]
-    with pytest.raises(NanDoctorError, match=f"{case.op} is no op of torch"):
+    with pytest.raises(NanDoctorError, match="is a custom autograd Function"):
         write_script(case, tmp_path)
 
 

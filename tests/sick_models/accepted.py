@@ -1,7 +1,7 @@
 """The smallest known fix of every sick model: what the first verified fix has to be.
 
 Each is an edit's kind and its place: a module, the source line, the constant and what it becomes. None stands for an
-illness that no change of one operation fixes: non-finite weights, or a custom Function's own mistake.
+illness that no change of one operation fixes: non-finite weights.
 """
 
 # ruff: noqa: E501  (source lines as they stand)
@@ -80,9 +80,9 @@ ACCEPTED = {
     "gradient/summed-error": "keep-module price",
     "gradient/small-denominator": "keep-module mix (forward alone)",
     "gradient/flat-picture-edges": "set-attribute EdgeStrength.eps = 1e-05",
-    "function/swish": None,
-    "function/log-cosh": None,
-    "function/router": None,
+    "function/swish": "clamp grown_x = torch.exp(x.float())",
+    "function/log-cosh": "clamp up, down = torch.exp(x.float()), torch.exp(-x.float())",
+    "function/router": "clamp weights = torch.exp(logits.float())",
     "scale/bike-counts": "loss-scale 128",
     "scale/road-segmenter": "loss-scale 1024",
     "scale/two-towers": "loss-scale 4096",

@@ -63,7 +63,4 @@ def _faults(case: Case, report: Report) -> Iterator[str]:
 
 
 def _names_line(case: Case, text: str | None) -> bool:
-    """A custom Function's backward has no line of its own in the graph."""
-    if text is None:
-        return not case.line or case.phase == "backward"
-    return case.line in text
+    return not case.line if text is None else case.line in text
