@@ -38,11 +38,11 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
 from nandoctor.fixes.counterfactuals import vary_settings
-from nandoctor.fixes.minimal_sets import find_minimal_sets
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
+from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first
 

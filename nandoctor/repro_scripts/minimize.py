@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.minimal_sets import minimise
 from nandoctor.repro_scripts.program import Kind, Program, kinds_of
 from nandoctor.torch_compat import tree_leaves
 
@@ -81,19 +82,26 @@ class _Shrinking:
         return self._runs_left > 0 and self._failure.is_shown_by(program)
 
     def _narrow(self, program: Program, slots: tuple[Slot, ...], finest: int) -> Program:
-        """Slice the dimensions `slots` together: halves first, then whatever can be left out, to shares of `finest`."""
+        """Slice the dimensions `slots` together to the fewest of ever smaller shares, down to 1 / `finest`."""
         for change in (_sliced, *([_sliced_with_sizes] if _names_size(program, _extent(program, slots)) else [])):
-            size = _extent(program, slots)
             share = 2
-            while size > 1 and share <= min(2 * size, finest):
-                width = max(1, math.ceil(size / share))
-                smaller = self._first(change(program, slots, kept) for kept in _candidates(size, width, share))
-                if smaller is None:
-                    share *= 2
-                    continue
-                program, size = smaller, _extent(smaller, slots)
-                share = 2
+            while (size := _extent(program, slots)) > 1 and share <= min(2 * size, finest):
+                program = self._keep_fewest(program, partial(change, program, slots), size, share)
+                share = 2 if _extent(program, slots) < size else 2 * share
         return program
+
+    def _keep_fewest(
+        self, program: Program, change: Callable[[torch.Tensor], Program], size: int, share: int
+    ) -> Program:
+        """Keep the fewest parts of a dimension, each 1 / `share` of it, with which the failure stays."""
+        width = math.ceil(size / share)
+        parts = [range(start, min(start + width, size)) for start in range(0, size, width)]
+
+        def kept(chosen: Iterable[range]) -> torch.Tensor:
+            return torch.tensor(sorted(itertools.chain.from_iterable(chosen)))
+
+        fewest = minimise(parts, lambda chosen: self._holds(change(kept(chosen))))
+        return change(kept(fewest)) if len(fewest) < len(parts) else program
 
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
@@ -131,18 +139,6 @@ def _groups(program: Program) -> Iterator[tuple[Slot, ...]]:
 def _are_alike(program: Program, slots: tuple[Slot, ...]) -> bool:
     """Whether these dimensions have one size still, after others were narrowed."""
     return len({program.leaves[name].shape[dim] for name, dim in slots}) == 1
-
-
-def _candidates(size: int, width: int, share: int) -> Iterator[torch.Tensor]:
-    """Indices to keep: each part of `width` by itself, then everything but that part."""
-    everything = torch.arange(size)
-    starts = range(0, size, width)
-    if share == 2:
-        yield from (everything[start : start + width] for start in starts if width < size)
-    for start in starts:
-        kept = torch.cat([everything[:start], everything[start + width :]])
-        if len(kept):
-            yield kept
 
 
 def _sliced(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Program:

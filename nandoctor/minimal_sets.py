@@ -1,0 +1,63 @@
+"""The one search for minimal sets: of modules to keep in fp32, of the parts of a tensor that a failure needs.
+
+In: members in order, and whether some of them are enough. Out: sets of which no member can be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_SETS = 3
+
+
+def find_minimal_sets(
+    members: Sequence[T], holds: Callable[[tuple[T, ...]], bool], *, guess: Sequence[T] = ()
+) -> Iterator[tuple[T, ...]]:
+    """Minimal sets of `members` that hold, disjoint, at most `MAX_SETS`; none where all members together do not.
+
+    A `guess` that holds saves the search.
+    """
+    left = list(members)
+    for _ in range(MAX_SETS):
+        start = [member for member in guess if member in left]
+        if start and holds(tuple(start)):
+            found = _without_needless(start, holds)
+        elif left and holds(tuple(left)):
+            found = minimise(left, holds)
+        else:
+            return
+        yield tuple(member for member in members if member in found)
+        left = [member for member in left if member not in found]
+
+
+def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """A set that holds, in the order of `members`, of which none can be left out; all `members` together hold.
+
+    Where more members never hurt, k of n are found with about 2 k log2(n / k) questions (QuickXplain: Junker, 2004).
+    Each is left out once in the end, so that the set is 1-minimal (Zeller and Hildebrandt, 2002) even where they do.
+    """
+    found = set(_needed(tuple(members), holds))
+    kept = [member for member in members if member in found]
+    return _without_needless(kept if holds(tuple(kept)) else members, holds)
+
+
+def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], known: tuple[T, ...] = ()) -> tuple[T, ...]:
+    """The members that are needed beside `known`, which is not enough by itself."""
+    if len(members) == 1:
+        return members
+    first, second = members[: len(members) // 2], members[len(members) // 2 :]
+    later = () if holds((*known, *first)) else _needed(second, holds, (*known, *first))
+    earlier = () if later and holds((*known, *later)) else _needed(first, holds, (*known, *later))
+    return (*earlier, *later)
+
+
+def _without_needless(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """The members of which none can be left out any more."""
+    for member in members:
+        rest = tuple(other for other in members if other != member)
+        if rest and holds(rest):
+            return _without_needless(rest, holds)
+    return tuple(members)
