@@ -187,9 +187,9 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
     reason = dict(report.dump.scalars).get("reason", "")
     if report.dump.layout == "nandoctor.dump/1" and reason in _SAYS_WHAT_FAILED:
         return _SAYS_WHAT_FAILED[reason]
-    bad = [array for array in report.dump.arrays if array.role == "output" and array.num_bad]
-    if bad:
-        return f"the saved {join_first([array.name for array in bad], 3)} is non-finite"
+    nonfinite = [array for array in report.dump.arrays if array.role == "output" and array.num_bad]
+    if nonfinite:
+        return f"the saved {join_first([array.name for array in nonfinite], 3)} is non-finite"
     graded = report.reproduction
     if graded.num_bad_saved and graded.numel:
         return f"{part_of(graded.num_bad_saved, graded.numel)} values of the saved {graded.output} are non-finite"
