@@ -40,11 +40,12 @@ from nandoctor.fixes.search import FixSearch, search_fixes
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.optimizer_slots import measure_slots
+from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import ModelSource, choose_policy, prepare
+from nandoctor.replaying.setup import ModelSource, prepare
 from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.text import join_first, part_of
 from nandoctor.tracing.tensor_stats import collect, measure
@@ -93,7 +94,7 @@ def _without_loss(dump: Dump, settings: Settings, error: LossError) -> Dump:
 def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Diagnosed:
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Diagnosed(report=_report_weights(dump, summary, choose_policy(dump, settings).format), step=None)
+        return Diagnosed(report=_report_weights(dump, summary, choose_policies(dump, settings)[0].format), step=None)
     preparation = prepare(dump, model, settings, RunProgress(progress))
     replayed = reproduce(preparation)
     step, findings = replayed.step, _diagnose(replayed)

@@ -229,6 +229,20 @@ def _refuse(call: _Call) -> Any:
     )
 
 
+def _run_cast(call: _Call) -> Any:
+    """A cast that the model makes itself: to half precision it rounds, which the reference must not."""
+    if call.dtype is not torch.float32:
+        return call.run()
+
+    def widen(value: Any) -> Any:
+        return torch.float32 if value in (torch.float16, torch.bfloat16) else value
+
+    is_dtype = {name: value for name, value in call.kwargs.items() if isinstance(value, torch.dtype)}
+    args = tuple(widen(value) if isinstance(value, torch.dtype) else value for value in call.args)
+    kwargs = {**call.kwargs, **{name: widen(value) for name, value in is_dtype.items()}}
+    return replace(call, args=args, kwargs=kwargs).run()
+
+
 @cache
 def _runs() -> dict[str, Run]:
     """How each op runs; a later line overrides an earlier one."""
@@ -245,6 +259,7 @@ def _runs() -> dict[str, Run]:
         (op_lists.NORMS, _run_half),
         (op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
         (op_lists.HALF_ON_CUDA_ALONE, _run_half),
+        (op_lists.CASTS, _run_cast),
     )
     return {name: run for names, run in table for name in names}
 

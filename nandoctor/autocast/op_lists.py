@@ -198,3 +198,6 @@ HALF_ON_CUDA_ALONE = (
     "fft_hfftn",
     "fft_ihfftn",
 )
+
+CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy")
+"""What a model casts with itself; on no list, and of interest to the fp32 reference alone."""

@@ -40,7 +40,13 @@ class Policy:
     format: FloatFormat
     ambient: bool = True
 
+    @property
+    def label(self) -> str:
+        """The name in a report: "none" where autocast was off but for the model's own regions."""
+        return self.name if self.ambient else "none"
 
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE = Policy(name="fp32", format=FP32)
 EXACT = Policy(name="fp64", format=FP64)
 
@@ -63,6 +69,14 @@ def make_policy(
             f"The {name} policy does not compute in {format.name}.", remedy=f"Choose {names} as its dtype."
         )
     return Policy(name=name, format=format, ambient=ambient)
+
+
+def without_autocast(weights: FloatFormat | None, name: PolicyName = "cuda") -> Policy:
+    """The policy of a run without autocast; `weights` is their half-precision format, None for fp32 weights.
+
+    Where the weights are in fp32 the format is that of fp16 for the model's own regions, until a run shows none.
+    """
+    return Policy(name=name, format=weights or FP16, ambient=False)
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002

@@ -12,7 +12,7 @@ from nandoctor.diagnosis.layer_comparison import differs
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
-from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.trace import TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import part_of, samples_text
 
@@ -78,12 +78,13 @@ def _headline_of_healthy(trace: Trace) -> str:
     if not trace.finite:
         return f"Nothing failed {under}: the infinities in the output were written there by the code"
     if trace.loss is None:
-        return f"Nothing is non-finite: the output is finite {under} and in fp32 (pass --loss to check gradients)"
+        both = under if trace.format == FP32 else f"{under} and in fp32"
+        return f"Nothing is non-finite: the output is finite {both} (pass --loss to check gradients)"
     return f"Nothing is non-finite: output, loss and gradients are finite {under}"
 
 
 def _under(trace: Trace) -> str:
-    return "in fp32" if trace.format == FP32 else f"under {trace.format} autocast"
+    return describe_run(trace.policy, trace.format)
 
 
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:

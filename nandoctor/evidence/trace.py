@@ -19,6 +19,13 @@ LOSS = "<loss>"
 Phase = Literal["forward", "loss", "backward"]
 
 
+def describe_run(policy: str, format: FloatFormat) -> str:  # noqa: A002 - the field's own name
+    """What a run computed in, after a verb: "under fp16 autocast", "in fp16 without autocast", "in fp32"."""
+    if policy in ("none", "fp32", "fp64"):
+        return f"in {format}{' without autocast' if policy == 'none' else ''}"
+    return f"under {format} autocast"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A call of a module.
@@ -300,6 +307,7 @@ class Trace:
 
     `unread` names what in the output could not be looked into; what went in there shows in the ops alone.
 
+    `policy` is "none" where autocast was off but for the model's own regions.
     `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
     an exception that ended the forward early. `ops` are the operations of the span that was asked for; `blinded` is the
     message of the exception for which none could be watched.

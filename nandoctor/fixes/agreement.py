@@ -165,8 +165,8 @@ def sample_errors(made: Result, reference: Result, num_samples: int | None) -> t
 
 
 def _nearest_between(ours: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The number between the two ends that is nearest to ours."""
-    ends = one.double(), other.double()
+    """The number between the two ends that is nearest to ours; a non-finite end is none."""
+    ends = one.double(), torch.where(torch.isfinite(other), other, one).double()
     return ours.double().clamp(torch.minimum(*ends), torch.maximum(*ends))
 
 

@@ -43,7 +43,7 @@ def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:
     """The policy that the edits ask for."""
     for edit in edits:
         if isinstance(edit, UseFormat):
-            policy = _UNLOWERED.get(edit.format.name) or replace(policy, format=edit.format)
+            policy = _UNLOWERED.get(edit.format.name) or replace(policy, format=edit.format, ambient=True)
     return policy
 
 

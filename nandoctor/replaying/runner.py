@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
+from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, apply_policy, torch_dtype
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError
@@ -237,14 +238,13 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
     step, policy = run.step, run.policy
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
-    batch = {name: _in_own_format(tensor, policy).clone() for name, tensor in chosen.items()}
+    batch = {name: _widened(tensor, policy).clone() for name, tensor in chosen.items()}
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
         with ExitStack() as stack:
             stack.enter_context(restored(step.model))
             stack.enter_context(printed_changes(run.printed, step.model))
-            if policy is EXACT:
-                stack.enter_context(_state_in_fp64(step.model))
+            stack.enter_context(_state_widened(step.model, policy))
             draws = stack.enter_context(seeded(step.seed, step.device, step.rng_states, step.recorded))
             observers = _Observers(run, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
@@ -259,7 +259,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         calls = with_nonfinite_state(observers.modules.calls(), step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
-        policy=policy.name,
+        policy=policy.label,
         format=policy.format,
         training=step.training,
         seed=step.seed,
@@ -283,13 +283,21 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     return outcome, result.raised
 
 
-def _state_in_fp64(model: nn.Module) -> AbstractContextManager[None]:
-    state = [*model.parameters(), *model.buffers()]
-    return interventions.state_in([tensor for tensor in state if tensor.is_floating_point()], torch.float64)
+def _state_widened(model: nn.Module, policy: Policy) -> AbstractContextManager[None]:
+    """Weights and buffers in the format of a reference, which half-precision ones would round."""
+    state = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_narrower(tensor, policy)]
+    return interventions.state_in(state, torch_dtype(policy.format))
 
 
-def _in_own_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    return tensor.double() if policy is EXACT and tensor.is_floating_point() else tensor
+def _widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
+    return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
+
+
+def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
+    """Tell whether a reference widens this tensor: fp32 half precision, fp64 everything."""
+    if is_lazy(tensor):
+        return False
+    return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
 
 
 def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.device_literals import cuda_code
-from nandoctor.autocast.policy import Policy, make_policy
+from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.saved_flags import read_flags
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.evidence.formats import FORMATS
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.batch_tree import batch_maker, list_containers, on_batch
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
@@ -29,6 +28,7 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_ca
 from nandoctor.replaying.loss_binding import find_step_loss
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
+from nandoctor.replaying.policy_choice import choose_policies, low_format
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
@@ -42,14 +42,15 @@ ModelSource = str | nn.Module | Callable[..., nn.Module]
 class Preparation:
     """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
 
-    The likeliest of `steps` comes first. `modes` are the train flags to try, and `seeds` the seeds, None for the saved
-    random state. `output_field` is the user's name for the field of the model's output that the saved one is compared
-    with, or its exact place where the recorder noted it.
+    The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
+    random state, and `policies` the precisions. `output_field` is the user's name for the field of the model's output
+    that the saved one is compared with, or its exact place where the recorder noted it.
     """
 
     steps: tuple[FailingStep, ...]
     modes: tuple[bool, ...]
     seeds: tuple[int | None, ...]
+    policies: tuple[Policy, ...]
     saved: tuple[str, torch.Tensor] | None
     output_field: str | None
     notes: tuple[str, ...]
@@ -91,8 +92,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss.notes]
     net.to(device)
     outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss.function)})
-    if dump.recorded is not None:
-        _take_dtypes(net, dump.state)
+    notes += _take_dtypes(net, dump)
     batch, cast_notes = _make_batch(dump, net, device)
     inputs = {name: array for name, array in batch.items() if name not in outputs}
     make_batch = batch_maker(dump, inputs, device)
@@ -102,6 +102,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     else:
         bindings = _find_bindings(dump, net, saved, settings)
     graded = _choose_output(outputs, dump)
+    policies = choose_policies(dump, settings, dump.arrays[graded] if graded else None)
     step = FailingStep(
         model=net,
         batch=batch,
@@ -111,7 +112,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         loss_scale=find_loss_scale(dump, settings),
         device=device,
         description="",
-        policy=choose_policy(dump, settings),
+        policy=policies[0],
         rng_states=dump.rng_states,
         recorded=dump.recorded,
         second_moments=dump.moments,
@@ -122,12 +123,23 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     )
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
     return Preparation(
-        steps=tuple(_called_as(binding, step, saved) for binding in bindings),
+        steps=tuple(_in_weights_format(_called_as(binding, step, saved), dump, settings) for binding in bindings),
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
+        policies=policies,
         saved=(graded, dump.arrays[graded]) if graded else None,
         output_field=settings.output or (_place_of(graded) if dump.recorded is not None and graded else None),
-        notes=(*notes, *cast_notes, *kept_from_it),
+        notes=(*notes, *cast_notes, *kept_from_it, *_describe_guess(policies, dump.arrays.get(graded or ""))),
+    )
+
+
+def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> tuple[str, ...]:
+    """Tell of a precision that nothing in the file speaks for: any may have made an output that is all NaN."""
+    if len(policies) == 1 or saved is None or saved.dtype in LOW_DTYPES or bool(torch.isfinite(saved).any()):
+        return ()
+    return (
+        f"The saved output is non-finite throughout and does not show in which precision: {policies[0].format} was "
+        "assumed (--amp-dtype).",
     )
 
 
@@ -150,11 +162,19 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     return net, describe_change(reference, net)
 
 
-def _take_dtypes(net: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Weights and buffers in the formats that the training had them in."""
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if name in state:
-            tensor.data = tensor.data.to(state[name].dtype)
+def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
+    """Weights and buffers in the formats that the training had them in: a recorder's file has those, others may.
+
+    Of another file they are taken where all of its weights are in half precision; a note says so.
+    """
+    low = low_format(dump.state)
+    if dump.recorded is None and low is None:
+        return []
+    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in dump.state]
+    widened = low is not None and any(tensor.dtype is torch.float32 for _, tensor in named)
+    for name, tensor in named:
+        tensor.data = tensor.data.to(dump.state[name].dtype)
+    return [f"The dump's weights are {low}, and the model is built in fp32: it was replayed in {low}."] * widened
 
 
 def _choose_output(outputs: Sequence[str], dump: Dump) -> str | None:
@@ -248,6 +268,16 @@ def _called_as(binding: Binding, step: FailingStep, saved: _Saved) -> FailingSte
     return replace(step, forward=forward, used=frozenset(used), description=binding.description)
 
 
+def _in_weights_format(step: FailingStep, dump: Dump, settings: Settings) -> FailingStep:
+    """The step with fp32 inputs in the format of half-precision weights, as a loop without autocast must pass them."""
+    low = low_format(dump.state)
+    if low is None or dump.recorded is not None or settings.call is not None:
+        return step
+    dtype = torch_dtype(low)
+    inputs = {name: step.batch[name] for name in step.used if step.batch[name].dtype is torch.float32}
+    return replace(step, batch={**step.batch, **{name: array.to(dtype) for name, array in inputs.items()}})
+
+
 def _find_outputs(dump: Dump, net: nn.Module, settings: Settings, *, read: Collection[str]) -> list[str]:
     """The names of the saved outputs, none of which goes into the model; `read` are texts in the user's functions."""
     taken = {*required_names(net), *(item.rpartition("=")[2] for item in settings.inputs)}
@@ -269,22 +299,6 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return (first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1)))
-
-
-def choose_policy(dump: Dump, settings: Settings) -> Policy:
-    """The user's word; else what the recorder saw; else CUDA's autocast in fp16."""
-    autocast = dump.recorded.autocast if dump.recorded is not None else None
-    if autocast is None:
-        return make_policy(settings.policy or "cuda", FORMATS[settings.amp_dtype or "float16"])
-    native = autocast.device != "cuda" and not autocast.emulated
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in dump.state.values()}
-    low = next((name for name in ("float16", "bfloat16") if name in dtypes), "float16")
-    dtype = autocast.dtype if autocast.enabled and autocast.dtype in ("float16", "bfloat16") else low
-    return make_policy(
-        settings.policy or ("native" if native else "cuda"),
-        FORMATS[settings.amp_dtype or dtype],
-        ambient=autocast.enabled or settings.amp_dtype is not None,
-    )
 
 
 def find_loss_scale(dump: Dump, settings: Settings) -> float:

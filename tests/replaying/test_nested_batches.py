@@ -46,7 +46,7 @@ def loss_of(output, batch):
 
 
 FLAT = {"images": IMAGES, "labels": LABELS, "epoch": 3}
-NESTED = {"batch": {"images": IMAGES, "labels": LABELS}, "scores": IMAGES, "epoch": 3}
+NESTED = {"batch": {"images": IMAGES, "labels": LABELS}, "scores": IMAGES / 0, "epoch": 3}
 
 
 @pytest.fixture

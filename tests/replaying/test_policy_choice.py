@@ -1,0 +1,131 @@
+"""The precision that a step failed in is found by the weights, the saved output and the grade of a replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.autocast.region import cuda_autocast
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+PICTURES = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
+
+
+class Stretched(nn.Module):
+    """Scales what a linear layer gives, keeps one row as it is, and normalises nothing."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return torch.cat([hidden[:1], hidden[1:] * self.scale])
+
+
+class Convolutional(nn.Module):
+    """A convolution, a BatchNorm and a pooling."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+    def forward(self, image):
+        return self.layers(image)
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """A function (model of the training, batch and output, model to build) -> report."""
+
+    def replay(model, saved, builds=None, **options):
+        torch.save({"state_dict": model.state_dict(), **saved}, tmp_path / "dump.pth")
+        return nandoctor.replay(tmp_path / "dump.pth", builds or model, fixes=False, mode="train", **options).report
+
+    return replay
+
+
+def under(report):
+    """The verdict, whether autocast was on, the format of the replay and how it agrees."""
+    run = report.runs.autocast
+    return report.verdict, run.policy, run.dtype.label, report.reproduction.grade
+
+
+def in_training(model, x, dtype):
+    """What a training would have saved: the output under CUDA's autocast, or without any."""
+    if dtype is None:
+        return model(x).detach()
+    with cuda_autocast(dtype):
+        return model(x).detach()
+
+
+@pytest.mark.parametrize("widen", [torch.Tensor.clone, torch.Tensor.float], ids=["as it is", "float()"])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "expected"),
+    [
+        (torch.float16, 1e6, ("precision", "cuda", "fp16", "exact")),
+        (torch.bfloat16, 1e39, ("numerics", "cuda", "bf16", "exact")),
+        (torch.bfloat16, 1e6, ("healthy", "cuda", "bf16", "exact")),
+        (None, 1e39, ("numerics", "none", "fp32", "exact")),
+        (None, 1e6, ("healthy", "none", "fp32", "exact")),
+    ],
+)
+def test_the_policy_is_the_one_that_agrees(replay, dtype, scale, widen, expected):
+    model = Stretched(scale)
+    report = replay(model, {"x": X, "logit": widen(in_training(model, X, dtype))})
+    assert under(report) == expected
+    if dtype is None:
+        assert "autocast" not in report.headline.replace("without autocast", "")
+
+
+@pytest.mark.parametrize("given", ["half", "float"])
+@pytest.mark.parametrize(
+    ("low", "scale", "expected"),
+    [
+        (torch.float16, 1e6, ("precision", "none", "fp16", "exact")),
+        (torch.float16, 1.0, ("healthy", "none", "fp16", "exact")),
+        (torch.bfloat16, 1.0, ("healthy", "none", "bf16", "exact")),
+    ],
+)
+def test_pure_half_precision_has_an_fp32_reference(replay, low, given, scale, expected):
+    model = Stretched(scale).to(low)
+    saved = {"x": X.to(low) if given == "half" else X, "logit": model(X.to(low)).detach()}
+    assert under(replay(model, saved)) == expected
+
+
+def test_pure_bf16_with_a_batch_norm_is_replayed(replay):
+    model = Convolutional().bfloat16()
+    report = replay(model, {"image": PICTURES, "logit": model(PICTURES.bfloat16()).detach()})
+    assert under(report) == ("healthy", "none", "bf16", "exact")
+    assert report.runs.fp32.raised is None
+    assert all(stats.dtype.label == "fp32" for row in report.runs.fp32.modules for stats in row.outputs)
+
+
+def test_half_weights_in_a_model_that_is_built_in_fp32_are_told(replay):
+    model = Stretched(1e6).half()
+    report = replay(model, {"x": X, "logit": model(X.half()).detach()}, builds=Stretched(1e6))
+    assert under(report) == ("precision", "none", "fp16", "exact")
+    assert "The dump's weights are fp16, and the model is built in fp32: it was replayed in fp16." in report.notes
+
+
+def test_an_output_of_nan_alone_tells_of_no_precision(replay):
+    model = nn.Sequential(Stretched(1e6), nn.LayerNorm(8))
+    report = replay(model, {"x": X, "logit": torch.full((4, 8), torch.nan)})
+    assert any("does not show in which precision" in note for note in report.notes)
+    told = replay(model, {"x": X, "logit": torch.full((4, 8), torch.nan)}, amp_dtype="bfloat16")
+    assert not any("precision:" in note for note in told.notes)
+
+
+def test_a_cast_of_the_models_own_is_left_out_of_the_reference(replay):
+    class Squeezed(nn.Linear):
+        def forward(self, x):
+            return (super().forward(x).float() * 1e6).to(torch.float16).float() / 1e6
+
+    model = Squeezed(8, 8)
+    report = replay(model, {"x": X})
+    assert (report.verdict, report.cause.code) == ("precision", "input-cast-overflow")
+    assert report.runs.fp32.finite
