@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,29 @@ def _judge(job: dict[str, Any]) -> dict[str, Any]:
     if job["kind"] == "reference":
         runs = {name: _run(case, name, job) for name in BATCHES}
         plain = {name: _run(case, name, job, autocast=True) for name in BATCHES}
-        torch.save({"fp32": runs, "autocast": plain}, job["reference"])
+        exact = {name: _exact_gradients(case, name, job) for name in BATCHES}
+        torch.save({"fp32": runs, "autocast": plain, "fp64": exact}, job["reference"])
         return {}
     reference = torch.load(job["reference"], weights_only=False)
     names = BATCHES[:1] if job["kind"] == "data" else BATCHES
     return {"batches": {name: _compare(_run(case, name, job, autocast=True), reference, name, job) for name in names}}
+
+
+def _exact_gradients(case: Any, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of each loss in float64, where the model runs in it: fp32's own may be noise."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = replace(case, build=lambda: case.build().double(), batch=lambda: _in_fp64(case.batch()))
+        gradients: dict[str, Any] = _run(wide, name, {**job, "settings": {"loss_scale": 1.0}})["gradients"]
+        return gradients
+    except (RuntimeError, TypeError, ValueError):
+        return {}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _in_fp64(batch: Batch) -> Batch:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 class _Reading(dict[str, torch.Tensor]):
@@ -196,7 +215,12 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
     coarser = 8 if (job.get("settings") or {}).get("amp_dtype") else 1  # bf16 has 8 bits where fp16 has 11
     harmed = max((_harm(*pair, job["guilty"], coarser) for pair in pairs), default=0.0) if job["guilty"] else 0.0
     gradients = {
-        loss: {"scale": made["scale"], "error": _distance(made["values"], exact["gradients"][loss]["values"])}
+        loss: {
+            "scale": made["scale"],
+            "error": _nearest(
+                made["values"], exact["gradients"][loss]["values"], reference["fp64"][name].get(loss, {}).get("values")
+            ),
+        }
         for loss, made in run["gradients"].items()
     }
     return {
@@ -231,6 +255,12 @@ def _harm(ours: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, guilty: 
         if off > max(0.01, coarser * before) and plain[sample].isfinite().all():
             worst = max(worst, off)
     return worst
+
+
+def _nearest(ours: Mapping[str, torch.Tensor], *references: Mapping[str, torch.Tensor] | None) -> float | None:
+    """The distance from the nearest of the references that are finite."""
+    distances = [_distance(ours, reference) for reference in references if reference is not None]
+    return min((distance for distance in distances if distance is not None), default=None)
 
 
 def _distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float | None:

@@ -177,7 +177,7 @@ def _count(verdict: dict[str, Any]) -> dict[str, int]:
         "fixed on the failing batch and five others": bool(first) and not _failures(verdict),
         "healthy samples changed by more than 1 %": _harmed(verdict) > 0,
         "non-finite gradients": bool(_bad_gradients(verdict)),
-        "gradients more than 10 % off fp32": any(error > LARGEST_GRADIENT_ERROR for error in errors),
+        "gradients more than 10 % off fp32 and fp64": any(error > LARGEST_GRADIENT_ERROR for error in errors),
     }
 
 

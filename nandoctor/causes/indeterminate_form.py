@@ -118,7 +118,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
                 SetArgument(site=site_of(finding.op), argument=name, was=value, value=math.copysign(finite, value))
                 for finite in (1e4, 1e3)
             )
-    limit = finding.format.max
     for operand in finding.analysis.operands if finding.op.op == "mul" else ():
         if operand.counts.num_posinf or operand.counts.num_neginf:
-            yield clamp_candidate(finding.op, operand.name, [(-limit, limit)])
+            limits = (1e4, finding.format.max)  # what masks are made with, whose gradients fit as well; the largest
+            yield clamp_candidate(finding.op, operand.name, [(-limit, limit) for limit in limits])

@@ -112,15 +112,17 @@ class UnmaskRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLog:
-    """Take the logarithm of a softmax or sigmoid in one function, `log_softmax` or `logsigmoid`, from what went in.
+    """Take a logarithm in one function with what it is taken of: log_softmax, logsigmoid, softplus or logsumexp.
 
-    `inner` is the softmax or sigmoid, `log` the logarithm of its result; with `complement` of 1 minus its result.
+    `inner` is the softmax, sigmoid or exponential, `log` the logarithm of its result; with `complement` of 1 minus its
+    result, with `summed` of its sum by that op. The logarithm of an exponential that is not summed is of 1 plus it.
     """
 
     kind: Literal["stable-log"] = "stable-log"
     log: OpSite
     inner: OpSite
     complement: bool = False
+    summed: OpSite | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,14 @@ class ResetBuffers:
     """Give buffers the values of a fresh model: running means 0, running variances 1, whatever else is non-finite 0."""
 
     kind: Literal["reset-buffers"] = "reset-buffers"
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroWeights:
+    """Set the elements of weights to zero that are not finite."""
+
+    kind: Literal["zero-weights"] = "zero-weights"
     names: tuple[str, ...]
 
 
@@ -183,6 +193,7 @@ SingleEdit = (
     | UseFormat
     | SetLossScale
     | ResetBuffers
+    | ZeroWeights
     | KeepSamples
     | SetOptimizerEps
 )

@@ -28,6 +28,7 @@ from nandoctor.evidence.edits import (
     SingleEdit,
     Together,
     UseFormat,
+    ZeroWeights,
 )
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import LOSS, Trace
@@ -43,8 +44,12 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     if findings.verdict == "state":
         names = tuple(name for name, buffer in trials.step.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
+        weights = tuple(
+            name for name, weight in trials.step.model.named_parameters() if not torch.isfinite(weight).all()
+        )
+        yield (ZeroWeights(names=weights),) if weights else ()
     if findings.verdict == "input":
-        yield from _without_guilty(findings, trials.step.num_samples)
+        yield from without_guilty(findings, trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
         yield from _together([_specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
     if findings.verdict in ("precision", "silent"):
@@ -97,7 +102,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
                 return
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
-    elif site.module:
+    if site.module:
         yield (KeepModule(module=site.module),)
 
 
@@ -156,7 +161,7 @@ def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> I
     yield (join(list(dict.fromkeys(strong))),)
 
 
-def _without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
+def without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
     """The batch without the samples that are non-finite as they came in."""
     guilty = guilty_samples(findings)
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)

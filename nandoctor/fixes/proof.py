@@ -28,8 +28,8 @@ from nandoctor.text import percent
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
-_HEADROOM = 256.0
-"""By how much GradScaler may have to lower its scale on another batch."""
+_LOWER_SCALES = (1.0, 2.0**-8, 2.0**-16)
+"""On another batch GradScaler may have to lower its scale."""
 
 
 class Verifier:
@@ -117,9 +117,10 @@ class Verifier:
             return "not-checked", "the change is of this batch alone"
         if varied is None:
             return "not-checked", "the step has no such variation"
-        made = varied.run(*at_scale(change, scale or 1.0))
-        if made.values_finite and not made.gradients_finite and scale is not None:
-            made = varied.run(*at_scale(change, scale / _HEADROOM))
+        for lower in _LOWER_SCALES:
+            made = varied.run(*at_scale(change, (scale or 1.0) * lower))
+            if made.gradients_finite or not made.values_finite:
+                break
         if made.finite:
             return "passed", "output and gradients are finite"
         return self._excuse(made, varied.reference())

@@ -36,7 +36,7 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose
+from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, without_guilty
 from nandoctor.fixes.counterfactuals import vary_settings
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
@@ -89,9 +89,14 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
         for candidate in propose(findings, trials):
             tried += _try(candidate, writer, trials, verifier)
         untried.remove(_CHANGES)
+        if findings.verdict == "numerics" and not any(item.verified for item in tried):
+            for candidate in without_guilty(findings, step.num_samples):
+                tried += _try(candidate, writer, trials, verifier)
         if findings.verdict in ("precision", "silent"):
             search, found = _search_fp32_sets(findings, trials)
-            for kept in found:
+            # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
+            enough = any(item.verified for item in tried)
+            for kept in [kept for kept in found if not (enough and _is_only_upstream(join(kept), findings))]:
                 from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials, verifier)
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")

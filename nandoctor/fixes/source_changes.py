@@ -208,12 +208,16 @@ class SourceWriter:
     def _stable_log(self, edit: StableLog) -> None:
         change, logarithm = self._open(edit.log)
         _, inner = self._open(edit.inner)
-        taken = inner.argument("self")
-        if edit.inner.op == "softmax":
-            text = f"torch.log_softmax({taken}.float(), {inner.argument('dim')})"
+        taken = f"{grouped(inner.argument('self'))}.float()"
+        if edit.summed is not None:
+            _, total = self._open(edit.summed)
+            text = f"torch.logsumexp({', '.join([taken, *total.texts_after_first()])})"
+        elif edit.inner.op == "exp":
+            text = f"torch.nn.functional.softplus({taken})"
+        elif edit.inner.op == "softmax":
+            text = f"torch.log_softmax({taken}, {inner.argument('dim')})"
         else:
-            sign = "-" if edit.complement else ""
-            text = f"torch.nn.functional.logsigmoid({sign}{grouped(taken)}.float())"
+            text = f"torch.nn.functional.logsigmoid({'-' if edit.complement else ''}{taken})"
         change.replacements.append(Replacement(node=logarithm.node, text=text))
 
     def _unmask(self, edit: UnmaskRows) -> None:

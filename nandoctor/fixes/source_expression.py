@@ -73,6 +73,13 @@ class Expression:
         """The text of that argument."""
         return self.tree.code(self.argument_node(name))
 
+    def texts_after_first(self) -> list[str]:
+        """The arguments but for the first, as they are written: `dim=1, keepdim=True`."""
+        return [
+            f"{keyword}={self.tree.code(value)}" if keyword else self.tree.code(value)
+            for keyword, value in self._given[1:]
+        ]
+
     def constants(self) -> Iterator[cst.BaseExpression]:
         """The numbers written in the arguments themselves."""
         yield from (value for _, value in self._given if number_in(value) is not None)

@@ -21,6 +21,7 @@ from nandoctor.evidence.edits import (
     SetAttribute,
     StableLog,
     Together,
+    ZeroWeights,
 )
 from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS
@@ -116,12 +117,19 @@ def _title_log(edit: StableLog) -> str:
 
 
 def _stable_name(edit: StableLog) -> str:
-    return "log_softmax" if edit.inner.op == "softmax" else "logsigmoid"
+    if edit.summed is not None:
+        return "logsumexp"
+    return {"softmax": "log_softmax", "exp": "softplus"}.get(edit.inner.op, "logsigmoid")
 
 
 def _title_buffers(edit: ResetBuffers) -> str:
     noun = "buffers" if len(edit.names) > 1 else "buffer"
     return f"Reset {len(edit.names)} {noun}: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+
+
+def _title_weights(edit: ZeroWeights) -> str:
+    names = f"{', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+    return f"Set what is not finite in {names} to 0, or load the last sound checkpoint"
 
 
 _TITLES: dict[str, Callable[[Any], str]] = {
@@ -136,6 +144,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "use-format": lambda edit: f"Run autocast in {edit.format.label}",
     "loss-scale": lambda edit: f"Lower the loss scale to {edit.value:g}",
     "reset-buffers": _title_buffers,
+    "zero-weights": _title_weights,
     "keep-samples": lambda _: "Leave the affected samples out of the batch",
     "optimizer-eps": lambda edit: f"Give the optimizer an eps of {code_number(edit.value)}",
 }

@@ -22,6 +22,7 @@ from nandoctor.evidence.edits import (
     SingleEdit,
     Together,
     UseFormat,
+    ZeroWeights,
 )
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import FixSettings
@@ -77,16 +78,7 @@ class ChangeWriter:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
         if len(modules) == len(edits):
             return Snippet(kind="snippet", text=self._modules_in_fp32([edit.module for edit in modules]))
-        (first, *others) = edits
-        if others:
-            return None
-        if isinstance(first, SetAttribute):
-            return Snippet(kind="snippet", text=_set_attribute(first))
-        if isinstance(first, ResetBuffers):
-            return Snippet(kind="state", text=_RESET_BUFFERS)
-        if isinstance(first, KeepSamples):
-            return Snippet(kind="data", text=_keep_samples(first))
-        return None
+        return _snippet_of(edits[0]) if len(edits) == 1 else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
         lines = [
@@ -118,6 +110,18 @@ def _settings_of(edits: Sequence[SingleEdit]) -> FixSettings | None:
     return settings
 
 
+def _snippet_of(edit: SingleEdit) -> Snippet | None:
+    if isinstance(edit, SetAttribute):
+        return Snippet(kind="snippet", text=_set_attribute(edit))
+    if isinstance(edit, ResetBuffers):
+        return Snippet(kind="state", text=_RESET_BUFFERS)
+    if isinstance(edit, ZeroWeights):
+        return Snippet(kind="state", text=_ZERO_WEIGHTS)
+    if isinstance(edit, KeepSamples):
+        return Snippet(kind="data", text=_keep_samples(edit))
+    return None
+
+
 def _set_attribute(edit: SetAttribute) -> str:
     return (
         "for module in model.modules():\n"
@@ -130,6 +134,13 @@ _RESET_BUFFERS = """for name, buffer in model.named_buffers():
     if not buffer.isfinite().all():
         buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
 # a few batches in train mode, without an optimizer step, give the statistics back
+"""
+
+
+_ZERO_WEIGHTS = """for name, weight in model.named_parameters():
+    if not weight.isfinite().all():
+        weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
+# the optimizer may hold the same values: load its last sound state, or make it anew
 """
 
 

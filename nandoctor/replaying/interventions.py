@@ -25,6 +25,7 @@ from nandoctor.evidence.edits import (
     SingleEdit,
     Together,
     UseFormat,
+    ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
 from nandoctor.replaying.op_edits import LOW, OpEdits, widen
@@ -83,6 +84,8 @@ def intervene(
         for edit in edits:
             if isinstance(edit, SetAttribute):
                 stack.enter_context(_attribute_set(edit, model))
+            elif isinstance(edit, ZeroWeights):
+                stack.enter_context(_weights_zeroed(edit, model))
             elif isinstance(edit, ResetBuffers):
                 _reset(edit, model)  # the run puts every buffer back by itself
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
@@ -123,6 +126,18 @@ def _reset(edit: ResetBuffers, model: nn.Module) -> None:
         for name in edit.names:
             if name in buffers:
                 buffers[name].fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
+
+
+@contextmanager
+def _weights_zeroed(edit: ZeroWeights, model: nn.Module) -> Iterator[None]:
+    before = [(weight, weight.data) for name, weight in model.named_parameters() if name in edit.names]
+    for weight, data in before:
+        weight.data = data.nan_to_num(0.0, 0.0, 0.0)
+    try:
+        yield
+    finally:
+        for weight, data in before:
+            weight.data = data
 
 
 @contextmanager
