@@ -1,0 +1,166 @@
+"""The text of a fix, pasted: `git apply` in a copy of the code, and the step run as any training script would."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nandoctor
+
+HEAD = """import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+def traced(function):
+    @functools.wraps(function)
+    def run(*args):
+        return function(*args)
+
+    return run
+
+
+@traced
+def decorated_square(v):
+    return (v * v).mean(-1, keepdim=True)
+
+
+def make_square(scale):
+    def square(v):
+        return (v * v).mean(-1, keepdim=True) * scale
+
+    return lambda v: square(v)
+
+
+@dataclass
+class Power:
+    scale: float
+
+    def of(self, v):
+        return (v * v).mean(-1, keepdim=True) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.lift.weight)
+        self.lift.weight.data *= 400
+        self.square = make_square(1.0)
+        self.power = Power(1.0)
+
+    @property
+    def gain(self):
+        return (self.h * self.h).mean(-1, keepdim=True)
+
+    def forward(self, x):
+        h = self.h = self.lift(x)
+"""
+BODIES = {
+    "two equal ops on a line": "return h / ((x * x).mean(-1, keepdim=True) + (h * h).mean(-1, keepdim=True)).sqrt()",
+    "a statement of several lines": """spread = (
+            (h * h)  # the power
+            .mean(-1, keepdim=True)
+        )
+        return h / spread.sqrt()""",
+    "a lambda": "power = lambda v: (v * v).mean(-1, keepdim=True)\n        return h / power(h).sqrt()",
+    "a comprehension": "return h / sum((part * part).mean(-1, keepdim=True) for part in h.chunk(2, -1)).sqrt()",
+    "a decorated function": "return h / decorated_square(h).sqrt()",
+    "a function in a closure": "return h / self.square(h).sqrt()",
+    "a property": "return h / self.gain.sqrt()",
+    "a method of a dataclass": "return h / self.power.of(h).sqrt()",
+    "an assignment in place": "p = h.clone()\n        p *= h\n        return h / p.mean(-1, keepdim=True).sqrt()",
+    "one statement after another": "p = h * h; p = p.mean(-1, keepdim=True)\n        return h / p.sqrt()",
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a model file to write, the dump of its failing step, and a git that knows of no repository here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    torch.manual_seed(0)
+    return tmp_path
+
+
+def diagnose(folder, body, file="net.py"):
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{HEAD}        {body}\n")
+    model = runpy.run_path(str(path))["Net"]()
+    torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", model=f"{path}:Net").report
+
+
+def run_patched(fix, report_root, copy):
+    """The output of the step after `git apply`, in a copy of the folder that the diff is of."""
+    root = Path(fix.patch_root)
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("copy", "__pycache__"))
+    subprocess.run(["git", "apply", "-p1", "-"], input=fix.patch, text=True, cwd=copy, check=True)
+    name = next(line[6:] for line in fix.patch.splitlines() if line.startswith("+++ b/"))
+    model = runpy.run_path(str(copy / name))["Net"]()
+    saved = torch.load(report_root / "dump.pth")
+    model.load_state_dict(saved["state_dict"])
+    with nandoctor.cuda_autocast():
+        output = model(saved["x"])
+    output.square().mean().backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    return output, gradients, model(saved["x"])
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_a_source_fix_passes_when_it_is_pasted(body, project):
+    report = diagnose(project, body)
+    fix = next(item for item in report.fixes if item.verified and item.kind == "source")
+    output, gradients, in_fp32 = run_patched(fix, project, project / "copy")
+    assert torch.allclose(output.float(), in_fp32, rtol=0.01, atol=0.01)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert all(check.status != "failed" for check in fix.checks)
+
+
+def test_a_library_is_patched_below_site_packages(project):
+    report = diagnose(project, BODIES["two equal ops on a line"], file="site-packages/lib.py")
+    fix = next(item for item in report.fixes if item.verified and item.kind == "source")
+    assert Path(fix.patch_root) == project / "site-packages"
+    assert fix.patch.startswith("--- a/lib.py\n+++ b/lib.py\n")
+    output, _, in_fp32 = run_patched(fix, project, project / "copy")
+    assert torch.allclose(output.float(), in_fp32, rtol=0.01, atol=0.01)
+
+
+def test_a_notebook_cell_gets_no_diff(project):
+    space = {"__name__": "__main__"}
+    exec(compile(f"{HEAD}        {BODIES['a lambda']}\n", "<ipython-input-3>", "exec"), space)
+    model = space["Net"]()
+    torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, project / "dump.pth")
+    report = nandoctor.replay(project / "dump.pth", model=space["Net"]).report
+    assert {item.kind for item in report.fixes} <= {"snippet", "setting", "advice"}
+    assert any(item.verified for item in report.fixes)
+
+
+def test_a_file_that_is_gone_gets_no_diff(project):
+    path = project / "frozen.py"
+    path.write_text(f"{HEAD}        {BODIES['a property']}\n")
+    net = runpy.run_path(str(path))["Net"]
+    model = net()
+    path.unlink()
+    torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, project / "dump.pth")
+    report = nandoctor.replay(project / "dump.pth", model=net).report
+    assert all(item.kind != "source" for item in report.fixes)
+
+
+def test_a_file_that_has_changed_since_import_gets_no_diff(project):
+    path = project / "net.py"
+    path.write_text(f"{HEAD}        {BODIES['a property']}\n")
+    net = runpy.run_path(str(path))["Net"]
+    model = net()
+    path.write_text("# a line that was not there\n" + path.read_text())
+    torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, project / "dump.pth")
+    report = nandoctor.replay(project / "dump.pth", model=net).report
+    assert not any(item.verified and item.kind == "source" for item in report.fixes)

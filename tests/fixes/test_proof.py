@@ -1,0 +1,147 @@
+"""What a verified fix has to stand: gradients at the loss scale, healthy samples, and batches near to its own."""
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+
+
+def replay(folder, model, *, loss=None, loss_scale=None, **arrays):
+    torch.save({"state_dict": model().state_dict(), **arrays}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", model=model, loss=loss, loss_scale=loss_scale).report
+
+
+def failures(fix):
+    return [check.name for check in fix.checks if check.status == "failed"]
+
+
+class HandSoftplus(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight)
+
+    def forward(self, x):
+        return torch.log(1 + torch.exp(self.read(x)))
+
+
+class HandLogSumExp(HandSoftplus):
+    def forward(self, x):
+        return torch.log(torch.exp(self.read(x)).sum(dim=-1, keepdim=True))
+
+
+class HandLog1p(HandSoftplus):
+    def forward(self, x):
+        return self.read(x).exp().log1p()
+
+
+@pytest.mark.parametrize(
+    ("model", "function"), [(HandSoftplus, "softplus"), (HandLogSumExp, "logsumexp"), (HandLog1p, "softplus")]
+)
+def test_a_clamp_that_float64_contradicts_is_no_fix(model, function, tmp_path):
+    report = replay(tmp_path, model, x=torch.tensor([[140.0, 1.0], [0.5, -2.0]]))
+    assert report.verdict == "numerics"  # exp(140) overflows in fp32 as well, and its logarithm is 140
+    verified = [item for item in report.fixes if item.verified]
+    assert [item.edit.kind for item in verified] == ["stable-log"]
+    assert f"{function}(self.read(x).float()" in verified[0].patch
+    assert all(not item.verified for item in report.fixes if item.edit.kind == "clamp")
+
+
+def test_a_fix_that_doubled_inputs_break_is_not_verified():
+    report = nandoctor.replay("sample_dumps/attention_scores.pth").report
+    scaled = next(item for item in report.fixes if item.edit.kind == "scale-first")
+    assert failures(scaled) == ["inputs doubled"]
+    assert not scaled.verified
+    assert report.fixes[0].edit.kind == "keep-op"
+
+
+def test_every_criterion_is_told_as_passed_or_not_checked():
+    report = nandoctor.replay("sample_dumps/residual_stream.pth").report
+    checks = {check.name: check for check in report.fixes[0].checks}
+    assert list(checks) == [
+        "output",
+        "loss",
+        "gradients",
+        "loss scale",
+        "healthy samples",
+        "samples to blame alone",
+        "samples in another order",
+        "small noise on the inputs",
+        "inputs halved",
+        "inputs doubled",
+        "other seed",
+    ]
+    unchecked = [name for name, check in checks.items() if check.status == "not-checked"]
+    assert unchecked == ["loss", "loss scale", "other seed"]
+    assert "finite at loss scale" in checks["gradients"].text
+    assert "surrogate" in checks["gradients"].text
+
+
+class Amplifier(nn.Module):
+    """The forward overflows in a square, [n, 4] -> same."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.lift.weight)
+        self.lift.weight.data *= 300
+
+    def forward(self, x):
+        h = self.lift(x)
+        return h / (h * h).mean(-1, keepdim=True).sqrt()
+
+
+def test_gradients_are_checked_with_room_for_a_growing_scale(tmp_path):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    report = replay(tmp_path, Amplifier, loss=lambda output, _: (output[:, 0]).float().mean(), loss_scale=1024.0, x=x)
+    checks = {check.name: check for check in report.fixes[0].checks}
+    assert report.fixes[0].verified
+    assert checks["loss"].status == checks["loss scale"].status == "passed"
+    assert "4,096" in checks["loss scale"].text
+
+
+class Upstream(nn.Module):
+    """The square overflows; fp32 in the layer before it only helps because its output stays wide."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.stem.weight)
+        self.stem.weight.data *= 300
+        self.power = Power()
+
+    def forward(self, x):
+        return self.power(self.stem(x))
+
+
+class Power(nn.Module):
+    def forward(self, h):
+        return h / (h * h).mean(-1, keepdim=True).sqrt()
+
+
+def test_a_fix_elsewhere_is_not_shown_beside_one_at_the_place(tmp_path):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) + 2
+    report = replay(tmp_path, Upstream, x=x)
+    titles = [item.title for item in report.fixes if item.verified]
+    assert "(h.float() * h)" in report.fixes[0].patch
+    assert "Keep stem in fp32" not in titles
+    assert "Keep power in fp32" in titles
+
+
+def test_lost_weights_are_set_to_zero_by_a_snippet(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+            self.head.weight.data[1, 2] = float("nan")
+
+        def forward(self, x):
+            return self.head(x)
+
+    report = replay(tmp_path, Net, x=torch.ones(2, 4))
+    fix = report.fixes[0]
+    assert (fix.kind, fix.verified) == ("state", True)
+    model = Net()
+    exec(fix.patch, {"model": model, "torch": torch})
+    assert bool(model(torch.ones(2, 4)).isfinite().all())
