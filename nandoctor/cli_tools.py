@@ -5,9 +5,11 @@ In: what click parsed. Out: a dump with its settings, a console, a bar on standa
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,40 @@ def console() -> Any:
 
 
 @contextmanager
+def _streams_apart() -> Iterator[None]:
+    """A context whose code writes to standard error what it means for standard output, and has nothing to read.
+
+    What a model prints is no part of a report, also where compiled code writes to the descriptor.
+    """
+    with redirect_stdout(sys.stderr), Path(os.devnull).open(encoding="utf-8") as nothing, ExitStack() as stack:
+        stack.enter_context(_pointing(1, 2))
+        stack.enter_context(_pointing(0, nothing.fileno()))
+        stdin, sys.stdin = sys.stdin, nothing
+        stack.callback(setattr, sys, "stdin", stdin)
+        yield
+
+
+@contextmanager
+def _pointing(descriptor: int, target: int) -> Iterator[None]:
+    """A context in which one descriptor is that of another file; nothing is done where one of them is closed."""
+    try:
+        saved = os.dup(descriptor)
+    except OSError:
+        yield
+        return
+    with suppress(OSError):
+        os.dup2(target, descriptor)
+    try:
+        yield
+    finally:
+        # What compiled code has printed may still lie in the buffer of C's own stdout.
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, descriptor)
+        os.close(saved)
+
+
+@contextmanager
 def progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
     """A bar on standard error, gone when the work is done; nothing where standard error is not a terminal."""
     from rich.console import Console
@@ -50,10 +86,10 @@ def progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        with redirect_stdout(sys.stderr):  # what a model prints is no part of a report
+        with _streams_apart():
             yield lambda *_: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("module calls"))
-    with Progress(*columns, console=console, transient=True) as bar, redirect_stdout(sys.stderr):
+    with Progress(*columns, console=console, transient=True) as bar, _streams_apart():
         task = bar.add_task("loading", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

@@ -19,6 +19,7 @@ from nandoctor.replaying.code_references import find_loss
 from nandoctor.replaying.model_loading import find_attribute, place_of
 from nandoctor.replaying.recorded_step import own_loss
 from nandoctor.replaying.settings import Settings
+from nandoctor.replaying.user_code import kept_running
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
 """What torch says where a loss is refused under autocast; it is computed outside of it then."""
@@ -58,7 +59,8 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
     def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         batch = make(tensors)
         try:
-            value = loss(output, batch)
+            with kept_running():
+                value = loss(output, batch)
         except Exception as error:
             if NOT_UNDER_AUTOCAST in str(error):
                 raise

@@ -24,7 +24,8 @@ from torch.nn.parameter import is_lazy
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
-from nandoctor.replaying.script_import import importing, stopped
+from nandoctor.replaying.script_import import bare_arguments, importing, stopped
+from nandoctor.replaying.user_code import kept_running
 from nandoctor.text import brief
 from nandoctor.torch_compat import loads_plainly
 
@@ -92,9 +93,12 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
     value: Any = module
     for name in attribute.split("."):
         if not hasattr(value, name):
+            why = stopped.get(module)
+            if isinstance(why, SystemExit):
+                raise _explain_import(location, why) from why
             raise ModelError(
                 f"{location} has no {attribute!r}.{_suggest(name, _public_names(value))}",
-                remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if module in stopped else ""),
+                remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if why else ""),
             )
         value = getattr(value, name)
     return value
@@ -176,7 +180,8 @@ def _copy(model: nn.Module, name: str) -> nn.Module:
 
 def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
     try:
-        model = factory(**arguments)
+        with kept_running():
+            model = factory(**arguments)
     except ModelError:
         raise
     except Exception as error:
@@ -220,7 +225,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
     try:
-        with importing(module), _explained(str(path)):
+        with _explained(str(path)), importing(module):
             spec.loader.exec_module(module)
     except ModelError:
         del sys.modules[name]
@@ -230,20 +235,25 @@ def _import_file(path: Path, project: Project) -> ModuleType:
 
 def _import_package(name: str, directory: Path, project: Project) -> ModuleType:
     project.enter_folder(directory.resolve())
-    with _explained(name):
+    with _explained(name), bare_arguments(name):
         return importlib.import_module(name)
 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}",
-            remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "
-            "import belongs under `if __name__ == '__main__':`.",
-        ) from error
+        with kept_running():
+            yield
+    except Exception as error:
+        raise _explain_import(name, error) from error
+
+
+def _explain_import(name: str, error: BaseException) -> ModelError:
+    return ModelError(
+        f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}",
+        remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "
+        "import belongs under `if __name__ == '__main__':`.",
+    )
 
 
 def place_of(error: BaseException) -> str:

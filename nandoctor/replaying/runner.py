@@ -35,6 +35,7 @@ from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import recorded_backends
+from nandoctor.replaying.user_code import kept_running
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.function_backward import FunctionTracer
 from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
@@ -305,14 +306,14 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     result, step = _Result(), run.step
     started = time.perf_counter()
     try:
-        with observers.watching_forward(), torch.set_grad_enabled(run.grad):
+        with kept_running(), observers.watching_forward(), torch.set_grad_enabled(run.grad):
             result.output = step.forward(batch)
             if step.loss is not None:
                 observers.begin_loss()
                 with interventions.loss_in_fp32(run.edits, step.device) as widen:
                     result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
         if run.watch.backward and result.loss is not None:
-            with torch.autocast(step.device.type, enabled=False):
+            with kept_running(), torch.autocast(step.device.type, enabled=False):
                 result.bad_gradients, result.gradients = _backward(step, result.loss, keep=run.watch.keep)
     except Exception as error:
         result.raised = error
