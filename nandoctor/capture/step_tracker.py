@@ -108,7 +108,7 @@ class StepTracker:
                 # The scaler was updated and no optimizer was called: the scaler has waited for the gradients by now.
                 step.skipped = scale.values() < step.scale.values()
             if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
-                magnitude = largest_magnitude(_gradients(self._observer.model))
+                magnitude = largest_magnitude([p.grad for p in self._observer.model.parameters() if p.grad is not None])
                 step.accumulated = self._flag_of(magnitude, over_ranks=self._sharded and not final)
             self._pending.append(step)
         self.flush_pending(wait=final)
@@ -328,10 +328,6 @@ class StepTracker:
             self.current = None
             self._on_stop()
             raise
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _read_scale(scaler: Any) -> tuple[Flag | None, int | None]:

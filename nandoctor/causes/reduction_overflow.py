@@ -39,10 +39,11 @@ def diagnose(finding: Finding) -> Cause | None:
     if length is not None:
         terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
+    largest = finding.analysis.exact_absmax if finding.overflowed else None
     return Cause(
         code=CODE,
         title=TITLE,
-        headline=f"{subject(finding.op)} {_reach(finding)}",
+        headline=f"{subject(finding.op)} {past(largest, finding.format)}",
         explanation=f"The {finding.op.op}{over} gives {_result(finding)}.",
         evidence=(*overflow_evidence(finding), *terms),
     )
@@ -51,10 +52,6 @@ def diagnose(finding: Finding) -> Cause | None:
 def _is_beyond_float64(finding: Finding) -> bool:
     """Tell whether finite terms make an infinity even in float64, as only long products do."""
     return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
-
-
-def _reach(finding: Finding) -> str:
-    return past(finding.analysis.exact_absmax if finding.overflowed else None, finding.format)
 
 
 def _result(finding: Finding) -> str:

@@ -37,7 +37,8 @@ _DEPTH = 4
 
 def diagnose(finding: GradientFinding) -> Cause | None:
     """A singular op behind a selection that hides it."""
-    if finding.forward is None or "nan" not in finding.analysis.kinds or not _meets_zeros(finding):
+    meets_zeros = any(operand.counts.num_zero for operand in finding.analysis.operands)
+    if finding.forward is None or "nan" not in finding.analysis.kinds or not meets_zeros:
         return None
     selection = _hiding_selection(finding)
     if selection is None:
@@ -51,10 +52,6 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         f"the derivative of {finding.forward.op} is infinite at these places, and 0 * inf is NaN.",
         evidence=gradient_evidence(finding),
     )
-
-
-def _meets_zeros(finding: GradientFinding) -> bool:
-    return any(operand.counts.num_zero for operand in finding.analysis.operands)
 
 
 def _hiding_selection(finding: GradientFinding) -> str | None:

@@ -63,7 +63,8 @@ def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iter
         value = _eps_in(op, name, number)
         if value is None or not _is_constant(op, name, ops) or (_needs_guard(op, name) and op.order not in guards):
             continue
-        use = _in_format(_place(op, name, value), _format_used(op))
+        use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
+        use = _in_format(use, _format_used(op))
         if _is_beside_one(op, name, number):
             use = replace(
                 use,
@@ -130,10 +131,6 @@ def _format_used(op: OpCall) -> FloatFormat:
         return max(taken, key=lambda dtype: dtype.fraction_bits)
     own = op.outputs[0].dtype
     return max(own, FP32, key=lambda dtype: dtype.fraction_bits) if op.op in EPS_IN_FP32 else own
-
-
-def _place(op: OpCall, name: str, value: float) -> EpsUse:
-    return EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
 
 
 def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:

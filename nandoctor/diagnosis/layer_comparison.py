@@ -40,7 +40,14 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
 
 def first_unholdable(reference: Trace, low: FloatFormat) -> ModuleCall | None:
     """The first call, in the order of return, whose fp32 output `low` could not hold."""
-    return next((call for call in _returned(reference) if not all(_fits(stats, low) for stats in call.outputs)), None)
+    return next(
+        (
+            call
+            for call in _returned(reference)
+            if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs)
+        ),
+        None,
+    )
 
 
 def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
@@ -121,7 +128,3 @@ def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerR
         inherited_err=relative_error(call.inputs, other.inputs) if other else None,
         state=call.state,
     )
-
-
-def _fits(stats: TensorStats, low: FloatFormat) -> bool:
-    return stats.absmax is None or low.holds(stats.absmax)

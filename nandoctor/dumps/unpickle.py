@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from mmap import mmap
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
@@ -71,13 +70,11 @@ def _judge(container: Container, data: UntypedStorage) -> Provenance:
     if name not in container.members:
         return Provenance()
     mapped = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
-    members = {other: _bytes_of(mapped, member) for other, member in container.members.items()}
+    members = {
+        other: mapped[member.offset : member.offset + member.nbytes] for other, member in container.members.items()
+    }
     signature = members.pop(name).tobytes()
     return check_signature(signature, {**members, f"{container.folder}/data.pkl": container.pickle})
-
-
-def _bytes_of(mapped: np.ndarray[Any, Any], member: Member) -> np.ndarray[Any, Any]:
-    return mapped[member.offset : member.offset + member.nbytes]
 
 
 class _Reading(threading.local):

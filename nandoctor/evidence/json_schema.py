@@ -59,7 +59,12 @@ def _refer(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    described: dict[str, Any] = {"type": "object", "description": _docstring(cls), "properties": {}, "required": []}
+    described: dict[str, Any] = {
+        "type": "object",
+        "description": " ".join((inspect.getdoc(cls) or "").split()),
+        "properties": {},
+        "required": [],
+    }
     for item in dataclasses.fields(cls):
         if is_inlined(item):
             _inline(_describe_record(hints[item.name], definitions), described)
@@ -82,7 +87,3 @@ def _add_property(
     described["properties"][item.name] = {"const": item.default} if is_constant else _describe(hint, definitions)
     if is_constant or item.default is item.default_factory is dataclasses.MISSING:
         described["required"].append(item.name)
-
-
-def _docstring(cls: Any) -> str:
-    return " ".join((inspect.getdoc(cls) or "").split())

@@ -92,16 +92,13 @@ def select_layers(report: Report) -> Layers:
     pairs = align_calls(report.runs)
     nonfinite = _find_first_nonfinite(report, pairs)
     repeats = _repeats(pairs) - {nonfinite}
-    shown = [index for index, pair in enumerate(pairs) if index not in repeats and _has_output(pair)]
+    with_output = [index for index, pair in enumerate(pairs) if any(row.outputs for row in pair.rows)]
+    shown = [index for index in with_output if index not in repeats]
     first = next((place for place, index in enumerate(shown) if nonfinite is not None and index >= nonfinite), None)
     where = report.first_nonfinite.where if report.first_nonfinite else "output"
     return Layers(
         pairs=tuple(pairs[index] for index in shown), first_nonfinite=first, before_nonfinite=where != "output"
     )
-
-
-def _has_output(pair: LayerPair) -> bool:
-    return any(row.outputs for row in pair.rows)
 
 
 def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | None:

@@ -42,7 +42,8 @@ def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[Tens
     """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
     nonfinite: dict[str, tuple[TensorStats, ...]] = {}
     for path, module in model.named_modules():
-        own = (*module.named_parameters(recurse=False), *_read_buffers(module))
+        buffers = () if _writes_only(module) else module.named_buffers(recurse=False)
+        own = (*module.named_parameters(recurse=False), *buffers)
         readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
         if readings:
             nonfinite[path] = collect([(name, reading) for name, reading in readings if reading is not None])
@@ -52,7 +53,3 @@ def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[Tens
 def _writes_only(module: nn.Module) -> bool:
     """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
     return is_running_norm(module) and module.training
-
-
-def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(()) if _writes_only(module) else module.named_buffers(recurse=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ class _Shrinking:
 
     def _narrow_all(self, program: Program, finest: int) -> Program:
         before = None
-        while before != (before := _size(program)):
+        while before != (before := sum(leaf.numel() for leaf in program.leaves.values())):
             for slots in [*_groups(program)]:
                 if _are_alike(program, slots):
                     program = self._narrow(program, slots, finest)
@@ -106,16 +106,9 @@ class _Shrinking:
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
         for name, leaf in program.leaves.items():
-            simpler = self._first(program.with_leaves(**{name: values}) for values in values_for(leaf))
-            program = program if simpler is None else simpler
+            simpler = (program.with_leaves(**{name: values}) for values in values_for(leaf))
+            program = next(filter(self._holds, simpler), program)
         return program
-
-    def _first(self, candidates: Iterable[Program]) -> Program | None:
-        return next((candidate for candidate in candidates if self._holds(candidate)), None)
-
-
-def _size(program: Program) -> int:
-    return sum(leaf.numel() for leaf in program.leaves.values())
 
 
 def _extent(program: Program, slots: tuple[Slot, ...]) -> int:
@@ -165,14 +158,14 @@ def _sliced_with_sizes(program: Program, slots: tuple[Slot, ...], kept: torch.Te
         return [resize(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     nodes = tuple(
-        replace(node, args=tuple(map(resize_lists, node.args)), kwargs=_map_values(resize_lists, node.kwargs))
+        replace(
+            node,
+            args=tuple(map(resize_lists, node.args)),
+            kwargs={name: resize_lists(value) for name, value in node.kwargs.items()},
+        )
         for node in program.nodes
     )
     return _sliced(replace(program, nodes=nodes), slots, kept)
-
-
-def _map_values(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: change(value) for name, value in values.items()}
 
 
 def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:

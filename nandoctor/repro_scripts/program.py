@@ -6,7 +6,7 @@ In: the ops, the tensors that they take from outside, and other values for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal
@@ -105,7 +105,7 @@ class Program:
         values: dict[str, Any] = {**leaves, **self.numbers}
         tracked = {name: leaves[name].detach().requires_grad_() for name in self.trained}
         values |= tracked
-        with torch.set_grad_enabled(self.gradient is not None), self._drawing_the_same():
+        with torch.set_grad_enabled(self.gradient is not None), _seeded() if self.random else nullcontext():
             for node in self.nodes:
                 values[node.name] = node.run(values, self.low, low)
             made = values[self.result.name]
@@ -115,9 +115,6 @@ class Program:
             incoming = leaves[self.gradient].to(made.dtype)
             gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
         return tuple(gradient for gradient in gradients if gradient is not None)
-
-    def _drawing_the_same(self) -> AbstractContextManager[None]:
-        return _seeded() if self.random else nullcontext()
 
 
 @contextmanager

@@ -186,13 +186,10 @@ def _expectation(program: Program, failure: Failure) -> str:
     wanted = max(float(values.abs().max()) for values in nonfinite if len(values))
     limit = torch.finfo(got[0].dtype).max
     if wanted > limit:
-        largest = f"the largest {_label(got[0].dtype)} is {number(limit)}"
+        label = FORMATS[str(got[0].dtype).removeprefix("torch.")].label
+        largest = f"the largest {label} is {number(limit)}"
         return f"Expected: finite, up to {number(wanted, unlike=limit)}, as in fp32; {largest}."
     return f"Expected: finite, up to {number(wanted)}, as in fp32."
-
-
-def _label(dtype: torch.dtype) -> str:
-    return FORMATS[str(dtype).removeprefix("torch.")].label
 
 
 def _is_widened(leaf: torch.Tensor) -> bool:

@@ -125,7 +125,8 @@ def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: s
     num_layers = len(layers.pairs)
     shown = [range(num_layers)]
     if num_layers > MAX_BARS:
-        shown.append(layers.window(_center(layers), _ZOOM_BEFORE, _ZOOM_AFTER))
+        center = layers.first_nonfinite if layers.first_nonfinite is not None else layers.tightest() or 0
+        shown.append(layers.window(center, _ZOOM_BEFORE, _ZOOM_AFTER))
     figure = new_figure()
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
     legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
@@ -146,11 +147,6 @@ def _find_size(panels: Sequence[Axes], num_layers: int) -> tuple[float, float]:
     width = min(max(_MARGIN_IN + _LAYER_WIDTH_IN * num_layers, _MIN_WIDTH_IN), _MAX_WIDTH_IN)
     longest = [max(len(label.get_text()) for label in axes.get_xticklabels()) for axes in panels]
     return width, _TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest)
-
-
-def _center(layers: Layers) -> int:
-    """What the closer look is about."""
-    return layers.first_nonfinite if layers.first_nonfinite is not None else layers.tightest() or 0
 
 
 def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> None:
