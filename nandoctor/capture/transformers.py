@@ -5,6 +5,7 @@ In: what the Trainer tells its callbacks, and the model's forward. Out: dumps wh
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from transformers import TrainerCallback
@@ -16,19 +17,36 @@ from nandoctor.replaying.script_import import stop_import
 class RecorderCallback(TrainerCallback):
     """Records every forward in training; `options` are those of `Recorder`.
 
-    The loss is the one in the model's own output. The replay builds the model from its configuration, which the dump
-    holds. Where another loss is computed outside of the model, the output alone is looked at.
+    The loss is the one in the model's own output. Where the Trainer computes another outside of the model (an own
+    `compute_loss`, `compute_loss_func`), let `watch` know the Trainer, and give `loss=`, a function `(output, batch) ->
+    scalar` at the top level of a file, for the replay of it. The replay builds the model from its configuration, which
+    the dump holds.
     """
 
     def __init__(self, **options: Any) -> None:
         stop_import()
         self.options = options
         self.recorder: Recorder | None = None
+        self._watches_trainer = False
+
+    def watch(self, trainer: Any) -> None:
+        """Look at the losses that this Trainer's `compute_loss` returns in training, instead of the model's own."""
+        compute_loss = trainer.compute_loss
+        self._watches_trainer = True
+
+        @functools.wraps(compute_loss)
+        def compute_and_watch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            computed = compute_loss(model, inputs, *args, **kwargs)
+            if self.recorder is not None and trainer.is_in_train and model.training:
+                self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, inputs)
+            return computed
+
+        trainer.compute_loss = compute_and_watch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the hooks on the model."""
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)
-        self.recorder = Recorder(kwargs["model"], scaler=scaler, from_output=True, **self.options)
+        self.recorder = Recorder(kwargs["model"], scaler=scaler, from_output=not self._watches_trainer, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Number the step as the Trainer does."""

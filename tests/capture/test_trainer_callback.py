@@ -50,7 +50,22 @@ def make_model():
     return model
 
 
-def fit(folder, callback, trainer_class, **options):
+def loss_of(output, batch):
+    """The log of a probability that may be 0."""
+    right = output["logits"].softmax(-1)[..., 1]
+    return -torch.log(right.float()).mean()
+
+
+class OwnLossTrainer(transformers.Trainer):
+    """As trainers for preferences or distillation do: the model is called without labels."""
+
+    def compute_loss(self, model, inputs, *args, return_outputs=False, **kwargs):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = loss_of(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+def fit(folder, callback, trainer_class, *, watch=False, **options):
     rows = [
         {
             "input_ids": torch.randint(49, (8,)),
@@ -72,7 +87,11 @@ def fit(folder, callback, trainer_class, **options):
         data_seed=0,
         **options,
     )
-    trainer_class(make_model(), arguments, train_dataset=rows, callbacks=[callback]).train()
+    trainer = trainer_class(make_model(), arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[callback])
+    if watch:
+        callback.watch(trainer)
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -90,6 +109,23 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     assert (reproduction.grade, reproduction.output) == ("exact", "output.logits")
     assert 0 < reproduction.num_bad_saved < reproduction.numel
     assert (case.verdict, case.first_nonfinite.place.module) == ("precision", "classifier")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_of_the_trainers_own_is_watched(tmp_path):
+    callback = RecorderCallback(folder=tmp_path / "dumps", loss=loss_of)
+    trainer = fit(tmp_path, callback, OwnLossTrainer, watch=True, eval_strategy="steps", eval_steps=1)
+    trainer.evaluate()
+    (path,) = callback.recorder.written
+    dump = read_dump(path)
+    assert (dump.scalars["reason"], dump.scalars["loss"]) == ("loss", float("inf"))
+    assert dump.arrays["output.logits"].isfinite().all()
+    assert (dump.arrays["input.input_ids"] == 49).sum() == 1
+
+    case = nandoctor.replay(path, loss=loss_of, fixes=False)
+    assert case.report.reproduction.grade == "exact"
+    assert (case.report.origin.phase, case.report.origin.op) == ("loss", "log")
+    assert case.report.cause.code == "log-of-zero"
 
 
 @pytest.mark.filterwarnings("ignore")
