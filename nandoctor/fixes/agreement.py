@@ -48,6 +48,11 @@ class Result:
         return self.ran and _all_finite(self.values.values())
 
     @property
+    def has_nan(self) -> bool:
+        """Tell whether there is a NaN in the output or the loss, which no code means."""
+        return any(bool(torch.isnan(tensor).any()) for tensor in self.values.values())
+
+    @property
     def gradients_finite(self) -> bool:
         """Tell whether every gradient is; with no gradients at all, too."""
         return self.ran and _all_finite(self.gradients.values())

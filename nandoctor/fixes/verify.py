@@ -104,7 +104,18 @@ class Trials:
         if (training, seed) == (self.step.training, self.step.seed):
             return self
         step = replace(self.step, training=training, seed=seed)
-        return Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
+        made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
+        made._writes_infinities = self._writes_infinities
+        return made
+
+    @cached_property
+    def _writes_infinities(self) -> bool:
+        """Whether the unchanged step has infinities in fp32 too, which are meant; another mode or batch has no others.
+
+        What is non-finite there in both precisions (the eval mode of a BatchNorm whose statistics are) is no agreement.
+        """
+        reference = self.reference()
+        return reference.ran and not reference.values_finite and not reference.has_nan
 
     @property
     def num_run(self) -> int:
@@ -128,6 +139,7 @@ class Trials:
         if not made.ran:
             return None
         finite = comparison.finite and comparison.gradients_finite and (made.finite or not self.numerics)
+        finite = finite and (made.values_finite or (self._writes_infinities and not made.has_nan))
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
     def judge(self, *edits: Change) -> Judgement:
