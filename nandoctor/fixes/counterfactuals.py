@@ -5,12 +5,15 @@ In: the trials of the step, and the samples to blame. Out: `Counterfactual`s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.fixes.verify import Trials
+from nandoctor.replaying.runner import FailingStep
+from nandoctor.text import samples_text
+from nandoctor.torch_compat import is_running_norm
 
 NUM_SEEDS = 3
 
@@ -54,3 +57,14 @@ def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tu
 def _scales(loss_scale: float) -> tuple[float, ...]:
     """The scale of the step, two that GradScaler would come to, and none."""
     return tuple(dict.fromkeys((loss_scale, max(loss_scale / 16, 1.0), max(loss_scale / 256, 1.0), 1.0)))
+
+
+def describe_coupling(found: Iterable[Counterfactual], step: FailingStep) -> tuple[str, ...]:
+    """Tell where the samples fail only together, so that neither those to blame nor the others show it alone."""
+    samples = [trial for trial in found if trial.group == "samples"]
+    if len(samples) < 2 or not all(trial.outcome.finite for trial in samples):
+        return ()
+    blamed = next(trial.setting.only for trial in samples if trial.setting.only)
+    norms = [name for name, module in step.model.named_modules() if is_running_norm(module) and step.training]
+    mixer = f" {norms[0]} computes its statistics over the whole batch." if norms else ""
+    return (f"The batch fails only as a whole: it is finite with {samples_text(blamed)} alone and without.{mixer}",)

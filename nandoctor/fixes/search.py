@@ -37,7 +37,7 @@ from nandoctor.evidence.report import (
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, without_guilty
-from nandoctor.fixes.counterfactuals import vary_settings
+from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
@@ -104,11 +104,12 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
             varied.append(outcome)
         untried.remove("other settings")
     ranked = _rank(tried, from_fp32_sets, findings)
+    notes = _notes(findings, ranked, untried, out_of_memory=budget.out_of_memory)
     return FixSearch(
         fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
         fp32_sets=search,
         counterfactuals=tuple(varied),
-        notes=tuple(_notes(findings, ranked, untried, out_of_memory=budget.out_of_memory)),
+        notes=(*notes, *describe_coupling(varied, step)),
     )
 
 

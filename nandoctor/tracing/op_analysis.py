@@ -23,6 +23,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
+    output = _without_passed_on(call, output)
     nonfinite = ~torch.isfinite(output)
     own = format_of(output.dtype) or FP64
     counts, _ = count_exactly(output, own, low, place=True)
@@ -46,6 +47,22 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
         grid=counts.grid,
     )
+
+
+def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
+    """The output with zeros for the infinities that an elementwise op was given at that very place.
+
+    Rows of a mask are no sample's fault; where nothing else is non-finite the output stays as it is.
+    """
+    operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
+    try:
+        infinite = [torch.isinf(values).expand(output.shape) for values in operands]
+    except RuntimeError:  # a reduction, say, whose operands are of another shape
+        return output
+    if call.name in PRODUCTS or not infinite:
+        return output
+    others = output.masked_fill(torch.isinf(output) & torch.stack(infinite).any(0), 0.0)
+    return output if bool(torch.isfinite(others).all()) else others
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,83 @@
+"""BatchNorm: statistics that the failing forward wrote, samples that fail only together; and rows of a mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+
+
+class Scaled(nn.Module):
+    """Normalises pictures, and scales them until what is far from the mean does not fit fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+
+    def forward(self, picture):
+        return self.norm(picture).half() * 12_000.0
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """A function (model, arrays) -> report, with everything that is tried."""
+
+    def replay(model, **arrays):
+        torch.save({"state_dict": model.state_dict(), **arrays}, tmp_path / "dump.pth")
+        return nandoctor.replay(tmp_path / "dump.pth", model, mode="train", max_trials=80).report
+
+    return replay
+
+
+def outcomes(report, group):
+    """What came of the variations of a group, in order."""
+    return [trial.outcome.finite for trial in report.counterfactuals if trial.group == group]
+
+
+def pictures():
+    """64 pictures of faint noise, of which one is bright throughout."""
+    made = torch.sin(torch.arange(256.0)).reshape(64, 1, 2, 2) / 100
+    made[5] = 1.0
+    return made
+
+
+@pytest.mark.parametrize(("variance", "finite_in_eval"), [(1e6, True), (math.nan, False)])
+def test_a_mode_whose_statistics_are_nan_is_not_called_finite(replay, variance, finite_in_eval):
+    model = Scaled()
+    model.norm.running_var.fill_(variance)
+    report = replay(model, picture=pictures())
+    assert (report.verdict, report.origin.op, report.origin.elements.samples) == ("precision", "mul", (5,))
+    assert outcomes(report, "mode") == [False, finite_in_eval]
+
+
+def test_samples_that_fail_only_together_are_told_as_coupled(replay):
+    report = replay(Scaled(), picture=pictures())
+    assert outcomes(report, "samples") == [True, True]
+    said = "it is finite with sample 5 alone and without. norm computes its statistics over the whole batch."
+    assert any(note.endswith(said) for note in report.notes)
+
+
+def test_a_sample_that_fails_by_itself_is_not_told_as_coupled(replay):
+    class Alone(Scaled):
+        def forward(self, picture):
+            return self.norm(picture) + picture.half() * 80_000.0
+
+    report = replay(Alone(), picture=pictures())
+    assert (report.origin.elements.samples, outcomes(report, "samples")) == ((5,), [False, True])
+    assert not any("only as a whole" in note for note in report.notes)
+
+
+def test_masked_positions_of_other_samples_are_not_blamed(replay):
+    class Scores(nn.Module):
+        def forward(self, score, hidden):
+            return (score.half().masked_fill(hidden, -math.inf) * 100).softmax(-1)
+
+    score = torch.ones(4, 6)
+    score[2, 1] = 2000.0
+    hidden = torch.arange(6).expand(4, 6) > 4
+    elements = replay(Scores(), score=score, hidden=hidden).origin.elements
+    assert (elements.samples, elements.num_bad, elements.kinds, elements.first_index) == ((2,), 1, ("+inf",), (2, 1))
