@@ -218,8 +218,10 @@ MOVES = _names(
     repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold"""
 )
 """Ops that hand values on as they are."""
-FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor constant_pad_nd")
+FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor pad constant_pad_nd")
 """Ops that put a given number in places."""
+CHECKED_FILLS = _names("full full_like new_full fill masked_fill pad constant_pad_nd")
+"""Those of FILLS that raise where the number does not fit the format."""
 UNFILLED = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 """Ops that give memory as it lies there; what fills it need not be an op: torch.tensor() writes to it directly."""
 SELECTIONS = _names("where masked_fill masked_scatter masked_select nan_to_num index")

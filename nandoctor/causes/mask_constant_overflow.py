@@ -27,7 +27,7 @@ from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
-from nandoctor.ops import CASTS, FILLS, MINIMA, SCALINGS, SUMS
+from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
 CODE = "mask-constant-overflow"
@@ -49,8 +49,7 @@ def diagnose(finding: Finding) -> Cause | None:
         code=CODE,
         title=TITLE,
         headline=_headline(finding, masking),
-        explanation=f"The mask's constant {constant(masking)} makes -inf in {finding.format}, whose limit is "
-        f"{number(-finding.format.max)}; a row that is masked throughout has nothing finite left.",
+        explanation=f"The mask's constant {constant(masking)} {_consequence(finding)}.",
         evidence=(
             Evidence(name="constant", value=masking, text=f"the mask's constant is {constant(masking)}"),
             Evidence(
@@ -62,11 +61,29 @@ def diagnose(finding: Finding) -> Cause | None:
     )
 
 
+def _consequence(finding: Finding) -> str:
+    low, limit = finding.format, number(-finding.format.max)
+    if _is_refused(finding):
+        return (
+            f"is below {limit}, the lowest number of {low}, and {finding.op.op} raises an error rather than write -inf"
+        )
+    return f"makes -inf in {low}, whose limit is {limit}; a row that is masked throughout has nothing finite left"
+
+
+def _is_refused(finding: Finding) -> bool:
+    """Tell whether torch raises instead of rounding: for a number in the code, not for a tensor."""
+    return finding.op.op in CHECKED_FILLS and any(
+        -math.inf < value < -finding.format.max for _, value in finding.op.scalars
+    )
+
+
 def _headline(finding: Finding, masking: float) -> str:
     low, limit = finding.format, number(-finding.format.max)
     if low.holds(masking):
         passed = f"goes below {limit}, the lowest number of {low}"
         return f"{subject(finding.op)} {passed}: its mask value is {constant(masking)}"
+    if _is_refused(finding):
+        return f"The mask value {constant(masking)} does not fit {low}, which stops at {limit}: {finding.op.op} raises"
     return f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}"
 
 

@@ -383,8 +383,15 @@ def _explain_forward_error(error: Exception) -> ModelError:
             f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
             remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
         )
+    raised = f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}"
+    if "without overflow" in str(error):
+        return ModelError(
+            raised,
+            remedy="A number in that line does not fit the format that its tensor has there: take it from "
+            "torch.finfo(x.dtype), or compute the line in fp32.",
+        )
     return ModelError(
-        f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}",
+        raised,
         remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
         "them by name, and --call names a function (model, batch) -> output for anything else.",
     )

@@ -5,6 +5,7 @@ In: an op and its arguments. Out: what it takes, by the names of its schema, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,19 @@ class Invocation:
             place = names.index(name)
             return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))
         return replace(self, kwargs={**self.kwargs, name: value})
+
+    def refused_fill(self, error: RuntimeError) -> Invocation | None:
+        """The call as it would be with an infinity for the number that `error` says does not fit; None for any other.
+
+        Torch rounds a product or a sum that passes the limit to Inf, and refuses to write such a number itself.
+        """
+        if "without overflow" not in str(error) or not schema_of(self.op).returns:
+            return None
+        numbers = (
+            (name, value) for name, value in self.arguments() if isinstance(value, float) and math.isfinite(value)
+        )
+        largest = max(numbers, key=lambda item: abs(item[1]), default=None)
+        return None if largest is None else self.with_argument(largest[0], math.copysign(math.inf, largest[1]))
 
     def mapped(self, change: Any) -> Invocation:
         """The same call with `change` made to every value among the arguments."""

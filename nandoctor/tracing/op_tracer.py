@@ -144,16 +144,27 @@ class OpTracer:
         inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
-        output = proceed(call)
+        try:
+            output = proceed(call)
+        except RuntimeError as error:
+            # What the op was to write is an infinity in its format, and the step ends here for that.
+            if (meant := call.refused_fill(error)) is not None:
+                self._note(before, inputs, meant.run(), rng_state)
+            raise
+        self._note(before, inputs, output, rng_state)
+        return output
+
+    def _note(self, call: Invocation, inputs: list[_Tensor], output: Any, rng_state: torch.Tensor | None) -> None:
+        """Record an op that has run; `call` has the arguments as they were before."""
         leaves = [unwrap(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings) or call.name in UNFILLED:
-            return output
+            return
         analysis = None
         if self._num_analyses < MAX_ANALYSES and _makes_nonfinite(inputs, readings):
             # An infinity that the code wrote down is a mask most of the time: every layer may have one.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
-            analysis = self._examine(before, leaves, rng_state)
+            analysis = self._examine(call, leaves, rng_state)
         self._record(call, inputs, readings, analysis)
         order = len(self._recordings) - 1
         if self._gradients is not None:
@@ -162,8 +173,7 @@ class OpTracer:
         for leaf, reading in zip(leaves, readings, strict=True):
             self._remember(leaf, order, reading, wrote=schema_of(call.op).is_mutable)
         if self._on_op is not None:
-            self._on_op(order, before, output)
-        return output
+            self._on_op(order, call, output)
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
         known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
