@@ -22,6 +22,8 @@ SCRIPTS = sorted((ROOT / "sample_dumps").glob("*.py"), key=lambda script: script
 WEIGHTS_ONLY = ROOT / "sample_dumps" / "weights_only.py"
 REPLAYABLE = [script for script in SCRIPTS if script != WEIGHTS_ONLY]
 MAX_NBYTES = 200_000
+UNSEEDED = {".rng.numpy.keys", ".rng.python.words"}
+"""The recorder saves every generator; the scripts seed torch's, the only one that they draw from."""
 
 pytestmark = pytest.mark.xdist_group("samples")
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -171,7 +173,7 @@ def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path):
         assert step in read_script(script)["__doc__"]
     else:
         kept, _ = regenerate(script, tmp_path / "once_more.pth")
-    assert [name for name in kept if not same_values(again[name], kept[name])] == []
+    assert {name for name in kept if not same_values(again[name], kept[name])} <= UNSEEDED
 
 
 def regenerate(script, path):
