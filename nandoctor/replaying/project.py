@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nandoctor.replaying.torch_settings import read_settings, write_settings
+from nandoctor.replaying.torch_settings import read_torch_settings, write_torch_settings
 
 # The import path, the loaded modules, torch's settings, its kernels and the generators belong to the process, so the
 # code of one project runs at a time: replays in several threads wait for each other.
@@ -59,12 +59,12 @@ class Project:
     def preparing(self) -> Iterator[None]:
         """Import and build: what the code sets in torch holds for every run."""
         with _lock:
-            before = read_settings()
+            before = read_torch_settings()
             with self._open(), _generators_kept():
                 try:
                     yield
                 finally:
-                    after = read_settings()
+                    after = read_torch_settings()
                     self._settings |= {name: value for name, value in after.items() if value != before[name]}
 
     @contextmanager
@@ -98,18 +98,18 @@ class Project:
             if self in _open_projects:
                 yield
                 return
-            path, modules, settings = list(sys.path), dict(sys.modules), read_settings()
+            path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
             _open_projects.append(self)
             try:
                 sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
                 for entry in self._entries:
                     _hide_others(Path(entry))
                 sys.modules.update(self._modules)
-                write_settings(self._settings)
+                write_torch_settings(self._settings)
                 yield
             finally:
                 _open_projects.remove(self)
-                write_settings(settings)
+                write_torch_settings(settings)
                 self._keep_modules(modules)
                 self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
                 sys.path[:] = path

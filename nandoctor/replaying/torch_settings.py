@@ -1,6 +1,6 @@
 """The settings of torch that code changes for the whole process or thread, read and written together.
 
-In: nothing. Out: `read_settings`, a snapshot of plain values, and `write_settings`, which touches only what differs.
+In: nothing. Out: `read_torch_settings`, a snapshot, and `write_torch_settings`, which touches only what differs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from nandoctor import torch_compat
 
 
-def read_settings() -> dict[str, Any]:
+def read_torch_settings() -> dict[str, Any]:
     """Every setting, as this thread has it now."""
     return {name: read() for name, (read, _) in _SETTINGS.items()}
 
 
-def write_settings(settings: Mapping[str, Any]) -> None:
+def write_torch_settings(settings: Mapping[str, Any]) -> None:
     """Set what differs from `settings`."""
     for name, value in settings.items():
         read, write = _SETTINGS[name]

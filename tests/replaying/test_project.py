@@ -19,7 +19,7 @@ from torch import nn
 import nandoctor
 from nandoctor.replaying.model_loading import find_attribute
 from nandoctor.replaying.project import Project
-from nandoctor.replaying.torch_settings import read_settings
+from nandoctor.replaying.torch_settings import read_torch_settings
 
 LAZY_MODEL = """
 import torch
@@ -78,7 +78,7 @@ def process_state():
     libraries = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(nandoctor.__file__).parent))
     files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
     own = {name: sys.modules[name] for name, file in files.items() if file and not any(at in file for at in libraries)}
-    return list(sys.path), own, read_settings()
+    return list(sys.path), own, read_torch_settings()
 
 
 def test_a_replay_leaves_path_modules_and_settings(dump, lazy_project):
@@ -202,20 +202,20 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_code_sets_in_torch_is_put_back(name, write):
     path = write("project/train.py", f"import torch\ndef change():\n    {SETTINGS[name]}")
-    before = read_settings()
+    before = read_torch_settings()
     project = Project()
     with project.preparing():
         change = find_attribute(f"{path}:change")
     with project.running():
         change()
-        assert read_settings()[name] != before[name]
+        assert read_torch_settings()[name] != before[name]
     with project.running():
-        assert read_settings() == before
-    assert read_settings() == before
+        assert read_torch_settings() == before
+    assert read_torch_settings() == before
 
 
 def test_every_setting_has_its_test():
-    assert set(SETTINGS) == set(read_settings())
+    assert set(SETTINGS) == set(read_torch_settings())
 
 
 def test_what_a_file_sets_holds_whenever_its_code_runs(write):

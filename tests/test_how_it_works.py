@@ -1,0 +1,90 @@
+"""The picture of the house is true of the code: every call, name, option and verb that it shows is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from nandoctor.cli import main
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nandoctor"
+TEXT = re.sub(r"```.*?```", "", (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+CODE = sorted({" ".join(code.split()) for code in re.findall(r"`([^`]+)`", TEXT)})
+ROW = re.compile(r"\| `(?P<call>[^`]+)` \| \[[^]]+\]\((?P<file>[^)]+)\) \|")
+CALL = re.compile(r"(?P<name>[\w.]+)\((?P<parameters>[^)]*)\)( -> (?P<gives>.+))?")
+OF_TORCH = {"AutocastCPU", 'torch.autocast("cpu")'}
+
+
+def functions_of(path):
+    """The functions and methods of a file by their names, a method as `Class.method`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        found |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, ast.FunctionDef)}
+    return found
+
+
+FUNCTIONS = {name: node for path in PACKAGE.rglob("*.py") for name, node in functions_of(path).items()}
+DEFINED = {
+    name
+    for path in PACKAGE.rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for name in [getattr(node, "name", None), getattr(node, "arg", None), getattr(node, "attr", None)]
+} | {path.stem for path in PACKAGE.rglob("*") if path.suffix in ("", ".py")}
+
+
+def parameters_of(node):
+    """The parameters as a caller sees them."""
+    given = node.args
+    names = [item.arg for item in given.args if item.arg != "self"]
+    names += ["*", *(item.arg for item in given.kwonlyargs)] if given.kwonlyargs else []
+    return [name for name in (*names, f"**{given.kwarg.arg}" if given.kwarg else "") if name]
+
+
+def shown(call):
+    """The call with the parameters of its definition, and with its result if `call` shows one."""
+    found = CALL.fullmatch(call)
+    node = FUNCTIONS[found["name"]]
+    result = f" -> {ast.unparse(node.returns)}" if found["gives"] else ""
+    return f"{found['name']}({', '.join(parameters_of(node))}){result}"
+
+
+@pytest.mark.parametrize("call", [code.replace("\\", "") for code in CODE if "(" in code and code not in OF_TORCH])
+def test_a_call_is_as_it_is_defined(call):
+    assert shown(call) == call
+
+
+@pytest.mark.parametrize(("call", "file"), ROW.findall(TEXT))
+def test_a_call_is_in_the_file_that_is_linked(call, file):
+    assert CALL.fullmatch(call.replace("\\", ""))["name"] in functions_of(ROOT / "docs" / file)
+
+
+def test_the_table_has_the_whole_way():
+    assert len(ROW.findall(TEXT)) > 12
+
+
+@pytest.mark.parametrize("name", [code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])
+def test_a_name_is_defined(name):
+    assert name in DEFINED
+
+
+def test_an_option_is_one_of_the_command_line():
+    options = {name for verb in main.commands.values() for option in verb.params for name in option.opts}
+    assert [code for code in CODE if code.startswith("--") and code not in options] == []
+
+
+def test_a_verb_is_one_of_the_command_line():
+    verbs = [code.split()[1] for code in CODE if code.startswith("nandoctor ")]
+    assert verbs
+    assert [verb for verb in verbs if verb not in main.commands] == []
+    assert isinstance(main, click.Group)
+
+
+def test_nothing_else_is_in_code():
+    kinds = (r"\w+", r"--[\w-]+", r"nandoctor \w+", r"[\w.]+\(.*\).*")
+    assert [code for code in CODE if not any(re.fullmatch(kind, code) for kind in kinds)] == []
