@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nandoctor.capture.environment import read_backends, read_rank, read_versions
+from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.source_info import ProjectSources, describe_model
 from nandoctor.capture.step import RecordedStep
@@ -75,6 +75,7 @@ def describe(
         "scaler": _describe_scaler(training.scaler, step),
         "optimizer": _describe_optimizer(spoiled, optimizers, with_state=training.keep_optimizer),
         "update": _describe_update(spoiled) if spoiled else {},
+        "argv": read_arguments(),
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +68,11 @@ def read_autocast(device_type: str) -> dict[str, Any]:
         "cache": torch.is_autocast_cache_enabled(),
         "emulated": device_type != "cuda" and is_emulating(device_type),
     }
+
+
+def read_arguments() -> list[str]:
+    """The command line of the training, without the program."""
+    return [str(argument) for argument in sys.argv[1:]]
 
 
 def read_backends() -> dict[str, Any]:

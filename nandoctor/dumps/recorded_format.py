@@ -90,8 +90,9 @@ class Recorded:
     outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
     module names to train flags. `numpy_state` and `python_state` are what the generators' own functions take.
     `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
-    place. `backends` are torch's switches, by their names under torch. `update` is the step's own, where that spoiled
-    the weights. `sources` are the project's files by their paths relative to the directory that the training ran in.
+    place. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
+    under torch. `update` is the step's own, where that spoiled the weights. `sources` are the project's files by their
+    paths relative to the directory that the training ran in.
     """
 
     calls: tuple[Call, ...]
@@ -105,6 +106,7 @@ class Recorded:
     model: Reference | None = None
     loss_function: Reference | None = None
     loss_field: str | None = None
+    argv: tuple[str, ...] = ()
     backends: Mapping[str, Any] = field(default_factory=dict)
     update: OptimizerUpdate | None = None
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
@@ -152,6 +154,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
         model=_read_reference(get(saved, "model", dict, {})),
         loss_function=_read_reference(get(saved, "loss_function", dict, {})),
         loss_field=get(saved, "loss_field", str, None),
+        argv=tuple(_check(argument, str, "argv") for argument in get(saved, "argv", list, [])),
         backends=get(saved, "backends", dict, {}),
         update=_read_update(get(saved, "update", dict, {})),
         sources={

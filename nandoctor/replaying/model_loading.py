@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.errors import ModelError
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
-from nandoctor.replaying.script_import import bare_arguments, importing, stopped
+from nandoctor.replaying.script_import import importing, program_arguments, stopped
 from nandoctor.replaying.user_code import kept_running
 from nandoctor.text import brief
 from nandoctor.torch_compat import loads_plainly
@@ -235,7 +235,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
 
 def _import_package(name: str, directory: Path, project: Project) -> ModuleType:
     project.enter_folder(directory.resolve())
-    with _explained(name), bare_arguments(name):
+    with _explained(name), program_arguments(name):
         return importlib.import_module(name)
 
 

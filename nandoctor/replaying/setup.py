@@ -33,6 +33,7 @@ from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.runner import FailingStep
+from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -76,7 +77,7 @@ def prepare(
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
     project = Project()
-    with project.preparing():
+    with project.preparing(), arguments_of(dump):
         preparation = _prepare(dump, source, settings, progress or RunProgress())
     return replace(preparation, steps=tuple(replace(step, project=project) for step in preparation.steps))
 

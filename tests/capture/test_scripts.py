@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
+from nandoctor.replaying.script_import import arguments_of, program_arguments
 
 ROOT = Path(nandoctor.__file__).parent.parent
 SCRIPT = """
@@ -61,6 +63,33 @@ def test_a_script_that_trains_on_import_does_not_train_again(tmp_path):
     assert "gradients" in replay.stdout
     assert "training" not in replay.stdout.splitlines()
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["nan-step000000.pth"]
+
+
+READS_ARGUMENTS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--gain", type=float, required=True)
+GAIN = parser.parse_args().gain
+
+"""
+
+
+@pytest.mark.slow
+def test_arguments_read_at_the_top_level_are_the_recorded(tmp_path):
+    script = READS_ARGUMENTS + SCRIPT.format(early=LOSS, late="", end="").replace("1e6", "GAIN")
+    (tmp_path / "train.py").write_text(script)
+    run(tmp_path, "train.py", "--gain", "1e6")
+    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
+    assert "all others identical" in " ".join(replay.stdout.split()), replay.stderr
+
+
+@pytest.mark.parametrize(("own", "expected"), [(True, ["train.py", "--gain", "3"]), (False, ["train.py"])])
+def test_a_strangers_arguments_reach_no_code(own, expected):
+    recorded = SimpleNamespace(argv=("--gain", "3"))
+    dump = SimpleNamespace(recorded=recorded, provenance=SimpleNamespace(own=own))
+    with arguments_of(dump), program_arguments("train.py"):
+        assert sys.argv == expected
+    assert sys.argv != expected
 
 
 @pytest.mark.slow
