@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from nandoctor import __version__
 from nandoctor.cli_checkup import checkup
 from nandoctor.cli_fleet import triage
 from nandoctor.cli_options import (
@@ -28,10 +27,13 @@ from nandoctor.cli_options import (
 from nandoctor.cli_tools import (
     EXIT_CANNOT_TELL,
     DumpPath,
+    ReplayDisplay,
     console,
     json_option,
     load_dump,
+    print_as,
     progress_shown,
+    show_version,
     trust_option,
 )
 from nandoctor.cli_verify import fix, verify
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from nandoctor.evidence.rounding import RoundedConstant
 
 EXIT_NOT_REPRODUCED = 3
+OUTPUT_FORMATS = ("full", "concise", "github", "json")
 
 EXIT_INTERRUPTED = 130
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
@@ -73,7 +76,14 @@ class _Verbs(click.Group):
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="nandoctor")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_version,
+    help="Show the versions and exit.",
+)
 def main() -> None:
     """The post-mortem for mixed-precision training that died with NaN.
 
@@ -110,21 +120,38 @@ main.add_command(triage)
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
 @click.option("--quiet", is_flag=True, help="One line.")
+@click.option(
+    "--output-format",
+    "form",
+    type=click.Choice(OUTPUT_FORMATS),
+    default="full",
+    help="concise: file:line: code: message. github: an annotation for Actions.",
+)
 @trust_option
 @settings_options("model", "step", "statistics", "fixes")
-def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
+def replay(
+    dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, form: str, **options: Any
+) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
-    if check or (quiet and not as_json and not outputs):
-        options["fixes"] = False  # neither an exit code nor the one line has room for a fix
+    from nandoctor.case import replay as replay_dump
+
+    form = "json" if as_json else "quiet" if quiet and form == "full" else form
+    if check or (form not in ("full", "json") and not outputs):
+        options["fixes"] = False  # neither an exit code nor one line has room for a fix
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    report = _replay(dump, options, quiet=quiet).report
-    if not as_json:
-        _print(report, quiet=quiet)
-    _write_all(report, outputs, as_json=as_json)
+    opened, settings = load_dump(dump, options)
+    display = ReplayDisplay(quiet=quiet, tells=form == "full")
+    with display.shown():
+        report = replay_dump(opened, progress=display, **settings).report
+    print_as(report, form, told=display.told)
+    _write_all(report, outputs, as_json=form == "json")
+    if display.interrupted:
+        click.echo("nandoctor: interrupted; the report has what was found until then", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     sys.exit(EXIT_NOT_REPRODUCED if report.verdict in ("not-reproduced", "cannot-tell") else 0)
 
 
@@ -343,15 +370,6 @@ def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case
     opened, settings = load_dump(dump, options)
     with progress_shown(quiet=quiet) as progress:
         return replay(opened, progress=progress, **settings)
-
-
-def _print(report: Report, *, quiet: bool) -> None:
-    from nandoctor.renderers.terminal import one_line, print_report
-
-    if quiet:
-        click.echo(one_line(report))
-    else:
-        print_report(report, console())
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:

@@ -6,17 +6,25 @@ In: what click parsed. Out: a dump with its settings, a console, a bar on standa
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from nandoctor import __version__
+from nandoctor.replaying.progress import Listener
+from nandoctor.text import printable, shorten
+
 if TYPE_CHECKING:
     from nandoctor.dumps.dump import Dump
+    from nandoctor.evidence.report import Report
     from nandoctor.replaying.progress import Progress
 
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
@@ -42,6 +50,78 @@ def console() -> Any:
     from rich.console import Console
 
     return Console()
+
+
+def _own_output() -> TextIO:
+    """Standard output as it is now, on a descriptor of its own: what a model prints is about to be sent elsewhere."""
+    output = sys.stdout
+    try:
+        descriptor = os.dup(output.fileno())
+    except (OSError, AttributeError):
+        return output  # a notebook's, or a test's
+    return os.fdopen(descriptor, "w", encoding=output.encoding, errors=output.errors)
+
+
+class ReplayDisplay(Listener):
+    """Shows a replay as it gets on: bars on standard error, the diagnosis on standard output once it is known.
+
+    `told` says that it was printed. With `quiet` nothing is shown; where standard error is no terminal there is no bar.
+    """
+
+    stops_gently = True
+
+    def __init__(self, *, quiet: bool, tells: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.told = False
+        self._tells = tells
+        self._output = Console(file=_own_output())
+        errors = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[of]}"),
+        )
+        shown = errors.is_terminal and not quiet
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=errors, transient=True, disable=not shown)
+        self._phase = self._bar.add_task("Diagnosing", total=None, of="layers")
+        self._searching = False
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Move the bar of the diagnosis; the runs of a search are counted whole."""
+        if not self._searching:
+            self._bar.update(self._phase, completed=done, total=total)
+
+    def diagnosed(self, report: Report) -> None:
+        """Print the answer, and go on to the bar of the search."""
+        from nandoctor.renderers.terminal import answer_parts, print_parts
+
+        self._bar.stop()
+        if self._tells:
+            print_parts(answer_parts(report, self._output.width), self._output)
+            self._output.file.flush()
+            self.told = True
+        self._searching = True
+        self._bar.update(self._phase, description="Fixes", completed=0, total=None, of="runs")
+        self._bar.start()
+
+    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
+        """Move the bar of the search."""
+        most = None if most_runs is None or math.isinf(most_runs) else most_runs
+        found = f"runs at most, best: {shorten(printable(best), 40)}" if best else "runs at most"
+        self._bar.update(self._phase, completed=num_runs, total=most, of=found)
+
+    @contextmanager
+    def shown(self) -> Iterator[ReplayDisplay]:
+        """Show the bar while the replay runs; what a model prints goes to standard error."""
+        try:
+            with _streams_apart(), self._bar:
+                yield self
+        finally:
+            if self._output.file is not sys.stdout:
+                self._output.file.close()
 
 
 @contextmanager
@@ -93,3 +173,22 @@ def progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
     with Progress(*columns, console=console, transient=True) as bar, _streams_apart():
         task = bar.add_task("loading", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+
+
+def print_as(report: Report, form: str, *, told: bool) -> None:
+    """Print the report in this form, JSON apart; where its first part was `told` already, the rest."""
+    from nandoctor.renderers.concise import concise_line, github_line
+    from nandoctor.renderers.terminal import one_line, print_report
+
+    lines = {"quiet": one_line, "concise": concise_line, "github": github_line}
+    if form in lines:
+        click.echo(lines[form](report))
+    elif form == "full":
+        print_report(report, console(), told=told)
+
+
+def show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    """The versions that a report of a bug needs; torch is not imported for it."""
+    if asked and not context.resilient_parsing:
+        click.echo(f"nandoctor {__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        context.exit()

@@ -41,7 +41,7 @@ from nandoctor.fixes.verify import TrialBudget
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.optimizer_slots import measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
-from nandoctor.replaying.progress import Progress, RunProgress
+from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
@@ -99,8 +99,13 @@ def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, prog
     replayed = reproduce(preparation)
     step, findings = replayed.step, _diagnose(replayed)
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
-    search = search_fixes(step, findings, budget) if settings.fixes else FixSearch()
     notes = (f"Replayed as {step.description} in {replayed.name}.", *preparation.notes)
+    search = FixSearch()
+    if settings.fixes:
+        listener = progress if isinstance(progress, Listener) else Listener()
+        if findings.verdict not in NOTHING_FOUND:
+            listener.diagnosed(_write_report(replayed, findings, search, summary, notes))
+        search = search_fixes(step, findings, budget, listener)
     report = _write_report(replayed, findings, search, summary, notes)
     if settings.per_sample:
         report = replace(report, picture=_take_picture(report, step))

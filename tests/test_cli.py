@@ -101,6 +101,54 @@ def test_an_interrupt_ends_with_130(monkeypatch):
     assert (result.exit_code, result.stderr) == (130, "nandoctor: interrupted\n")
 
 
+def test_an_interrupted_search_leaves_the_report_so_far(monkeypatch, workplace):
+    import nandoctor.fixes.search
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nandoctor.fixes.search, "vary_settings", interrupted)
+    result = run("replay", *SICK, "-o", "report.md")
+    assert result.exit_code == 130
+    assert "Fix, verified: " in result.stdout
+    assert "Interrupted: the search for fixes is not complete" in " ".join(result.stdout.split())
+    assert "other settings" in (workplace / "report.md").read_text(encoding="utf-8")
+    assert result.stderr.endswith("nandoctor: interrupted; the report has what was found until then\n")
+
+
+def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
+    import nandoctor.pipeline
+
+    def fails(*_, **__):
+        raise RuntimeError("the search")
+
+    monkeypatch.setattr(nandoctor.pipeline, "search_fixes", fails)
+    result = run("replay", *SICK)
+    assert result.stdout.startswith("`self.scale(image)` reaches 120,000; fp16 stops at 65,504\n")
+    assert "reproduces" in result.stdout
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [
+        ("concise", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
+        ("github", "::error file="),
+        ("json", "{"),
+    ],
+)
+def test_forms_of_the_output(form, start):
+    result = run("replay", *SICK, "--no-fixes", "--output-format", form)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert start in lines[0]
+    assert form == "json" or len(lines) == 1
+
+
+def test_a_missing_file_names_the_nearest_one():
+    assert "Did you mean sick.pth?" in run("replay", "sik.pth").stderr
+
+
 RUN = frozenset({"model", "step"})
 VERBS = {
     "replay": RUN | {"statistics", "fixes"},
@@ -358,4 +406,4 @@ def test_the_module_is_the_command():
     result = python("-m", "nandoctor", "plot", "nowhere.json")
     assert result.returncode == 1
     assert result.stderr.startswith("nandoctor: ")
-    assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor, version")
+    assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor ")

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO
 
@@ -59,6 +60,20 @@ class Container:
         return {name.removeprefix(data): m for name, m in (self.members or {}).items() if name.startswith(data)}
 
 
+def _suggest(path: Path) -> str:
+    """The file of the same folder whose name is nearest, where one is near."""
+    try:
+        beside = [item.name for item in path.parent.iterdir() if item.is_file()]
+    except (OSError, ValueError):
+        return "Check the path; a relative one starts here."
+    near = get_close_matches(path.name, beside, n=1, cutoff=0.7)
+    return (
+        f"Did you mean {brief(str(path.with_name(near[0])))}?"
+        if near
+        else "Check the path; a relative one starts here."
+    )
+
+
 def open_container(path: Path) -> Container:
     """Look at the file's beginning and, where it is a zip archive, at its directory.
 
@@ -76,7 +91,7 @@ def open_container(path: Path) -> Container:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 return Container(path=path, nbytes=nbytes, pickle=mapped)
     except FileNotFoundError as error:
-        raise DumpError("there is no such file.", remedy="Check the path; a relative one starts here.") from error
+        raise DumpError("there is no such file.", remedy=_suggest(path)) from error
     except PermissionError as error:
         raise DumpError("this user may not read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path

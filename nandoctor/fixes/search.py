@@ -6,7 +6,7 @@ In: the failing step, the findings and a budget. Out: `FixSearch`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate, site_of
@@ -43,6 +43,7 @@ from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.minimal_sets import find_minimal_sets
+from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first
 
@@ -59,11 +60,14 @@ class FixSearch:
     notes: tuple[str, ...] = ()
 
 
-def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
+def search_fixes(
+    step: FailingStep, findings: Findings, budget: TrialBudget, listener: Listener | None = None
+) -> FixSearch:
     """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other settings.
 
-    Nothing is tried for a step that did not fail.
+    Nothing is tried for a step that did not fail. `listener` hears how it gets on, and may let an interrupt end it.
     """
+    listener = listener or Listener()
     if findings.verdict in NOTHING_FOUND:
         return FixSearch()
     if findings.trace.unread:
@@ -85,9 +89,10 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     varied: list[Counterfactual] = []
     search = None
     untried = [_CHANGES, "sets of modules in fp32", "other settings"]
-    with suppress(BudgetSpent):
+    with suppress(BudgetSpent), _ending_gently(listener):
         for candidate in propose(findings, trials):
             tried += _try(candidate, writer, trials, verifier)
+            listener.searched(budget.num_run, budget.max_trials, _best(tried))
         untried.remove(_CHANGES)
         if findings.verdict == "numerics" and not any(item.verified for item in tried):
             for candidate in without_guilty(findings, step.num_samples):
@@ -98,19 +103,43 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
             enough = any(item.verified for item in tried)
             for kept in [kept for kept in found if not (enough and _is_only_upstream(join(kept), findings))]:
                 from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials, verifier)
+                listener.searched(budget.num_run, budget.max_trials, _best(tried))
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
         for outcome in vary_settings(trials, guilty, random=findings.random):
             varied.append(outcome)
+            listener.searched(budget.num_run, budget.max_trials, _best(tried))
         untried.remove("other settings")
     ranked = _rank(tried, from_fp32_sets, findings)
-    notes = _notes(findings, ranked, untried, out_of_memory=budget.out_of_memory)
+    left = [] if listener.interrupted else untried
+    notes = _notes(findings, ranked, left, out_of_memory=budget.out_of_memory)
     return FixSearch(
         fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
         fp32_sets=search,
         counterfactuals=tuple(varied),
-        notes=(*notes, *describe_coupling(varied, step)),
+        notes=(*_notes_of_interrupt(listener, untried), *notes, *describe_coupling(varied, step)),
     )
+
+
+@contextmanager
+def _ending_gently(listener: Listener) -> Iterator[None]:
+    """Let an interrupt end what is inside, where the listener wants the rest of the report."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not listener.stops_gently:
+            raise
+        listener.interrupted = True
+
+
+def _best(tried: Sequence[Fix]) -> str:
+    """The title of the first fix that was verified, "" before there is one."""
+    return next((item.title for item in tried if item.verified), "")
+
+
+def _notes_of_interrupt(listener: Listener, untried: Sequence[str]) -> Iterator[str]:
+    if listener.interrupted:
+        yield f"Interrupted: the search for fixes is not complete. Not or not fully tried: {', '.join(untried)}."
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:

@@ -55,7 +55,7 @@ class TrialBudget:
     """
 
     def __init__(self, max_trials: int | None = None, time_s: float | None = None) -> None:
-        self._max_trials, self._time_s = max_trials, time_s
+        self.max_trials, self._time_s = max_trials, time_s
         self._started = time.monotonic()
         self.num_run = 0
         self.out_of_memory = False
@@ -63,7 +63,7 @@ class TrialBudget:
     def spend(self) -> None:
         """Pay for one more run; raise BudgetSpent where that is too much."""
         elapsed_s = time.monotonic() - self._started
-        too_many = self._max_trials is not None and self.num_run >= self._max_trials
+        too_many = self.max_trials is not None and self.num_run >= self.max_trials
         if too_many or (self._time_s is not None and elapsed_s > self._time_s):
             raise BudgetSpent
         self.num_run += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nandoctor.evidence.report import (
+    Check,
     Counterfactual,
     EpsUse,
     Fix,
@@ -97,12 +98,26 @@ def _check_facts(fix: Fix) -> Iterator[Fact]:
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [f"{printable(check.name)} {printable(check.text)}" for check in passed[:_TOLD_IN_FULL]]
-        told += [printable(check.name) for check in passed[_TOLD_IN_FULL:]]
+        told = [_describe_check(check) for check in passed[:_TOLD_IN_FULL]]
+        names = [printable(check.name) for check in passed[_TOLD_IN_FULL:]]
+        told += [join_first(names, _MAX_LISTED)] if names else []
         yield Fact(label="checked", text="; ".join(told))
     if skipped:
-        told = [f"{printable(check.name)}: {printable(check.text)}" for check in skipped]
-        yield Fact(label="not checked", text="; ".join(told))
+        told = [_describe_check(check) for check in skipped]
+        yield Fact(label="not checked", text=f"{'; '.join(told[:_TOLD_IN_FULL])}{_more(told)}")
+
+
+def _more(told: Sequence[str]) -> str:
+    left = len(told) - _TOLD_IN_FULL
+    return f"; {left} more" if left > 0 else ""
+
+
+def _describe_check(check: Check) -> str:
+    """What was found, under the name of the check where the sentence does not begin with it."""
+    name, text = printable(check.name), printable(check.text)
+    if text.startswith(name):
+        return text
+    return f"{name} {text}" if check.status == "passed" else f"{name}: {text}"
 
 
 def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:

@@ -43,10 +43,15 @@ def one_line(report: Report) -> str:
     return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print the cause, its place, the first fix, the evidence, the layers around the failure, the next step."""
-    for parts in (answer_parts(report, console.width), fix_parts(report), evidence_parts(report, console.width)):
-        print_parts(parts, console)
+def print_report(report: Report, console: Console, *, told: bool = False) -> None:
+    """Print the cause, its place, the first fix, the evidence, the layers around the failure, the next step.
+
+    Where `answer_parts` were `told` already, what comes after them.
+    """
+    if not told:
+        print_parts(answer_parts(report, console.width), console)
+    print_parts(fix_parts(report), console)
+    print_parts(evidence_parts(report, console.width), console)
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console) -> None:

@@ -1,0 +1,47 @@
+"""The report in one line, for editors and for checks on GitHub.
+
+In: a `Report`. Out: "file:line: code: message", or a workflow command of GitHub Actions.
+"""
+
+from __future__ import annotations
+
+from nandoctor.evidence.report import Report
+from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.text import printable
+
+
+def concise_line(report: Report) -> str:
+    """One line as compilers print them: "train.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, ...".
+
+    The dump stands first where no line is to blame.
+    """
+    where = report.dump.path if report.excerpt is None else f"{report.excerpt.path}:{report.excerpt.line}"
+    return printable(f"{where}: {_code(report)}: {report.headline}")
+
+
+def github_line(report: Report) -> str:
+    """A workflow command that marks the line: an error, or a notice where nothing failed."""
+    level = "notice" if report.verdict in NOTHING_FOUND else "error"
+    properties = {"title": _code(report)}
+    if report.excerpt is not None:
+        properties = {
+            "file": report.excerpt.path,
+            "line": str(report.excerpt.line),
+            "endLine": str(report.excerpt.end_line),
+            **properties,
+        }
+    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    return f"::{level} {listed}::{_message(report.headline)}"
+
+
+def _code(report: Report) -> str:
+    return report.cause.code if report.cause is not None else report.verdict
+
+
+def _message(text: str) -> str:
+    """Escaped as GitHub's own toolkit does, so that no text can begin another command."""
+    return printable(text).replace("%", "%25")
+
+
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")
