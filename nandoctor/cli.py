@@ -129,15 +129,14 @@ main.add_command(triage)
 )
 @trust_option
 @settings_options("model", "step", "statistics", "fixes")
-def replay(
-    dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, form: str, **options: Any
-) -> None:
+def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
     from nandoctor.case import replay as replay_dump
 
+    form = options.pop("form")
     form = "json" if as_json else "quiet" if quiet and form == "full" else form
     if check or (form not in ("full", "json") and not outputs):
         options["fixes"] = False  # neither an exit code nor one line has room for a fix
