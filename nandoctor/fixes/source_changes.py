@@ -111,6 +111,13 @@ class SourceWriter:
             raise CannotWriteError  # the op stands in a module of torch, not in this line
         return change, expression
 
+    def _open_beside(self, change: _FileChange, expression: Expression, site: OpSite) -> Expression:
+        """The expression of a second op, in the function of the first: elsewhere its names mean something else."""
+        other, found = self._open(site)
+        if other is not change or change.tree.scope_of(found.node) is not change.tree.scope_of(expression.node):
+            raise CannotWriteError
+        return found
+
     def _file(self, source: SourceLine) -> _FileChange:
         if source.file not in self._files:
             text = Path(source.file).read_text(encoding="utf-8")
@@ -190,27 +197,27 @@ class SourceWriter:
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
-        other, product = self._open(edit.product)
+        product = self._open_beside(change, scale, edit.product)
         if not isinstance(scale.node, cst.BinaryOperation):
             raise CannotWriteError
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
-        scaled = f"{operand_text(other.tree, first)} {operator} {factor}"
+        scaled = f"{operand_text(change.tree, first)} {operator} {factor}"
         inside = product.node in set(nodes_below(scale.node.left)) | {scale.node.left}
-        left = other.tree.code(scale.node.left)
+        left = change.tree.code(scale.node.left)
         if inside:
-            text = text_with(other.tree, scale.node.left, {first: f"({scaled})"})
+            text = text_with(change.tree, scale.node.left, {first: f"({scaled})"})
             change.replacements.append(Replacement(node=scale.node, text=text))
             return
-        other.replacements.append(Replacement(node=first, text=scaled))
+        change.replacements.append(Replacement(node=first, text=scaled))
         change.replacements.append(Replacement(node=scale.node, text=left))
 
     def _stable_log(self, edit: StableLog) -> None:
         change, logarithm = self._open(edit.log)
-        _, inner = self._open(edit.inner)
+        inner = self._open_beside(change, logarithm, edit.inner)
         taken = f"{grouped(inner.argument('self'))}.float()"
         if edit.summed is not None:
-            _, total = self._open(edit.summed)
+            total = self._open_beside(change, logarithm, edit.summed)
             text = f"torch.logsumexp({', '.join([taken, *total.texts_after_first()])})"
         elif edit.inner.op == "exp":
             text = f"torch.nn.functional.softplus({taken})"

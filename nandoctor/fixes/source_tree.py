@@ -116,6 +116,11 @@ class SourceTree:
         """The function whose body the node is in."""
         return next((item for item in self.ancestors(node) if isinstance(item, cst.FunctionDef)), None)
 
+    def scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The function or lambda whose names the node reads, the module outside of any."""
+        scopes = (item for item in self.ancestors(node) if isinstance(item, (cst.FunctionDef, cst.Lambda)))
+        return next(scopes, self.module)
+
     def names_in(self, node: cst.CSTNode) -> set[str]:
         """Every name that occurs below a node."""
         found: set[str] = set()

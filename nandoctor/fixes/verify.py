@@ -235,7 +235,10 @@ class Trials:
         except LossError:
             # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
             if self._is_own_batch and not _selects(edits):
-                raise
+                if not edits:
+                    raise
+                self.reference()  # raises as well where it is not the change that the loss cannot be computed with
+                return keep(None)
             if self.step.loss is surrogate_loss and self._backward:
                 self._backward = False  # the output depends on no weight that is trained
                 return self._execute(edits, precision)

@@ -5,7 +5,7 @@ from sick_models import all_cases
 from sick_models.accepted import ACCEPTED
 from sick_models.judging import diagnose
 
-QUICK = {case.name for case in all_cases()[::9]}
+QUICK = {case.name for case in all_cases()[::9]} | {"sigmoid/critic"}  # a sigmoid in the model, its log in the loss
 
 
 @pytest.mark.parametrize(
