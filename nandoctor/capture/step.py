@@ -142,7 +142,7 @@ class RecordedStep:
 
         A method that makes a whole step returns the loss; its output is that, and what the children inside gave.
         """
-        batch = pack(self.batch, "batch")
+        batch = pack(self.batch, "batch", kinds=True)
         names = _parameter_names(function)
         contents = {
             "calls": [
@@ -176,7 +176,7 @@ class RecordedStep:
 
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
     """The arguments of a call by reference."""
-    return pack({"args": args, "kwargs": dict(kwargs)}, "input")
+    return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:

@@ -17,7 +17,7 @@ from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
-from nandoctor.dumps.trees import MAX_NAME, Slot, name_tensors
+from nandoctor.dumps.trees import KIND, MAX_NAME, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size
 
@@ -217,8 +217,11 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
     elif _is_state(name, mapping):
         contents.states[name] = _take_state(contents, name, mapping)
     else:
-        tree = {}
+        tree: dict[object, Any] = {}
         for key, item in mapping.items():
+            if key == KIND and isinstance(item, str):  # what the mapping stands for, and no value of its own
+                tree[key] = item
+                continue
             part = _check_name(str(key) if isinstance(key, int) else key)
             tree[key] = _sort(contents, _join(name, part), item, depth + 1)
         return {key: item for key, item in tree.items() if item is not _NOTHING}

@@ -16,6 +16,7 @@ import torch
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.dumps.pickled_containers import is_container
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 
@@ -150,7 +151,7 @@ def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, o
 
 
 def _is_known(name: str) -> bool:
-    if name in _TORCH_GLOBALS or name in STAND_INS:
+    if name in _TORCH_GLOBALS or name in STAND_INS or is_container(name):
         return True
     module, _, attribute = name.rpartition(".")
     if module not in ("torch", "torch.cuda"):

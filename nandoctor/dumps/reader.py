@@ -130,7 +130,9 @@ def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> 
 
 def _num_bytes(saved: Mapping[str, Any]) -> int:
     """What the weights take; those joined of several files are larger than the one that was asked for."""
-    return sum(value.nbytes for value in saved.get("state_dict", {}).values() if isinstance(value, torch.Tensor))
+    state = saved.get("state_dict")
+    tensors = state.values() if isinstance(state, Mapping) else ()  # what it is else, the sorting refuses
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:

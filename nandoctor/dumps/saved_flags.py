@@ -17,7 +17,7 @@ from nandoctor.evidence.saved_flags import SavedFlags
 def read_flags(dump: Dump) -> SavedFlags:
     """The flags of a recorder's file; of any other, a non-finite number whose name says that it is a loss."""
     if dump.recorded is None:
-        return SavedFlags(loss=next(filter(_is_nonfinite, _losses(dump.scalars)), None))
+        return SavedFlags(loss=next(filter(_is_nonfinite, saved_losses(dump.scalars).values()), None))
     event = dump.scalars
     loss, reason = event.get("loss"), event.get("reason")
     return SavedFlags(
@@ -29,9 +29,10 @@ def read_flags(dump: Dump) -> SavedFlags:
     )
 
 
-def _losses(scalars: Mapping[str, Any]) -> list[Any]:
+def saved_losses(scalars: Mapping[str, Any]) -> dict[str, float]:
     """The numbers that are called a loss: "loss", "train_loss", "losses.total", not "loss_scale"."""
-    return [value for name, value in scalars.items() if _is_loss(set(re.split(r"[\W_]+", name.lower())))]
+    numbers = {name: value for name, value in scalars.items() if isinstance(value, float)}
+    return {name: value for name, value in numbers.items() if _is_loss(set(re.split(r"[\W_]+", name.lower())))}
 
 
 def _is_loss(words: set[str]) -> bool:

@@ -6,17 +6,26 @@ In: what a training loop passes around. Out: the same in dicts, lists and tuples
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.errors import DumpError
 from nandoctor.torch_compat import version_of
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+KIND = "<type>"
+"""Beside the fields of what is no plain container: the class that it was of."""
+PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
+_NAMED_TUPLE = "tuple:"
+_MAX_OBJECTS = 1000
 MAX_NAME = 512
 _MAX_DEPTH = 16
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
@@ -46,9 +55,13 @@ class Packed:
         return any(version_of(tensor) != version for tensor, version in self.tensors)
 
 
-def pack(value: Any, name: str) -> Packed:
-    """The value in plain containers, tensors detached and not copied; `name` is what notes call it."""
-    packer = _Packer()
+def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
+    """The value in plain containers, tensors detached and not copied; `name` is what notes call it.
+
+    With `kinds` what is no plain container keeps the name of its class, and what has tensors as attributes is packed
+    too: `fill` makes something of it that has the same fields.
+    """
+    packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
     return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions)
@@ -56,6 +69,8 @@ def pack(value: Any, name: str) -> Packed:
 
 @dataclass(slots=True)
 class _Packer:
+    kinds: bool = False
+    entered: dict[int, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
@@ -76,11 +91,32 @@ class _Packer:
         if type(value) in (list, tuple):
             return type(value)(self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value))
         fields = _fields(value)
+        if fields is None and self.kinds:
+            return self._pack_object(value, name, depth)
         if fields is None or not all(isinstance(key, (str, int)) for key in fields):
             return self._leave_out(value, name)
-        if type(value) is not dict:
+        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+        is_named_tuple = isinstance(value, tuple)
+        if type(value) is not dict and not (self.kinds and is_named_tuple):
             self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
-        return {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+        if type(value) is dict or not self.kinds:
+            return packed
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return {**packed, KIND: f"{_NAMED_TUPLE}{kind}" if is_named_tuple else kind}
+
+    def _pack_object(self, value: Any, name: str, depth: int) -> Any:
+        """The attributes of an object that has tensors among them: a batch of graphs, say."""
+        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else _attributes(value)
+        self.entered[id(value)] = value
+        if not fields:
+            return self._leave_out(value, name)
+        num_notes, num_tensors = len(self.notes), len(self.tensors)
+        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+        if len(self.tensors) == num_tensors:
+            del self.notes[num_notes:]
+            return self._leave_out(value, name)
+        self.notes.append(f"{name}: kept as the fields of a {type(value).__qualname__}, without its methods")
+        return {**packed, KIND: f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def _leave_out(self, value: Any, name: str) -> None:
         self.notes.append(f"{name}: a {type(value).__qualname__}, which is neither a tensor nor plain data")
@@ -97,6 +133,20 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {entry.name: getattr(value, entry.name, None) for entry in dataclasses.fields(value)}
     return None
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object holds by name: its items where it has keys, else its attributes; None for code."""
+    if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
+        return None
+    try:
+        if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
+            return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - no mapping, it has keys alone
+        names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        names += getattr(value, "__dict__", {})
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    except Exception:  # an object of the training's that does not like to be looked at
+        return None
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -158,7 +208,8 @@ def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -
     if isinstance(tree, torch.device):
         return device
     if type(tree) is dict:
-        return {key: fill(item, tensors, device) for key, item in tree.items()}
+        filled = {key: fill(item, tensors, device) for key, item in tree.items() if key != KIND}
+        return _rebuild(tree[KIND], filled) if isinstance(tree.get(KIND), str) else filled
     return type(tree)(fill(item, tensors, device) for item in tree) if type(tree) in (list, tuple) else tree
 
 
@@ -172,3 +223,34 @@ def slots(tree: Any) -> Iterator[str]:
     elif type(tree) in (list, tuple):
         for item in tree:
             yield from slots(item)
+
+
+def is_plain_dict(tree: Any) -> bool:
+    """Whether a tree is a dict as it was saved, and does not stand for an object."""
+    return isinstance(tree, dict) and KIND not in tree
+
+
+class Fields(dict[str, Any]):
+    """Stands at the replay for an object of which the dump has the fields: they are items and attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the dump has no {name!r} of this object, only its fields: {', '.join(self)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def to(self, *_: Any, **__: Any) -> Fields:
+        """Stay: everything is on the device of the replay."""
+        return self
+
+
+def _rebuild(kind: str, fields: dict[str, Any]) -> Any:
+    """What has the same fields as an object of that class; code of the class is not run."""
+    if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
+        return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})
+    if kind.startswith(_NAMED_TUPLE) and all(name.isidentifier() and not iskeyword(name) for name in fields):
+        made = namedtuple("Fields", list(fields), rename=True)  # type: ignore[misc]  # the names are the file's
+        return made(*fields.values())
+    return Fields(fields)

@@ -20,6 +20,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
+from nandoctor.dumps.pickled_containers import CONTAINERS, StandIns
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member, damaged
 from nandoctor.process_wide import Patch, Shared, patched
@@ -27,6 +28,7 @@ from nandoctor.torch_compat import ALLOWED_GLOBALS, unpickle_weights
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
 _ALIGNMENT = 16
+_STAND_INS = StandIns({**STAND_INS, **CONTAINERS})
 
 
 def load_pickle(container: Container) -> tuple[object, Provenance]:
@@ -101,7 +103,7 @@ def _only_stand_ins() -> Iterator[None]:
 
 
 def _allow_by_thread(allowed: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-    return lambda: STAND_INS if _reading.under_way else allowed()
+    return lambda: _STAND_INS if _reading.under_way else allowed()
 
 
 _allowed_by_thread = Shared(lambda: patched([Patch(ALLOWED_GLOBALS, _allow_by_thread)]))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.trees import is_plain_dict
 from nandoctor.errors import ModelError
 
 WHOLE_BATCH = "*"
@@ -91,7 +92,7 @@ def find_bindings(
     alone = len(unmet) == 1 and not named  # it may want a container's content, or all there is
     for parameter in unmet:
         container = _find_array(parameter.name, containers)
-        if container is not None and not (alone and isinstance(containers[container], dict)):
+        if container is not None and not (alone and is_plain_dict(containers[container])):
             named[parameter.name] = container
     unmet = [p for p in unmet if p.name not in named]
     left = [name for name in tensors if name not in named.values()]
@@ -146,7 +147,7 @@ def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers
     prefix = f"{first}." if all(name.startswith(f"{first}.") for name in tensors) else ""
     if prefix and first in containers:
         content = containers[first]
-        shown = f"{{{', '.join(map(str, content))}}}" if isinstance(content, dict) else first
+        shown = f"{{{', '.join(map(str, content))}}}" if is_plain_dict(content) else first
         return Binding(description=f"model({shown})", arrays=(first,), forward=lambda model, batch: model(batch[first]))
     outermost = {name.partition(".")[0] for name in available}.intersection(containers) if not prefix else frozenset()
     names = dict.fromkeys(top if (top := name.partition(".")[0]) in outermost else name for name in available)

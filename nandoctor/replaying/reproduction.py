@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from nandoctor.dumps.saved_flags import saved_losses
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import ReplayAttempt, Reproduction
@@ -126,7 +127,10 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
         raise
     if not step.policy.ambient and step.low in _HALF and not _shows_half(outcome.trace):
         return _replay([replace(step, policy=replace(step.policy, format=FP32))], preparation)
-    reproduction = grade(preparation.saved, outcome.output, preparation.output_field)
+    output = outcome.output
+    if preparation.saved is not None and outcome.loss is not None and saved_losses({preparation.saved[0]: 0.0}):
+        output = {preparation.saved[0]: outcome.loss}
+    reproduction = grade(preparation.saved, output, preparation.output_field)
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
+from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.saved_flags import read_flags
+from nandoctor.dumps.saved_flags import read_flags, saved_losses
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
@@ -128,10 +129,20 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
         policies=policies,
-        saved=(graded, dump.arrays[graded]) if graded else None,
+        saved=(graded, dump.arrays[graded]) if graded else _saved_number(dump),
         output_field=settings.output or (_place_of(graded) if dump.recorded is not None and graded else None),
         notes=(*notes, *cast_notes, *kept_from_it, *_describe_guess(policies, dump.arrays.get(graded or ""))),
     )
+
+
+def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
+    """A saved output or loss of a single number, where no array was saved: one that is non-finite before others."""
+    if dump.recorded is not None:
+        return None
+    outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
+    outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | saved_losses(dump.scalars)
+    named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
+    return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
 
 
 def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> tuple[str, ...]:

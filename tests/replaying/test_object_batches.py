@@ -1,0 +1,179 @@
+"""Batches that are no plain containers come back with their fields, from the recorder's files and from others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+import nandoctor
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.trees import Fields, fill, pack
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["x", "n"])
+
+
+@dataclass
+class Record:
+    """A batch as a dataclass."""
+
+    x: torch.Tensor
+    n: int = 2
+
+
+class Slotted:
+    """A batch with slots."""
+
+    __slots__ = ("n", "x")
+
+    def __init__(self):
+        self.x, self.n = X, 2
+
+
+class Graph:
+    """A batch that has keys and is no mapping, as those of graph libraries; it refers to itself."""
+
+    def __init__(self):
+        self._store = {"x": X, "n": 2}
+        self.me = self
+
+    def keys(self):
+        return list(self._store)
+
+    def __getitem__(self, name):
+        return self._store[name]
+
+
+def through_the_file(value):
+    """A value as a recorder packs it and a replay fills it."""
+    packed = pack(value, "batch", kinds=True)
+    return fill(packed.tree, {}, CPU), packed.notes
+
+
+@pytest.mark.parametrize(
+    "value", [Record(X), Slotted(), Graph(), SimpleNamespace(x=X, n=2)], ids=lambda value: type(value).__name__
+)
+def test_an_object_comes_back_with_its_fields(value):
+    made, notes = through_the_file(value)
+    assert torch.equal(made.x, X)
+    assert (made.n, made["n"], made.to("cuda") is made, len(notes)) == (2, 2, True, 1)
+    with pytest.raises(AttributeError, match=r"no 'edges' of this object, only its fields: .*x"):
+        _ = made.edges
+
+
+def test_named_tuples_and_packed_sequences_come_back_as_such():
+    made, notes = through_the_file([Pair(X, 2), pack_sequence([X, X[:2]])])
+    x, n = made[0]
+    assert (x is not None, made[0].n, n, notes) == (True, 2, 2, ())
+    assert isinstance(made[1], torch.nn.utils.rnn.PackedSequence)
+    assert made[1].batch_sizes.tolist() == [2, 2, 1, 1]
+
+
+def test_an_object_without_tensors_is_left_out_as_before():
+    packed = pack({"log": SimpleNamespace(path="x"), "f": len, "net": nn.Linear(1, 1)}, "batch", kinds=True)
+    assert packed.tree == {"log": None, "f": None, "net": None}
+    assert len(packed.notes) == 3
+
+
+class Reads(nn.Module):
+    """Reads its batch by attributes, and overflows in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(3, 3)
+
+    def forward(self, batch):
+        return self.score(batch.x) * 1e7
+
+
+class Packs(nn.Module):
+    """Takes a packed sequence, and overflows in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(3, 4)
+
+    def forward(self, words):
+        return self.inner(words)[0].data * 1e7
+
+
+@pytest.mark.parametrize(
+    ("model", "saved"),
+    [
+        (Reads, {"batch": SimpleNamespace(x=X, n=2)}),
+        (Reads, {"batch": UserDict(x=X)}),
+        (Packs, {"words": pack_sequence([X, X[:2]])}),
+    ],
+)
+def test_a_plain_dump_holds_them(tmp_path, model, saved):
+    net = model()
+    torch.save({"state_dict": net.state_dict(), **saved}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", net, mode="train", fixes=False).report
+    assert (report.verdict, report.origin.op) == ("precision", "mul")
+    assert report.notes[0].startswith(f"Replayed as model({next(iter(saved))})")
+
+
+def test_batches_and_outputs_of_transformers_are_read_without_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    saved = {
+        "batch": transformers.BatchEncoding({"input_ids": torch.ones(2, 3).long()}),
+        "output": SequenceClassifierOutput(loss=torch.tensor(0.5), logits=X),
+    }
+    torch.save({"state_dict": nn.Linear(3, 3).state_dict(), **saved}, tmp_path / "dump.pth")
+    code = "import sys; from nandoctor.dumps.reader import read_dump; read_dump(sys.argv[1]); print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "dump.pth"], capture_output=True, text=True, check=True
+    )
+    assert "transformers" not in ran.stdout.split()
+    dump = read_dump(tmp_path / "dump.pth")
+    assert (list(dump.arrays), dump.scalars) == (["batch.input_ids", "output.logits"], {"output.loss": 0.5})
+    assert isinstance(fill(dump.tree["batch"], dump.arrays, CPU), Fields)
+
+
+@pytest.mark.parametrize("name", ["transformers.utils.hub.cached_file", "transformers.pipelines.output", "os.system"])
+def test_other_names_of_a_library_are_refused_as_before(name):
+    from nandoctor.dumps.pickled_containers import StandIns
+
+    assert name not in StandIns()
+    with pytest.raises(KeyError):
+        StandIns()[name]
+
+
+@pytest.mark.parametrize(
+    ("saved", "grade"),
+    [
+        ({"loss": torch.tensor(torch.nan)}, "finite"),
+        ({"loss": "same"}, "exact"),
+        ({"logit": torch.tensor(torch.inf)}, "no-reference"),
+        ({"epoch": 0.5}, "no-reference"),
+    ],
+)
+def test_a_saved_loss_is_graded(tmp_path, saved, grade):
+    model = nn.Linear(3, 3)
+    if saved.get("loss") == "same":
+        saved = {"loss": model(X).square().mean().item()}
+    torch.save({"state_dict": model.state_dict(), "x": X, **saved}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", model, loss=lambda output, _: output.square().mean()).report
+    assert report.reproduction.grade == grade
+
+
+def test_an_output_of_one_number_is_graded(tmp_path):
+    class Energy(nn.Linear):
+        def forward(self, x):
+            return {"energy_logit": super().forward(x).sum() * 1e39}
+
+    model = Energy(3, 3)
+    torch.save({"state_dict": model.state_dict(), "x": X, "energy_logit": model(X)["energy_logit"]}, tmp_path / "d.pth")
+    report = nandoctor.replay(tmp_path / "d.pth", model, fixes=False).report
+    assert (report.reproduction.grade, report.reproduction.output) == ("exact", "energy_logit")
