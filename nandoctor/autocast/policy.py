@@ -71,7 +71,7 @@ def make_policy(
     return Policy(name=name, format=format, ambient=ambient)
 
 
-def without_autocast(weights: FloatFormat | None, name: PolicyName = "cuda") -> Policy:
+def make_plain_policy(weights: FloatFormat | None, name: PolicyName = "cuda") -> Policy:
     """The policy of a run without autocast; `weights` is their half-precision format, None for fp32 weights.
 
     Where the weights are in fp32 the format is that of fp16 for the model's own regions, until a run shows none.

@@ -23,7 +23,7 @@ from nandoctor.capture.dump_contents import ModelSources, Training, describe
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.rebuild import plan_rebuild
-from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, unwrap
+from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, unwrap_model
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
@@ -110,7 +110,7 @@ class Recorder(RecorderSettings):
         super().__post_init__()
         enabled = getattr(self.scaler, "is_enabled", lambda: True)()
         scaler = self.scaler if enabled else None  # a disabled one scales nothing, and lets every update pass
-        self._observer = Observer(unwrap(self.model))
+        self._observer = Observer(unwrap_model(self.model))
         sources = _describe_sources(self._observer.model, self)
         plan = plan_rebuild(
             self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss

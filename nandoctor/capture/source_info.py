@@ -23,7 +23,7 @@ _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _MAX_SOURCES = 500
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside DataParallel, DistributedDataParallel and `torch.compile`, in any nesting."""
     while True:
         compiled = getattr(model, "_orig_mod", None)

@@ -220,7 +220,7 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     return (*reached, Evidence(name="num_bad", value=analysis.num_bad, text=outgoing))
 
 
-def format_of(operand: Operand) -> FloatFormat:
+def format_of_operand(operand: Operand) -> FloatFormat:
     """The format that an examined operand is stored in."""
     return FORMATS[operand.dtype]
 

@@ -18,7 +18,7 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, format_of
+from nandoctor.causes.base import Finding, format_of_operand
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.ops import CASTS, PRODUCTS
@@ -35,7 +35,7 @@ def diagnose(finding: Finding) -> Cause | None:
         return None
     target = finding.format
     for taken in finding.analysis.operands:
-        wider = format_of(taken).max > target.max
+        wider = format_of_operand(taken).max > target.max
         if wider and taken.absmax is not None and not target.holds(taken.absmax):
             tensor = next(t for t in finding.op.inputs if t.name == taken.name)
             what = f"the batch's {tensor.path or taken.name}" if finding.is_from_batch(tensor) else f"its {taken.name}"
@@ -54,7 +54,7 @@ def diagnose(finding: Finding) -> Cause | None:
                         name="input_absmax",
                         value=taken.absmax,
                         text=f"{taken.name} reaches {number(taken.absmax, unlike=target.max)} in "
-                        f"{format_of(taken)}, {excess(taken.absmax, target.max)} what {target} can hold",
+                        f"{format_of_operand(taken)}, {excess(taken.absmax, target.max)} what {target} can hold",
                     ),
                 ),
             )

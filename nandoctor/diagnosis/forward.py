@@ -13,7 +13,7 @@ from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
 from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, trace_back
-from nandoctor.diagnosis.outside import Kind, diagnose_outside
+from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Link
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
@@ -110,7 +110,7 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
                 yield op.order, diagnosis, None
 
 
-def _kind(op: OpCall, tensor: OpTensor) -> Kind:
+def _kind(op: OpCall, tensor: OpTensor) -> OutsideKind:
     if tensor.origin == "batch":
         return "input" if op.phase == "forward" else "target"
     return "weight" if tensor.origin == "weight" else "buffer"

@@ -15,11 +15,13 @@ from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, NonfiniteElements, Origin
 from nandoctor.evidence.trace import Place, TensorStats, Trace
 
-Kind = Literal["weight", "buffer", "input", "target"]
+OutsideKind = Literal["weight", "buffer", "input", "target"]
 """What a tensor from outside is: state of the model, or an array that the forward or only the loss reads."""
 
 
-def diagnose_outside(kind: Kind, name: str, stats: TensorStats, trace: Trace | None = None) -> tuple[Diagnosis, ...]:
+def diagnose_outside(
+    kind: OutsideKind, name: str, stats: TensorStats, trace: Trace | None = None
+) -> tuple[Diagnosis, ...]:
     """Diagnose a tensor that was non-finite from the start; nothing where it was not."""
     cause = find_cause(kind, OutsideTensor(name=name, stats=stats, low=trace.format if trace else None))
     if cause is None:

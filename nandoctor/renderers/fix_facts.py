@@ -290,7 +290,7 @@ def list_variations(report: Report) -> list[TableLine]:
     ]
 
 
-def list_constants(report: Report) -> list[TableLine]:
+def list_small_constants(report: Report) -> list[TableLine]:
     """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
     return [
         TableLine(

@@ -14,7 +14,13 @@ from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
-from nandoctor.renderers.fix_facts import ShownFix, describe_fp32_sets, list_constants, list_fixes, list_variations
+from nandoctor.renderers.fix_facts import (
+    ShownFix,
+    describe_fp32_sets,
+    list_fixes,
+    list_small_constants,
+    list_variations,
+)
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
 
@@ -43,7 +49,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _facts(facts)
     if report.counterfactuals or report.fp32_sets:
         yield from _fold("what else was tried", _trials(report))
-    if constants := list_constants(report):
+    if constants := list_small_constants(report):
         headings = ("constant", "in", "line", "used by", "becomes")
         yield from _fold(
             "eps constants, and what the format made of them",

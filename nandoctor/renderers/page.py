@@ -19,7 +19,7 @@ from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
-from nandoctor.renderers.fix_facts import list_constants, list_fixes, list_variations
+from nandoctor.renderers.fix_facts import list_fixes, list_small_constants, list_variations
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform, picture_png
@@ -58,7 +58,7 @@ def report_page(report: Report) -> str:
         next_facts=[fact for fact in next_facts(report) if "-o report.html" not in fact.text],
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         variations=list_variations(report),
-        constants=list_constants(report),
+        constants=list_small_constants(report),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
         sample_png=base64.b64encode(picture_png(report.picture)).decode() if report.picture else "",
         plots={plot.kind: plot for plot in _draw_plots(report)},

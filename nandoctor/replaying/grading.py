@@ -34,7 +34,7 @@ def saved_outputs(
         DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
     """
     named = [name for name in arrays if role_of(name) == "output" and name not in taken]
-    named.sort(key=lambda name: is_finite(arrays[name]))
+    named.sort(key=lambda name: is_finite_array(arrays[name]))
     if key is not None and key in arrays:
         return [key, *(name for name in named if name != key)]
     if key is not None and not named:
@@ -47,11 +47,11 @@ def saved_outputs(
     return [
         name
         for name, array in arrays.items()
-        if role_of(name) == "unknown" and name not in {*taken, *read} and not is_finite(array)
+        if role_of(name) == "unknown" and name not in {*taken, *read} and not is_finite_array(array)
     ]
 
 
-def is_finite(array: torch.Tensor) -> bool:
+def is_finite_array(array: torch.Tensor) -> bool:
     """Tell whether all stored values are finite; those of integers are."""
     values = comparable_values(array)
     return not values.is_floating_point() or bool(torch.isfinite(values).all())

@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.torch_compat import is_running_norm
-from nandoctor.tracing.op_tracer import Kind
+from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import collect, is_finite, measure
 
 
-def known_tensors(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+def known_tensors(
+    model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:
     """What the ops meet from outside."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}

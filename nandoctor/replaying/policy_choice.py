@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_policy, without_autocast
+from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_plain_policy, make_policy
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
@@ -31,11 +31,11 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
         return (make_policy(settings.policy or _name(recorded), told, ambient=ambient),)
     if recorded is not None:
         if not recorded.enabled:
-            return (without_autocast(weights, _name(recorded)),)
+            return (make_plain_policy(weights, _name(recorded)),)
         return (make_policy(_name(recorded), _recorded_format(recorded) or weights or FP16),)
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
     autocast = [make_policy("cuda", low), make_policy("cuda", BF16 if low is FP16 else FP16)]
-    without = without_autocast(weights)
+    without = make_plain_policy(weights)
     return (without, *autocast) if weights is not None else (*autocast, without)
 
 

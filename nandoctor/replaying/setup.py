@@ -24,7 +24,7 @@ from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.batch_tree import batch_maker, list_containers, on_batch
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
-from nandoctor.replaying.grading import is_finite, recorded_outputs, saved_outputs
+from nandoctor.replaying.grading import is_finite_array, recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.replaying.loss_binding import find_step_loss
 from nandoctor.replaying.memory import build_within
@@ -60,7 +60,7 @@ class Preparation:
     @property
     def saved_nonfinite(self) -> bool:
         """Whether the saved output is non-finite, so that a failure is to be expected."""
-        return self.saved is not None and not is_finite(self.saved[1])
+        return self.saved is not None and not is_finite_array(self.saved[1])
 
 
 NUM_EXTRA_SEEDS = 3
@@ -191,7 +191,7 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
 
 def _choose_output(outputs: Sequence[str], dump: Dump) -> str | None:
     """The saved output that the replay is graded by: of a recorded step's the first that is non-finite."""
-    nonfinite = (name for name in outputs if dump.recorded and not is_finite(dump.arrays[name]))
+    nonfinite = (name for name in outputs if dump.recorded and not is_finite_array(dump.arrays[name]))
     return next(nonfinite, outputs[0] if outputs else None)
 
 

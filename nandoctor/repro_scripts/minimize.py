@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nandoctor.minimal_sets import minimise
-from nandoctor.repro_scripts.program import Kind, Program, kinds_of
+from nandoctor.repro_scripts.program import Program, ValueKind, kinds_of
 from nandoctor.torch_compat import tree_leaves
 
 _MAX_RUNS = 1500
@@ -24,7 +24,7 @@ _MAX_SLOTS = 6
 _MAX_SHARE = 64
 _MAX_DIGITS = 9
 
-Slot = tuple[str, int]
+Dimension = tuple[str, int]
 """A leaf and one of its dimensions."""
 
 
@@ -32,7 +32,7 @@ Slot = tuple[str, int]
 class Failure:
     """How a program fails: the worst kind of value that it gives, and whether fp32 gives none."""
 
-    kind: Kind
+    kind: ValueKind
     finite_in_fp32: bool
 
     def is_shown_by(self, program: Program) -> bool:
@@ -81,7 +81,7 @@ class _Shrinking:
         self._runs_left -= 1
         return self._runs_left > 0 and self._failure.is_shown_by(program)
 
-    def _narrow(self, program: Program, slots: tuple[Slot, ...], finest: int) -> Program:
+    def _narrow(self, program: Program, slots: tuple[Dimension, ...], finest: int) -> Program:
         """Slice the dimensions `slots` together to the fewest of ever smaller shares, down to 1 / `finest`."""
         for change in (_sliced, *([_sliced_with_sizes] if _names_size(program, _extent(program, slots)) else [])):
             share = 2
@@ -111,14 +111,14 @@ class _Shrinking:
         return program
 
 
-def _extent(program: Program, slots: tuple[Slot, ...]) -> int:
+def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:
     name, dim = slots[0]
     return program.leaves[name].shape[dim]
 
 
-def _groups(program: Program) -> Iterator[tuple[Slot, ...]]:
+def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
     """Dimensions of equal size, that may have to shrink together: all of them, then ever fewer."""
-    by_size: dict[int, list[Slot]] = defaultdict(list)
+    by_size: dict[int, list[Dimension]] = defaultdict(list)
     for name, leaf in program.leaves.items():
         for dim, size in enumerate(leaf.shape):
             by_size[size].append((name, dim))
@@ -129,12 +129,12 @@ def _groups(program: Program) -> Iterator[tuple[Slot, ...]]:
                 yield from itertools.combinations(slots, count)
 
 
-def _are_alike(program: Program, slots: tuple[Slot, ...]) -> bool:
+def _are_alike(program: Program, slots: tuple[Dimension, ...]) -> bool:
     """Whether these dimensions have one size still, after others were narrowed."""
     return len({program.leaves[name].shape[dim] for name, dim in slots}) == 1
 
 
-def _sliced(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Program:
+def _sliced(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:
     leaves = dict(program.leaves)
     for name, dim in slots:
         leaves[name] = leaves[name].index_select(dim, kept)
@@ -147,7 +147,7 @@ def _names_size(program: Program, size: int) -> bool:
     return any(type(value) is int and value == size for value in values)
 
 
-def _sliced_with_sizes(program: Program, slots: tuple[Slot, ...], kept: torch.Tensor) -> Program:
+def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:
     """The same, and the size wherever it stands in a list of whole numbers: a shape to view, to normalise over."""
     size = _extent(program, slots)
 

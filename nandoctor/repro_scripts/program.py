@@ -19,12 +19,12 @@ Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
 fp32, the result rounded once; or in fp32 inside, rounded to the format of the first operand."""
 
-Kind = Literal["nan", "+inf", "-inf"]
+ValueKind = Literal["nan", "+inf", "-inf"]
 
 METHOD = "Tensor."
 """What the name of a method starts with; one that writes to its tensor is given a copy."""
 
-_TESTS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
+_TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
     "nan": torch.isnan,
     "+inf": torch.isposinf,
     "-inf": torch.isneginf,
@@ -149,7 +149,7 @@ def is_cast(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[Kind, ...]:
+def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
     """Which non-finite values there are, the worst first; none where all is finite."""
     parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return tuple(kind for kind, test in _TESTS.items() if any(bool(test(part).any()) for part in parts))

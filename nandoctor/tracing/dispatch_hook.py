@@ -84,7 +84,7 @@ def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     return handlers[0](call, lambda changed: _hand_on(handlers[1:], changed))
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """A code object, the instruction in it that is running, and its line; and the TorchScript that it runs, if any."""
 
     code: CodeType
@@ -93,17 +93,17 @@ class Place(NamedTuple):
     script: object
 
 
-def find_place(frame: FrameType | None = None) -> Place | None:
+def find_place(frame: FrameType | None = None) -> CallSite | None:
     """Where the user's innermost frame is; None where torch's own modules call each other throughout."""
     frame = frame or sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
         if frame.f_code.co_filename == _RUNNER:
             return None  # further out is whoever called nandoctor
         frame = frame.f_back
-    return None if frame is None else Place(frame.f_code, frame.f_lasti, frame.f_lineno, script_traceback())
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script_traceback())
 
 
-def to_source(place: Place | None) -> SourceLine | None:
+def to_source(place: CallSite | None) -> SourceLine | None:
     """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11).
 
     Where TorchScript runs the line is that of the script, for the caller's shows another operation; None where the

@@ -19,7 +19,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
 from nandoctor.ops import UNFILLED
 from nandoctor.torch_compat import schema_of, tree_leaves, unwrap, version_of
-from nandoctor.tracing.dispatch_hook import Place, Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.dispatch_hook import CallSite, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
@@ -32,10 +32,10 @@ OnOp = Callable[[int, Invocation, Any], None]
 MAX_ANALYSES = 64
 LOSS_OWNER: Owner = (LOSS, "", 0)
 
-Kind = Literal["weight", "buffer", "unread", "batch"]
+TensorKind = Literal["weight", "buffer", "unread", "batch"]
 """What a tensor from outside is; an unread buffer is one that ops take and only write: what it holds is all one."""
 
-Name = tuple[Kind, str]
+Name = tuple[TensorKind, str]
 
 
 class _Tensor(NamedTuple):
@@ -55,7 +55,7 @@ class _Recording:
     owner: Owner
     nth: int
     phase: Phase
-    source: Place | None
+    source: CallSite | None
     inputs: list[_Tensor]
     outputs: list[Reading]
     scalars: tuple[tuple[str, float], ...]
@@ -89,7 +89,7 @@ class OpTracer:
     def __init__(
         self,
         *,
-        known: Iterable[tuple[Kind, str, torch.Tensor]],
+        known: Iterable[tuple[TensorKind, str, torch.Tensor]],
         low: FloatFormat,
         gradients: GradientTracer | None = None,
         on_op: OnOp | None = None,

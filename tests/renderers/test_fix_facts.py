@@ -14,8 +14,8 @@ from nandoctor.renderers.fix_facts import (
     describe_fp32_sets,
     describe_outcome,
     describe_setting,
-    list_constants,
     list_fixes,
+    list_small_constants,
     summarize_fixes,
     trial_facts,
 )
@@ -101,7 +101,7 @@ def test_a_variation_that_is_far_from_fp32_says_so():
 
 
 def test_constants_are_a_table():
-    assert list_constants(factory.fixable())[0].cells == (
+    assert list_small_constants(factory.fixable())[0].cells == (
         "1e-8",
         "encoder.blocks.2.attention",
         "net.py:45",
@@ -109,7 +109,7 @@ def test_constants_are_a_table():
         "is zero in fp16, and lost in 100 % of what it is added to",
     )
     many = replace(factory.fixable(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
-    assert [line.cells[1] for line in list_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
+    assert [line.cells[1] for line in list_small_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
 def test_a_variation_far_from_fp32_says_how_far():
