@@ -27,6 +27,8 @@ MOST_NOISE = 0.03
 """And never more than this share of the largest magnitude in the whole tensor."""
 _SMALLEST_SHARE = 1e-3
 _LARGEST_FP32 = torch.finfo(torch.float32).max
+_SMALLEST_NORM = 1e-15
+"""Below it the squares of fp32 numbers underflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,18 +144,23 @@ def compare(made: Result, reference: Result, *, exact: Result | None = None) -> 
 
 def gradient_error(made: Result, reference: Result) -> float:
     """Norm of the difference of all gradients over the norm of the reference's, where those are finite."""
-    difference = norm = 0.0
-    for name in made.gradients.keys() & reference.gradients:
-        ours, theirs = made.gradients[name].double(), reference.gradients[name].double()
-        sound = torch.isfinite(theirs)
-        difference += float((ours[sound] - theirs[sound]).square().sum())
-        norm += float(theirs[sound].square().sum())
-    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+    names = made.gradients.keys() & reference.gradients
+    difference = math.hypot(*(_norm(made.gradients[name] - reference.gradients[name]) for name in names))
+    norm = math.hypot(*(_norm(reference.gradients[name]) for name in names))
+    return difference / norm if norm else difference
 
 
 def gradient_norm(made: Result) -> float:
     """Norm of all gradients together."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in made.gradients.values()))
+    return math.hypot(*map(_norm, made.gradients.values()))
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    """Over what is finite; in float64 where the squares leave fp32."""
+    norm = float(torch.linalg.vector_norm(gradient))
+    if math.isfinite(norm) and norm > _SMALLEST_NORM:
+        return norm
+    return float(torch.nan_to_num(gradient.double(), 0.0, 0.0, 0.0).norm())
 
 
 def sample_errors(made: Result, reference: Result, num_samples: int | None) -> torch.Tensor | None:

@@ -44,13 +44,22 @@ class Verifier:
         samples = range(trials.step.num_samples or 0)
         self._healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
         self._gradients = GradientCheck(self._trials, healthy=self._healthy)
+        self._verified: dict[object, tuple[Judgement, tuple[Check, ...]]] = {}
 
     def verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
         """Run the step with the written change, gradients included, then its variations; the first that fails ends it.
 
+        What was verified before is not run again.
+
         Raises:
             BudgetSpent: nothing more may be run.
         """
+        key = written.kind, written.text, written.settings
+        if key not in self._verified:
+            self._verified[key] = self._verify(written, edit)
+        return self._verified[key]
+
+    def _verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
         change = written.change if written.change is not None else edit
         made, scale = self._gradients.run(change)
         judgement = self._trials.assess(made, (change,))

@@ -255,13 +255,14 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
     guess = [member for member in members if member.module in blamed]
+    wide = [member for member in members if member in guess or _exceeds(member, findings)]
     before, found, complete = trials.num_judged, [], True
 
     def passes(kept: tuple[KeepModule, ...]) -> bool:
         return trials.passes(*kept)
 
     try:
-        for kept in find_minimal_sets(members, passes, guess=guess):
+        for kept in find_minimal_sets(members, passes, guess=guess if guess and passes(tuple(guess)) else wide):
             found.append(kept)
     except BudgetSpent:
         complete = False
@@ -272,6 +273,13 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
         complete=complete,
     )
     return search, found
+
+
+def _exceeds(member: KeepModule, findings: Findings) -> bool:
+    """Tell whether fp32 passes the format's limit in what a module takes or gives."""
+    calls = [call for call in findings.reference.calls if call.module == member.module]
+    taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
+    return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
 
 
 def _to_record(member: KeepModule) -> Fp32Module:

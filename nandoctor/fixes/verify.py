@@ -18,7 +18,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
-from nandoctor.evidence.formats import FP64
+from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.fixes.agreement import Result, compare, keep
 from nandoctor.fixes.variations import surrogate_loss
@@ -86,6 +86,7 @@ class Trials:
         self._is_own_batch = step.loss is not surrogate_loss
         self._gradient_tolerance = GRADIENT_TOLERANCE if step.loss_scale != 1 else math.inf
         self._judgements: dict[frozenset[Change], Judgement] = {}
+        self._looks: dict[frozenset[Change], TrialOutcome | None] = {}
         self._references: dict[frozenset[Change], Result] = {}
 
     @cached_property
@@ -133,7 +134,15 @@ class Trials:
         Raises:
             BudgetSpent: nothing more may be run.
         """
-        made = self.run(*edits)
+        key = _key(edits) - {UseFormat(format=self.step.low)}  # the format that it has
+        if key not in self._looks:
+            judged = self._judgements.get(key) if not self.numerics else None
+            self._looks[key] = judged.outcome if judged is not None else self._look(edits)
+        return self._looks[key]
+
+    def _look(self, edits: tuple[Change, ...]) -> TrialOutcome | None:
+        plain = [edit for edit in edits if isinstance(edit, UseFormat) and edit.format in (FP32, FP64)]
+        made = self.reference(*(edit for edit in plain if edit.format is FP64)) if plain else self.run(*edits)
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
         comparison = compare(made, self.reference(*samples))
         if not made.ran:
@@ -215,8 +224,14 @@ class Trials:
         """The step in fp32 with `edits`; it is run once."""
         key = _key(edits)
         if key not in self._references:
-            self._references[key] = self._execute(edits, "fp32")
+            shared = self.with_gradients if self.with_gradients is not self else None
+            known = None if shared is None else shared.known_reference(key)
+            self._references[key] = known or self._execute(edits, "fp32")
         return self._references[key]
+
+    def known_reference(self, key: frozenset[Change]) -> Result | None:
+        """A reference that was run already."""
+        return self._references.get(key)
 
     def run(self, *edits: Change) -> Result:
         """The step as it failed, with `edits`; it is run again each time."""
