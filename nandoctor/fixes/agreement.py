@@ -59,6 +59,12 @@ class Result:
         """Tell whether every gradient is; with no gradients at all, too."""
         return self.ran and _all_finite(self.gradients.values())
 
+    @property
+    def largest_finite(self) -> float:
+        """The largest finite magnitude in output and loss, 0 where there is none."""
+        finite = (value[torch.isfinite(value)] for value in self.values.values())
+        return max((float(value.abs().max()) for value in finite if value.numel()), default=0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Differences:

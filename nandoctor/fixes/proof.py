@@ -7,6 +7,7 @@ A change of the batch holds for that batch alone, so it is not tried on variatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,10 +24,11 @@ from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change
-from nandoctor.text import percent
+from nandoctor.text import number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
+_LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
 _LOWER_SCALES = (1.0, 2.0**-8, 2.0**-16)
 """On another batch GradScaler may have to lower its scale."""
@@ -64,7 +66,7 @@ class Verifier:
         made, scale = self._gradients.run(change)
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
-            ("output", lambda: _judge_output(judgement)),
+            ("output", lambda: self._judge_output(judgement, made)),
             ("loss", lambda: _judge_loss(made)),
             ("gradients", lambda: self._gradients.judge(change, made, scale)),
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
@@ -79,6 +81,15 @@ class Verifier:
             checks.append(Check(name=name, status=status, text=text))
         passes = all(check.status != "failed" for check in checks)
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
+
+    def _judge_output(self, judgement: Judgement, made: Result) -> Said:
+        error = judgement.outcome.max_rel_err
+        if not judgement.outcome.finite or error is None:
+            return "failed", "the output is not finite wherever it should be"
+        largest = made.largest_finite
+        if "loss" not in made.values and largest > _LARGEST_SQUARED > self._trials.reference().largest_finite:
+            return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
+        return "passed" if judgement.passes else "failed", f"finite, {percent(error)} off fp32"
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
@@ -151,13 +162,6 @@ def _selects(change: Change) -> bool:
     if isinstance(change, SourcePatch | Snippet):
         return isinstance(change, Snippet) and change.kind == "data"
     return any(isinstance(edit, KeepSamples) for edit in interventions.flatten((change,)))
-
-
-def _judge_output(judgement: Judgement) -> Said:
-    error = judgement.outcome.max_rel_err
-    if not judgement.outcome.finite or error is None:
-        return "failed", "the output is not finite wherever it should be"
-    return "passed" if judgement.passes else "failed", f"finite, {percent(error)} off fp32"
 
 
 def _judge_loss(made: Result) -> Said:
