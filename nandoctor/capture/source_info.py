@@ -10,6 +10,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,14 @@ class ProjectSources:
         self._by_line = {path for path in files if path is not None}
         self._by_line |= {Path.cwd() / source["file"] for source in described if source and source["file"]}
         self._hashes: dict[str, SourceHash] = {}
+        self._seen: set[str] = set()
         self._add_new()
 
     def _add_new(self) -> None:
-        loaded = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
-        paths = {Path(file).resolve() for file in loaded if isinstance(file, str)} | self._by_line
+        files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+        loaded = {file for file in files if isinstance(file, str)} - self._seen
+        self._seen |= loaded
+        paths = set(map(_resolve, loaded)) | self._by_line
         here = Path.cwd()
         for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(here)):
             name = path.relative_to(here).as_posix()
@@ -134,9 +138,14 @@ def _source_file(thing: Any) -> Path | None:
     return Path(path).resolve() if path and Path(path).is_file() else None
 
 
+@cache
+def _resolve(file: str) -> Path:
+    """The path of a loaded module's file; thousands are asked for with each recorder, and they do not move."""
+    return Path(file).resolve()
+
+
 def _is_installed(path: Path) -> bool:
-    library = Path(sysconfig.get_path("stdlib")).resolve()
-    return path.is_relative_to(library) or not _PACKAGE_FOLDERS.isdisjoint(path.parts)
+    return path.is_relative_to(_resolve(sysconfig.get_path("stdlib"))) or not _PACKAGE_FOLDERS.isdisjoint(path.parts)
 
 
 def _relative(path: Path) -> str:
