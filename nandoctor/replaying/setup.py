@@ -6,6 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: `Preparation`; below here nobody read
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -36,6 +37,7 @@ from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
+from nandoctor.text import join_first
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 
@@ -64,6 +66,7 @@ class Preparation:
 
 
 NUM_EXTRA_SEEDS = 3
+_FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
 def prepare(
@@ -94,7 +97,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
     notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss.notes]
     net.to(device)
     outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss.function)})
-    notes += _take_dtypes(net, dump)
+    notes += [*_take_dtypes(net, dump), *_describe_fp8(net)]
     batch, cast_notes = _make_batch(dump, net, device)
     inputs = {name: array for name, array in batch.items() if name not in outputs}
     make_batch = batch_maker(dump, inputs, device)
@@ -133,6 +136,16 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         output_field=settings.output or (_place_of(graded) if dump.recorded is not None and graded else None),
         notes=(*notes, *cast_notes, *kept_from_it, *_describe_guess(policies, dump.arrays.get(graded or ""))),
     )
+
+
+def _describe_fp8(net: nn.Module) -> Iterator[str]:
+    """Tell of modules that compute in fp8 by themselves, as those of torchao do: no policy of ours reaches inside."""
+    found = [name for name, module in net.named_modules() if _FP8_CLASS.search(type(module).__name__)]
+    if found:
+        yield (
+            f"In fp8 by the model's own code: {join_first(found, 3)}. The replay runs that as it is, in the fp32 "
+            "reference too, so what fp8 alone spoils counts as failing in fp32 as well."
+        )
 
 
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:

@@ -1,0 +1,54 @@
+"""Modules that compute in fp8 by themselves: they are run as they are, and the report says what that means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from visits import normal
+
+
+class Scaled(torch.Tensor):
+    """fp8 numbers with a scale, as a tensor class of its own that answers each operation by itself."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        made.data8, made.scale = data, scale
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        def widen(value):
+            return value.data8.float() / value.scale if isinstance(value, Scaled) else value
+
+        return op(*tree_map(widen, args), **tree_map(widen, kwargs or {}))
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose operands are rounded to fp8."""
+
+    def forward(self, x):
+        scale = 400 / x.detach().abs().max()
+        x8 = Scaled((x.float() * scale).to(torch.float8_e4m3fn), scale)
+        return nn.functional.linear(x8, self.weight.to(torch.float8_e5m2).float(), self.bias)
+
+
+class Net(nn.Module):
+    """Two layers, of which one is in fp8, with an overflow after them if it is sick."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.first, self.second, self.scale = Float8Linear(8, 8), nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.scale
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "healthy"), (1e6, "precision")])
+def test_fp8_is_replayed_as_it_is_and_told(examine, scale, verdict):
+    report = examine(Net(scale), {"x": normal(4, 8)})
+    assert report.verdict == verdict
+    assert any(note.startswith("In fp8 by the model's own code: first.") for note in report.notes)
+    assert not any("INTERNAL ASSERT" in note for note in report.notes)
