@@ -57,6 +57,8 @@ def _plan_model(
         return " --model FILE.py:NAME", [
             f"{name} is defined {where}, where a replay cannot import it: define it at the top level of a .py file."
         ]
+    if built and _is_own_function(source) and all(map(_is_plain, arguments.values())):
+        return "", []
     if built:
         location = source["file"] if source["module"] == "__main__" or source["file"] else source["module"]
         return f" --model {shlex.quote(f'{location}:{name}')}", []
@@ -69,6 +71,11 @@ def _plan_model(
         f"{name} cannot be built again {problem}. Give Recorder arguments={{...}}, plain data that {name} was called "
         "with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the model."
     ]
+
+
+def _is_own_function(source: Mapping[str, str]) -> bool:
+    """Tell whether it stands at the top level of a file in the working directory, from where a replay imports it."""
+    return bool(source["file"]) and not Path(source["file"]).is_absolute() and source["name"].isidentifier()
 
 
 def _has_config(model: nn.Module) -> bool:

@@ -3,8 +3,8 @@
 In: a `Reference`, and the `Provenance` of its file. Out: what makes the model, or an error with the command to type.
 
 Nothing is imported for a file that this user's recorder did not sign. Of the user's own, a Module class of an installed
-package or of the working directory is imported, and called with plain data alone. Where the class is defined is read
-off the source before anything is imported.
+package or of the working directory is imported, and called with plain data alone; so is a function of the working
+directory that the training built its model by. Where it is defined is read off the source before anything is imported.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
         raise _undecided(reference, dump, provenance.detail)
     if not _is_plain(reference.arguments):
         raise _undecided(reference, dump, "its arguments are no plain data")
-    found = _import_class(reference, dump, provenance)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    found = _import_source(reference, dump, provenance)
+    if isinstance(found, type) and not issubclass(found, nn.Module):
         raise _undecided(reference, dump, "it is no Module class")
 
     @functools.wraps(found)
@@ -132,13 +132,15 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     return notes
 
 
-def _import_class(reference: Reference, dump: Path, provenance: Provenance) -> Any:
+def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
+    """The class; of the project's own files also a function at the top level, which the training built the model by."""
     if not reference.file:
         return _import_installed(reference, reference.spec, dump)
     path = own_source(reference)
     if path is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
-    if not _defines(path, reference.name, (ast.ClassDef,)):
+    kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
+    if not _defines(path, reference.name, kinds):
         raise _undecided(reference, dump, f"{path.name} defines no class of that name")
     if not provenance.here and hash_of(path) != reference.sha256:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"

@@ -16,6 +16,7 @@ from trainings import Segmenter, loss_of
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.errors import ModelError
 
 HERE = Path(__file__).parent
 
@@ -43,8 +44,8 @@ def build_wide() -> nn.Module:
     return Wide(3)
 
 
-def build_stack() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+def build_stack(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU())
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +68,12 @@ def record(folder, caplog, model, **options):
         (lambda: Wide(3), {"arguments": {"width": 3}}),
         (lambda: Wide(3), {"builder": functools.partial(Wide, width=3)}),
         (lambda: nn.Linear(4, 2), {"arguments": {"in_features": 4, "out_features": 2}}),
+        (lambda: Wide(3), {"builder": build_wide}),
+        (build_stack, {"builder": build_stack}),
+        (lambda: build_stack(5), {"builder": build_stack, "arguments": {"width": 5}}),
+        (lambda: build_stack(5), {"builder": functools.partial(build_stack, width=5)}),
     ],
-    ids=["arguments", "partial", "a class of torch"],
+    ids=["arguments", "partial", "a class of torch", "builder", "sequential", "builder with arguments", "its partial"],
 )
 def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
     advice, command, path = record(tmp_path, caplog, model(), **options)
@@ -77,16 +82,34 @@ def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
 
 
+class Factory:
+    @staticmethod
+    def build() -> nn.Module:
+        return Wide(3)
+
+
 @pytest.mark.parametrize(
-    ("model", "builder", "spec"),
-    [(lambda: Wide(3), build_wide, "build_wide"), (build_stack, build_stack, "build_stack")],
-    ids=["builder", "sequential"],
+    ("options", "spec"),
+    [
+        ({"builder": Factory.build}, "test_rebuild.py:Factory.build"),
+        ({"builder": build_stack, "arguments": {"width": np.int64(4)}}, "test_rebuild.py:build_stack"),
+        ({"builder": "elsewhere:make"}, "elsewhere:make"),
+    ],
+    ids=["method", "odd argument", "installed"],
 )
-def test_a_builder_is_named_in_the_command(tmp_path, caplog, model, builder, spec):
-    advice, command, path = record(tmp_path, caplog, model(), builder=builder)
+def test_other_builders_are_named_in_the_command(tmp_path, caplog, options, spec):
+    advice, command, path = record(tmp_path, caplog, Wide(3), **options)
     assert advice == []
-    assert command == f"nandoctor replay {path} --model test_rebuild.py:{spec}"
-    assert nandoctor.replay(path, model=command.rpartition(" ")[2], fixes=False).report.reproduction.grade == "exact"
+    assert command == f"nandoctor replay {path} --model {spec}"
+    with pytest.raises(ModelError):
+        nandoctor.replay(path)
+
+
+def test_a_builder_that_gives_no_model_is_told(tmp_path, caplog, monkeypatch):
+    _, _, path = record(tmp_path, caplog, Wide(3), builder=build_wide)
+    monkeypatch.setattr("nandoctor.replaying.code_references.find_attribute", lambda *_, **__: lambda: 3)
+    with pytest.raises(ModelError, match="returned a int, not a Module"):
+        nandoctor.replay(path)
 
 
 class Local:

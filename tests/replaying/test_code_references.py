@@ -30,7 +30,9 @@ class Net(torch.nn.Module):
         pass
 
 class Plain:
-    pass
+    @staticmethod
+    def make():
+        return Net()
 
 def make_model():
     return Net()
@@ -83,7 +85,7 @@ def test_a_class_of_an_installed_package_is_built(project):
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        (script("make_model"), "defines no class of that name"),
+        (script("Plain.make"), "defines no class of that name"),
         (script("Missing"), "defines no class of that name"),
         (script(file="../elsewhere.py"), "is not in the working directory"),
         (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
@@ -107,11 +109,17 @@ def test_a_class_that_is_no_module_is_not_called(project):
         find_model(script("Plain"), DUMP, OWN)
 
 
+def test_a_builder_of_the_project_is_called(project):
+    assert type(find_model(script("make_model"), DUMP, OWN)()).__name__ == "Net"
+    with pytest.raises(ModelError):
+        find_model(script("make_model"), DUMP, Provenance())
+
+
 def test_the_command_has_the_arguments(project):
     with pytest.raises(ModelError) as caught:
-        find_model(script("make_model", arguments={"width": 3, "kind": "deep net"}), DUMP, OWN)
+        find_model(script("Plain.make", arguments={"width": 3, "kind": "deep net"}), DUMP, OWN)
     assert caught.value.remedy.endswith(
-        "--model script_of_the_test.py:make_model --model-arg width=3 --model-arg 'kind=deep net'"
+        "--model script_of_the_test.py:Plain.make --model-arg width=3 --model-arg 'kind=deep net'"
     )
 
 
