@@ -55,7 +55,8 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
         if reference.config:
             kind = _import_installed(reference, reference.config, dump)
             return _build_from_config(found, kind, reference)
-        return found(**{**reference.arguments, **more})
+        made: nn.Module = found(**{**reference.arguments, **more})
+        return made
 
     build.__qualname__ = brief(reference.spec)
     return build

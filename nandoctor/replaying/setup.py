@@ -31,6 +31,7 @@ from nandoctor.replaying.loss_binding import find_step_loss
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.policy_choice import choose_policies, low_format
+from nandoctor.replaying.preconditions import require_memory, require_real_tensors
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
@@ -75,11 +76,16 @@ def prepare(
     """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
 
     Raises:
-        ModelError: no model is known, it does not fit the weights, or there is no telling how to call it.
+        ModelError: no model is known, it does not fit the weights or memory, or there is no telling how to call it.
         DumpError: the output named in the settings is not in the dump.
+        NanDoctorError: torch is in a mode that a replay cannot run in.
     """
+    device = _find_device(settings.device)
+    require_real_tensors(device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
+    has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
+    require_memory(dump.state, dump.arrays, device, backward=has_loss)
     project = Project()
     with project.preparing(), arguments_of(dump):
         preparation = _prepare(dump, source, settings, progress or RunProgress())

@@ -1,0 +1,60 @@
+"""What has to hold before a replay begins: torch makes real tensors with gradients here, and the step fits into memory.
+
+In: torch's modes, and the tensors of a dump. Out: nothing, or an error that says what is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.machine import available_memory
+from nandoctor.text import byte_size
+
+
+def require_real_tensors(device: torch.device) -> None:
+    """Check that the code around the call lets a replay build tensors with values and run a backward pass.
+
+    Raises:
+        NanDoctorError: inference mode is on, or tensors are made on a device that is not the replay's.
+    """
+    if torch.is_inference_mode_enabled():
+        raise NanDoctorError(
+            "torch.inference_mode() is on, and a replay runs the backward pass.",
+            remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
+        )
+    default = torch.get_default_device()
+    if default.type not in ("cpu", device.type):
+        empty = ", where they hold no numbers" if default.type == "meta" else ""
+        raise NanDoctorError(
+            f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
+            remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
+        )
+
+
+def require_memory(
+    state: Mapping[str, torch.Tensor], arrays: Mapping[str, torch.Tensor], device: torch.device, *, backward: bool
+) -> None:
+    """Check that weights, batch and, with `backward`, gradients fit into what is free; what is between them is unknown.
+
+    Raises:
+        ModelError: they do not; the message has both figures.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    weights, batch = _nbytes(state.values()), _nbytes(arrays.values())
+    gradients = _nbytes(tensor for tensor in state.values() if tensor.is_floating_point()) if backward else 0
+    if free is None or weights + batch + gradients <= free:
+        return
+    parts = [f"weights {byte_size(weights)}", f"batch {byte_size(batch)}"]
+    parts += [f"gradients {byte_size(gradients)}"] if gradients else []
+    raise ModelError(
+        f"The replay takes at least {byte_size(weights + batch + gradients)} of memory ({', '.join(parts)}, and what "
+        f"the layers give), and {byte_size(free)} are free on {device.type}. Nothing was built.",
+        remedy="Run it where there is more memory, or end what else runs there.",
+    )
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
