@@ -6,6 +6,7 @@ In: a context manager that makes one such change. Out: `Shared`, made by the fir
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -59,6 +60,12 @@ class Patch(NamedTuple):
 
 
 _patching = threading.RLock()
+_imported_in = os.getpid()
+
+
+def is_forked() -> bool:
+    """Tell whether this process was forked off the one that imported nandoctor."""
+    return os.getpid() != _imported_in
 
 
 @contextmanager

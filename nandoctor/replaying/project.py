@@ -6,6 +6,7 @@ In: the folders that SPECs are imported from. Out: `Project`, and `in_project` f
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 import sysconfig
@@ -20,12 +21,33 @@ import numpy as np
 import torch
 from torch import nn
 
+from nandoctor.errors import NanDoctorError
+from nandoctor.process_wide import is_forked
 from nandoctor.replaying.torch_settings import read_torch_settings, write_torch_settings
 
 # The import path, the loaded modules, torch's settings, its kernels and the generators belong to the process, so the
 # code of one project runs at a time: replays in several threads wait for each other.
 _lock = threading.RLock()
 _open_projects: list[Project] = []
+_has_run = False
+_forked_within = False
+
+
+def _begin_child() -> None:
+    """In a forked process: the lock may be held by a thread that is not here, and its replay will not end.
+
+    The threads that torch computed with are not here either, and to wait for one hangs
+    (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378): after a replay in the parent, its child has one thread.
+    """
+    global _lock, _forked_within  # noqa: PLW0603
+    _lock = threading.RLock()
+    _forked_within = _forked_within or bool(_open_projects)
+    if _has_run:
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
 
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -57,7 +79,16 @@ class Project:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Import and build: what the code sets in torch holds for every run."""
+        """Import and build: what the code sets in torch holds for every run.
+
+        Raises:
+            NanDoctorError: this process was forked while a replay was running.
+        """
+        if _forked_within:
+            raise NanDoctorError(
+                "This process was forked while a replay was running, and torch is set as that replay had it.",
+                remedy="Fork when no replay is running, or start processes by spawn.",
+            )
         with _lock:
             before = read_torch_settings()
             with self._open(), _generators_kept():
@@ -98,6 +129,8 @@ class Project:
             if self in _open_projects:
                 yield
                 return
+            global _has_run  # noqa: PLW0603
+            _has_run = True
             path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
             _open_projects.append(self)
             try:
@@ -106,6 +139,8 @@ class Project:
                     _hide_others(Path(entry))
                 sys.modules.update(self._modules)
                 write_torch_settings(self._settings)
+                if is_forked() and _has_run:
+                    torch.set_num_threads(1)  # whatever the code of the project has set
                 yield
             finally:
                 _open_projects.remove(self)

@@ -21,6 +21,7 @@ from torch import nn
 from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import fill, slots
+from nandoctor.process_wide import is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -96,9 +97,14 @@ def recorded_backends(recorded: Recorded | None, device: torch.device) -> Iterat
         return
     with ExitStack() as stack:
         for name, value in recorded.backends.items():
-            if name in BACKENDS and not (name == "num_threads" and not 0 < value <= (os.cpu_count() or 1)):
+            if name in BACKENDS and not (name == "num_threads" and not 0 < value <= _most_threads()):
                 _set_backend(stack, name, value)
         yield
+
+
+def _most_threads() -> int:
+    """As many as there are cores; one in a forked process, which has none of its parent's."""
+    return 1 if is_forked() else os.cpu_count() or 1
 
 
 def _set_backend(stack: ExitStack, name: str, value: Any) -> None:
