@@ -286,6 +286,17 @@ def print_options() -> dict[str, Any]:
     return dict(vars(_find("torch._tensor_str.PRINT_OPTS")))
 
 
+def storage_of(tensor: Tensor) -> int:
+    """What names the memory of a tensor, also where nothing was written to it yet, as long as it is held."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def count_storage_users(tensor: Tensor) -> int:
+    """How many tensors show the memory of this one, itself among them."""
+    storage = tensor.untyped_storage()
+    return int(_find("torch._C._storage_Use_Count")(storage._cdata)) - 1
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Tell whether this is what `torch.vmap` or `torch.func.grad` hands to a function in place of a tensor."""
     return bool(_find("torch._C._functorch.is_functorch_wrapped_tensor")(tensor))

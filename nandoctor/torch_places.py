@@ -47,6 +47,9 @@ NEEDED: dict[str, str] = {
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # `TorchFunctionMode`, its public sister, misses the tensors that initialisers make from within C++.
     "torch.utils._python_dispatch.TorchDispatchMode": "bounding the memory that a model takes to build",
+    # Python counts its own references alone.
+    "torch._C._storage_Use_Count": "building models without filling them",
+    "torch.UntypedStorage._cdata": "building models without filling them",
     # The one sign that a tensor was written to in place.
     "torch.Tensor._version": "noticing in-place writes",
     # A loop over `copy_` launches a kernel for each of a model's buffers, in every training step.

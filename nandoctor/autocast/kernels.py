@@ -20,6 +20,7 @@ from torch.library import Library, fallthrough_kernel
 
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
+from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import is_view, schema_of, version_of
 
@@ -302,7 +303,7 @@ class _WeightCasts(threading.local):
             return weight.to(dtype)
         key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
         if key not in self.entries or self.entries[key][1] != version_of(weight):
-            self.entries[key] = (weight, version_of(weight), weight.to(dtype))
+            self.entries[key] = (weight, version_of(weight), move_to_file(weight.to(dtype)))
         return self.entries[key][2]
 
 

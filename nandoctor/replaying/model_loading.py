@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.errors import ModelError
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
@@ -104,10 +105,18 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
     return value
 
 
-def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> list[str]:
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    fills: DeferredFills | None = None,
+) -> list[str]:
     """Copy `state` into `model`, and return notes on what was adapted.
 
-    A prefix that only one side carries (`model.`, `module.`, a wrapper's name) is added or taken off.
+    A prefix that only one side carries (`model.`, `module.`, a wrapper's name) is added or taken off. With `fills`, of
+    the mode that the model was built under, weights become those of `state` instead of copies, and what is not in it
+    is filled.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing at all fits.
@@ -133,8 +142,41 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
             else "This is another model's state dict: check --model.",
         )
     left_out = {*missing, *reshaped}
-    _copy_state(model, {name: state[name] for name in own if name not in left_out}, "")
+    loaded = {name: state[name] for name in own if name not in left_out}
+    if fills is not None:
+        loaded = _share_weights(model, loaded)
+        own.clear()  # it shows the initial weights, which nobody else holds now
+        fills.finish()
+    _copy_state(model, loaded, "")
     return notes + [f"--no-strict: {problem}" for problem in problems]
+
+
+def _share_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Point the weights of modules that load plainly to the memory of `state`; what is left of `state` to copy."""
+    left = dict(state)
+    waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
+    while waiting:
+        prefix, module = waiting.pop()
+        if not loads_plainly(module):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state and _can_share(parameter, state[prefix + name]):
+                parameter.data = left.pop(prefix + name).detach().to(parameter.dtype)
+        waiting += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+    return left
+
+
+def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    """Tell whether a weight may lie where the file's does: it is as dense, and in the same order."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.device.type == "cpu"
+        and parameter.layout is tensor.layout is torch.strided
+        and parameter.is_floating_point()
+        and tensor.is_floating_point()
+        and parameter.shape == tensor.shape
+        and parameter.stride() == tensor.stride()
+    )
 
 
 def _copy_state(module: nn.Module, state: Mapping[str, torch.Tensor], path: str) -> None:

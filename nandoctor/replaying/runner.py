@@ -25,7 +25,9 @@ from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.saved_flags import SavedFlags
 from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions
+from nandoctor.replaying.backward_pass import is_large, run_backward
 from nandoctor.replaying.isolation import in_mode, restored, seeded
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.memory import is_out_of_memory
@@ -38,7 +40,7 @@ from nandoctor.replaying.recorded_step import recorded_backends
 from nandoctor.replaying.user_code import kept_running
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.function_backward import FunctionTracer
-from nandoctor.tracing.gradient_tracer import GradientTracer, bad_gradients, open_checkpoints
+from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect
@@ -306,7 +308,8 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     result, step = _Result(), run.step
     started = time.perf_counter()
     try:
-        with kept_running(), observers.watching_forward(), torch.set_grad_enabled(run.grad):
+        in_files = kept_in_files(run.grad and is_large(step.model))
+        with kept_running(), observers.watching_forward(), torch.set_grad_enabled(run.grad), in_files:
             result.output = step.forward(batch)
             if step.loss is not None:
                 observers.begin_loss()
@@ -314,7 +317,9 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
                     result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
         if run.watch.backward and result.loss is not None:
             with kept_running(), torch.autocast(step.device.type, enabled=False):
-                result.bad_gradients, result.gradients = _backward(step, result.loss, keep=run.watch.keep)
+                result.bad_gradients, result.gradients = run_backward(
+                    step.model, result.loss, loss_scale=step.loss_scale, keep=run.watch.keep
+                )
     except Exception as error:
         result.raised = error
     finally:
@@ -333,34 +338,6 @@ def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -
             raise
     with torch.autocast(device.type, enabled=False):
         return loss(output, batch)
-
-
-def _backward(
-    step: FailingStep, loss: torch.Tensor, *, keep: bool
-) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Run the backward pass; the parameters' non-finite gradients, and all of them where they are to be kept.
-
-    None are left on the model.
-    """
-    kept = [(parameter, parameter.grad) for parameter in step.model.parameters()]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
-        if not loss.requires_grad:
-            raise LossError(
-                "The loss has no gradient: it does not depend on a weight that is trained.",
-                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
-                "without --loss the forward alone is judged.",
-            )
-        (loss * step.loss_scale).backward()  # type: ignore[no-untyped-call]
-        if not keep:
-            return bad_gradients(step.model), None
-        made = [(name, parameter.grad) for name, parameter in step.model.named_parameters()]
-        unscaled = {name: gradient / step.loss_scale for name, gradient in made if gradient is not None}
-        return bad_gradients(step.model), unscaled
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 def _is_wrong_call(error: Exception) -> bool:

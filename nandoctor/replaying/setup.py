@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
@@ -23,8 +24,10 @@ from nandoctor.dumps.saved_flags import read_flags, saved_losses
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
+from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.batch_tree import batch_maker, list_containers, on_batch
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.grading import is_finite_array, recorded_outputs, saved_outputs
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings, required_names
 from nandoctor.replaying.loss_binding import find_step_loss
@@ -94,13 +97,15 @@ def prepare(
 
 def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progress: RunProgress) -> Preparation:
     device = _find_device(settings.device)
+    fills = DeferredFills() if _is_large(dump) else None
     with cuda_code(device):
-        net, model_notes = _build(dump, source, settings)
+        with fills.building() if fills is not None else nullcontext():
+            net, model_notes = _build(dump, source, settings)
         call = _find_function(settings.call, settings)
         loss = find_step_loss(dump, settings)
     check_method(net, dump, settings)
     state, state_notes = state_to_load(dump)
-    notes = [*model_notes, *load_state(net, state, strict=settings.strict), *state_notes, *loss.notes]
+    notes = [*model_notes, *load_state(net, state, strict=settings.strict, fills=fills), *state_notes, *loss.notes]
     net.to(device)
     outputs = _find_outputs(dump, net, settings, read={*_texts_in(call), *_texts_in(loss.function)})
     notes += [*_take_dtypes(net, dump), *_describe_fp8(net)]
@@ -172,6 +177,11 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
         f"The saved output is non-finite throughout and does not show in which precision: {policies[0].format} was "
         "assumed (--amp-dtype).",
     )
+
+
+def _is_large(dump: Dump) -> bool:
+    """Tell whether the weights are worth being neither drawn nor copied."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in dump.state.values()) >= LARGE_NBYTES
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:

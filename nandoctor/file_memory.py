@@ -1,0 +1,70 @@
+"""Tensors whose memory is a file: it can be written back to the disk, where a process's own memory cannot.
+
+In: tensors. Out: `map_empty`, and `kept_in_files`, a context in which large intermediate results of this thread move to
+files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_LEAST_NBYTES = 1 << 20
+
+
+class _Mode(threading.local):
+    open = False
+
+
+_mode = _Mode()
+
+
+def map_empty(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype, in a file without a name that is gone with the tensor."""
+    with tempfile.NamedTemporaryFile(prefix="nandoctor-") as file:
+        file.truncate(max(like.numel() * like.element_size(), 1))
+        flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
+    return flat.view(like.shape)
+
+
+@contextmanager
+def kept_in_files(wanted: bool) -> Iterator[None]:
+    """Keep in files what the graph saves of large results for the backward pass, and casts of weights."""
+    if not wanted:
+        yield
+        return
+    outer, _mode.open = _mode.open, True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _mode.open = outer
+
+
+def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, its graph as it is; its memory in a file where that is wanted and it is large."""
+    if _mode.open and _is_large(tensor):
+        with torch.no_grad():
+            tensor.data = map_empty(tensor).copy_(tensor)
+    return tensor
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    if tensor.is_leaf or not _is_large(tensor):
+        return tensor
+    with torch.no_grad():
+        return map_empty(tensor).copy_(tensor)
+
+
+def _unpack(saved: Any) -> Any:
+    return saved
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and tensor.numel() * tensor.element_size() >= _LEAST_NBYTES

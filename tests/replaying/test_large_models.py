@@ -1,0 +1,81 @@
+"""What large models are spared, weights that are drawn and copies of gradients, changes no finding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sick_models import all_cases
+from sick_models.judging import diagnose
+from torch import nn
+
+from nandoctor import file_memory
+from nandoctor.case import replay
+from nandoctor.replaying import backward_pass
+from nandoctor.replaying import setup as replay_setup
+
+BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    def make():
+        monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(backward_pass, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
+
+    return make
+
+
+def told(report):
+    return report.verdict, report.headline, report.origin, report.cause, report.bad_gradients
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
+def test_a_diagnosis_is_the_same(case, tmp_path, all_are_large):
+    plain = told(diagnose(case, tmp_path))
+    all_are_large()
+    assert told(diagnose(case, tmp_path)) == plain
+
+
+class Tied(nn.Module):
+    """Uses one weight twice, so that its gradient comes in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 30)
+
+    def forward(self, x):
+        return (x @ self.weight) @ self.weight * 50
+
+
+def loss(output, batch):
+    return output.square().mean()
+
+
+def test_fixes_are_the_same(tmp_path, all_are_large):
+    torch.manual_seed(0)
+    torch.save({"state_dict": Tied().state_dict(), "x": torch.randn(4, 8)}, tmp_path / "dump.pth")
+    options = {"model": Tied, "loss": loss, "max_trials": 30}
+    plain = replay(tmp_path / "dump.pth", **options).report
+    all_are_large()
+    large = replay(tmp_path / "dump.pth", **options).report
+    assert told(large) == told(plain)
+    assert [(fix.title, fix.verified) for fix in large.fixes] == [(fix.title, fix.verified) for fix in plain.fixes]
+
+
+def test_gradients_are_kept_in_files_and_let_go():
+    model = nn.Linear(4, 4)
+    released = backward_pass.ReleasedGradients(model, keep=True, loss_scale=8.0)
+    with released.watching():
+        (8.0 * model(torch.ones(2, 4)).square().sum()).backward()
+    assert model.weight.grad is None
+    assert released.nonfinite() == ()
+    model(torch.ones(2, 4)).square().sum().backward()
+    assert torch.allclose(released.kept["weight"], model.weight.grad)
+
+
+def test_a_mapped_tensor_outlives_its_file():
+    mapped = file_memory.map_empty(torch.zeros(3, 5, dtype=torch.float16))
+    mapped.fill_(2)
+    assert mapped.shape == (3, 5)
+    assert mapped.sum() == 30
