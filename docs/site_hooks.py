@@ -1,0 +1,23 @@
+"""Links for the site: what lies outside of docs/ is named by its path, for the site has no such page.
+
+In: a page's Markdown. Out: the same with links that the site can follow.
+"""
+
+import re
+from pathlib import PurePosixPath
+
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
+_PAGES = (".md", ".ipynb", ".png", ".svg", ".json")
+
+
+def on_page_markdown(markdown, page, **_):
+    """Take the links to sources and folders out of a page."""
+    folder = PurePosixPath(page.file.src_uri).parent
+
+    def follow(match):
+        target = match["target"]
+        outside = str(folder).count("/") + (folder != PurePosixPath("."))
+        inside = target.count("../") <= outside and target.endswith(_PAGES)
+        return match[0] if inside else f"{match['text']} (`{target.replace('../', '')}`)"
+
+    return _LINK.sub(follow, markdown)

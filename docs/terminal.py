@@ -1,0 +1,28 @@
+"""Writes docs/terminal.svg, what `nandoctor replay sample_dumps/unet_blank_tile.pth` prints, down to the fix.
+
+In: the sample. Out: an SVG made by rich. tests/test_readme.py holds it to what is printed today.
+"""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+import nandoctor
+from nandoctor.renderers.terminal import answer_parts, fix_parts, print_parts
+
+SAMPLE = "sample_dumps/unet_blank_tile.pth"
+WIDTH = 84
+
+
+def draw(report):
+    """The first screen of a report as the text of an SVG."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    print_parts(answer_parts(report, WIDTH), console)
+    print_parts(fix_parts(report), console)
+    return console.export_svg(title=f"nandoctor replay {SAMPLE}", unique_id="nandoctor")
+
+
+if __name__ == "__main__":
+    target = Path(__file__).with_name("terminal.svg")
+    target.write_text(draw(nandoctor.replay(SAMPLE).report), encoding="utf-8")
