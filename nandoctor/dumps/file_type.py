@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO
 
+from nandoctor.dumps.directories import describe_directory
 from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, find_members, read_member
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
@@ -102,11 +103,7 @@ def open_container(path: Path) -> Container:
 def _regular_size(path: Path) -> int:
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        raise DumpError(
-            "it is a directory, not a file.",
-            remedy="Give the .pth file in it; a distributed checkpoint becomes one with "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.",
-        )
+        raise describe_directory(path)
     if not stat.S_ISREG(status.st_mode):
         raise DumpError("it is a device or a pipe, not a file.", remedy="Copy its content into a file first.")
     if status.st_size == 0:
