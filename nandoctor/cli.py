@@ -97,6 +97,9 @@ def main() -> None:
     nandoctor eps 1e-8
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
+    if "torch" not in sys.modules:
+        # What is scripted then runs as the Python that it was written in, whose expressions can be told and changed.
+        os.environ.setdefault("PYTORCH_JIT", "0")
 
 
 main.add_command(checkup)

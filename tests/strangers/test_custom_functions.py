@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -196,6 +200,37 @@ def test_no_line_for_a_script_from_an_archive(examine, tmp_path):
     report = examine(dead(torch.jit.load(tmp_path / "centred.pt")), {"x": normal(4, 8)})
     assert blamed(report)[1:3] == ("middle", "div")
     assert report.origin.source is None
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+@torch.jit.script
+def unit(x):
+    return x / x.abs().max()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return unit(self.head(x) * 0)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_scripts_as_python(tmp_path):
+    (tmp_path / "net.py").write_text(SCRIPT, encoding="utf-8")
+    state = {"head.weight": torch.ones(4, 4), "head.bias": torch.ones(4)}
+    torch.save({"state_dict": state, "x": torch.ones(2, 4)}, tmp_path / "dump.pth")
+    command = [sys.executable, "-m", "nandoctor", "replay", "dump.pth", "--model", "net.py:Net", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    report = json.loads(done.stdout)
+    source = report["origin"]["source"]
+    assert (source["line"], source["column"], source["text"]) == (7, 11, "return x / x.abs().max()")
+    assert any(item["kind"] == "source" and item["verified"] for item in report["fixes"])
 
 
 def test_a_scripted_module_with_nothing_wrong(examine):
