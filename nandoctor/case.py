@@ -224,8 +224,8 @@ class Case:
 
     @property
     def finite(self) -> bool:
-        """True if everything that was looked at is finite, and none of it wrong: output, loss and gradients."""
-        return self.report.verdict in NOTHING_FOUND
+        """True if everything is finite, and none of it wrong: output, loss and gradients; not if some was not seen."""
+        return self.report.verdict in NOTHING_FOUND - {"cannot-tell"}
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
