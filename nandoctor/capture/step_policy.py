@@ -18,7 +18,7 @@ from typing import Any
 
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
-from nandoctor.dumps.writer import fit_into, write_dump
+from nandoctor.dumps.writer import fit_into, remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import number
 
@@ -221,6 +221,8 @@ class DumpFolder:
     def __init__(self, folder: Path, *, keep: int, max_nbytes: int) -> None:
         self.folder = folder
         self.written: list[Path] = []
+        with suppress(OSError):
+            remove_orphans(folder)  # of an earlier run that was killed
         self._keep, self._max_nbytes = keep, max_nbytes
 
     @property
