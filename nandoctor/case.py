@@ -281,7 +281,7 @@ class Case:
         if self._asked is None:
             raise NanDoctorError("This case holds a report alone.", remedy="Call nandoctor.verify(DUMP, model).")
         asked, settings, runs = self._asked, self._asked.settings, self.report.runs
-        failed = not self.finite and runs is not None
+        failed = self.verdict not in NOTHING_FOUND and runs is not None
         if failed and runs is not None:
             mode = "train" if runs.autocast.training else "eval"
             settings = override(settings, {"mode": mode, "seed": runs.autocast.seed})
