@@ -20,14 +20,14 @@ from nandoctor.fleet.triage import TriageOptions, triage
 pytestmark = pytest.mark.slow
 
 MODELS = """
-import os, time
+import os, signal, time
 import torch
 from tiny_models import Overflowing
 
 class Deadly(Overflowing):
     def forward(self, x):
         if os.path.exists("deadly") and float(x.flatten()[0]) == 13:
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 class Endless(Overflowing):
