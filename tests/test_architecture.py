@@ -109,3 +109,9 @@ def test_heavy_libraries_are_imported_only_when_needed(code):
 )
 def test_what_reads_a_report_needs_no_torch(room):
     assert "torch" not in imported_by(f"import nandoctor.{room}")
+
+
+def test_no_two_test_files_share_a_name():
+    """Without packages pytest knows a file by its name alone, and refuses the second."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert sorted(names) == sorted(set(names))

@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import nandoctor
 from nandoctor import Recorder
 from nandoctor.machine import anonymous_memory
 
 NUM_STEPS = 5000
+NUM_KILLS = 200
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+import torch
+from torch import nn
+from nandoctor import Recorder
+from nandoctor.dumps.reader import read_dump
+
+folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+random.seed(0)
+halves = read = 0
+for number in range(num_kills):
+    known = set(folder.glob(".*.tmp"))
+    child = os.fork()
+    if not child:
+        model = nn.Linear(1500, 1500)
+        recorder = Recorder(model, folder=folder, keep=3)
+        while True:  # nothing but writing, so that this is where it is killed
+            recorder.watch(model(torch.ones(1, 1500)).sum())
+            recorder.save()
+    while not set(folder.glob(".*.tmp")) - known:
+        time.sleep(0.0005)
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    halves += bool(set(folder.glob(".*.tmp")) - known)
+    for path in folder.glob("*.pth"):
+        assert read_dump(path).state["weight"].isfinite().all()
+        read += 1
+        path.unlink()
+Recorder(nn.Linear(2, 2), folder=folder).close()
+print(halves, read, len(list(folder.iterdir())))
+"""
 
 
 def test_a_new_run_removes_what_a_killed_one_left(tmp_path):
@@ -20,6 +60,19 @@ def test_a_new_run_removes_what_a_killed_one_left(tmp_path):
         path.write_bytes(b"half a file")
     Recorder(nn.Linear(2, 2), folder=tmp_path).close()
     assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills its own children")
+def test_200_kills_leave_no_broken_file(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(nandoctor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLS, str(tmp_path), str(NUM_KILLS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    halves, read, left = map(int, done.stdout.split())
+    assert halves > NUM_KILLS / 4  # killed while it wrote
+    assert read > NUM_KILLS / 4
+    assert left == 0
 
 
 @pytest.mark.slow

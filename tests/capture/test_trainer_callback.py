@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 import pytest
 import torch
+from click.testing import CliRunner
 
 import nandoctor
+from nandoctor.cli import main
 from nandoctor.dumps.reader import read_dump
 
 transformers = pytest.importorskip("transformers")
@@ -167,3 +172,21 @@ def test_the_recipe_for_accelerate(tmp_path):
     assert dump.recorded.autocast.dtype == "bfloat16"
     assert all(torch.isfinite(tensor).all() for tensor in dump.state.values())
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_strangers_dump_is_approved_with_its_config(tmp_path, monkeypatch):
+    """The command that the refusal prints is complete: model and configuration class, typed by the user."""
+    monkeypatch.chdir(tmp_path)
+    model = make_model()
+    with nandoctor.Recorder(model, folder=tmp_path) as recorder, nandoctor.cuda_autocast():
+        recorder.watch(model(input_ids=torch.full((2, 8), 49)).logits)
+    torch.save(torch.load(recorder.written[0]), "stranger.pth")  # saved again, so that no signature is left
+    refused = CliRunner().invoke(main, ["replay", "stranger.pth", "--no-fixes", "--json"])
+    assert refused.exit_code == 1
+    command = shlex.split(refused.stderr.partition("To run it")[2])
+    assert command[:2] == ["nandoctor", "replay"]
+    assert "--config" in command
+    replayed = CliRunner().invoke(main, [*command[1:], "--no-fixes", "--json"])
+    assert replayed.exit_code == 0, replayed.stderr
+    assert json.loads(replayed.stdout)["reproduction"]["grade"] == "exact"
