@@ -40,6 +40,7 @@ from nandoctor.cli_verify import fix, verify
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
+from nandoctor.text import printable
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
@@ -167,12 +168,12 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
             verification, report = verify_step(opened, progress=progress, **settings)
         _write_all(report, outputs, as_json=as_json)
     except Exception as error:
-        click.echo(f"nandoctor: {getattr(error, 'message', repr(error))}", err=True)
+        click.echo(f"nandoctor: {printable(getattr(error, 'message', repr(error)))}", err=True)
         for path in outputs:
             click.echo(f"Not written: {path}", err=True)
         return EXIT_CANNOT_TELL
     if verification.exit_code == EXIT_CANNOT_TELL:
-        click.echo(f"nandoctor: cannot tell: {verification.headline}", err=True)
+        click.echo(f"nandoctor: cannot tell: {printable(verification.headline)}", err=True)
     return verification.exit_code
 
 

@@ -143,8 +143,11 @@ def check_replaceable(file: Path) -> None:
     """Refuse to write over what the verb reads, and over what nandoctor did not write unless --force is given."""
     context = click.get_current_context()
     for value in context.params.values():
-        if isinstance(value, Path) and value.exists() and file.exists() and value.samefile(file):
-            raise click.BadParameter(f"{file} is the file that is read.")
+        for path in value if isinstance(value, tuple) else (value,):
+            # A SPEC names its file before the last colon.
+            read = Path(path.rpartition(":")[0]) if isinstance(path, str) and ".py:" in path else path
+            if isinstance(read, Path) and read.exists() and file.exists() and read.samefile(file):
+                raise click.BadParameter(f"{file} is the file that is read.")
     if not context.meta.get(_FORCE) and not is_replaceable(file):
         raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or add --force.")
 

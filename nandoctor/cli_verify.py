@@ -25,6 +25,7 @@ from nandoctor.cli_tools import (
     trust_option,
 )
 from nandoctor.errors import NanDoctorError
+from nandoctor.text import printable
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
@@ -101,7 +102,7 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
     with progress_shown() as progress:
         case = replay(opened, progress=progress, **{**settings, "fixes": True})
     if case.finite:
-        click.echo(f"nandoctor: nothing to fix: {case.report.headline}", err=True)
+        click.echo(f"nandoctor: nothing to fix: {printable(case.report.headline)}", err=True)
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:

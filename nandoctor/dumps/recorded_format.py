@@ -264,6 +264,8 @@ def check_state(state: torch.Tensor) -> torch.Tensor:
         DumpError: it has the size of a CPU generator's state, and is none.
     """
     try:
+        if state.numel() > state.untyped_storage().nbytes():
+            raise _no_state("torch")  # it claims more bytes than there are
         plain = torch.Tensor.contiguous(state.detach())
         if plain.numel() == torch.Generator().get_state().numel():
             torch.Generator().set_state(plain)

@@ -16,6 +16,7 @@ from nandoctor.errors import DumpError
 from nandoctor.text import brief
 
 _TAKE_ALL = "Put the files that all ranks wrote of one step into one folder, as the recorder wrote them."
+_MAX_RANKS = 1 << 16
 _SAME_STEP = ("step", "micro_batch", "epoch", "world_size")
 
 Load = Callable[[Path], Mapping[str, Any]]
@@ -30,6 +31,8 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
     shards = get(saved, "shards", dict, {})
     if not shards:
         return saved
+    for name in shards:
+        _check_mesh(str(name), shards[name])
     ranks = _Ranks(path, saved, load)
     joined = {str(name): _join(str(name), shards[name], ranks) for name in shards}
     return {**saved, "state_dict": {**get(saved, "state_dict", dict, {}), **joined}}
@@ -79,6 +82,17 @@ class _File:
         if self._left < 0:
             raise DumpError(f"{brief(self._path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
         return part
+
+
+def _check_mesh(name: str, shard: Any) -> None:
+    """Refuse a mesh that is not ranks in nested lists: any other object may be endless to go through."""
+    waiting, num_seen = [shard.get("ranks") if type(shard) is dict else None], 0
+    while waiting:
+        item = waiting.pop()
+        num_seen += 1
+        if num_seen > _MAX_RANKS or not (type(item) is list or (type(item) is int and 0 <= item < _MAX_RANKS)):
+            raise _unfit(name, "its ranks are no nested lists of numbers")
+        waiting += item if type(item) is list else []
 
 
 def _join(name: str, shard: Any, ranks: _Ranks) -> torch.Tensor:

@@ -5,6 +5,7 @@ In: an edit that holds, and the traced ops. Out: `WrittenChange`s, the smallest 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -155,4 +156,5 @@ def _keep_samples(edit: KeepSamples) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+    # The names may be a stranger's: as JSON they are string literals, whatever is in them.
+    return json.dumps(list(names))

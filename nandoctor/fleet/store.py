@@ -17,7 +17,7 @@ from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Answer, hash_file, unchanged
-from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.atomic_write import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
 
 PAGE = "index.html"
@@ -39,7 +39,8 @@ class Store:
         Raises:
             NanDoctorError: it holds other files and `force` is not set, or cannot be made.
         """
-        known = (self.folder / _RESULTS).is_dir()
+        written = [self.folder / name for name in (PAGE, LINES)]
+        known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
         if self.folder.exists() and not self.folder.is_dir():
             raise NanDoctorError(f"{self.folder} is a file.", remedy="Name another folder with -o.")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (known or force):

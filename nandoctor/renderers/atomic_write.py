@@ -16,6 +16,9 @@ from nandoctor.errors import NanDoctorError
 MARK = "nandoctor"
 """Stands near the beginning or the end of every file that nandoctor writes."""
 
+_SCRIPT_MARK = "made by  nandoctor "
+"""People's own scripts name nandoctor as well; this is what a script of `nandoctor repro` says of itself."""
+
 _LOOKED_AT = 1 << 14
 
 
@@ -49,7 +52,8 @@ def is_replaceable(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(_LOOKED_AT)
             file.seek(max(file.seek(0, os.SEEK_END) - _LOOKED_AT, 0))
-            return MARK.encode() in head + file.read()
+            ours = _SCRIPT_MARK if path.suffix == ".py" else MARK
+            return ours.encode() in head + file.read()
     except FileNotFoundError:
         return True
     except OSError:

@@ -10,6 +10,7 @@ fresh clone.
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,9 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
     A model that comes from a file which the training did not have is another one than the training's.
     """
     hashes = _recorded_hashes(recorded)
-    here = {name: path for name in hashes if (path := own_source(Reference(module="", name="", file=name))) is not None}
+    # A name that is not plain is no recorder's: there are endlessly many names of one file.
+    plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
+    here = {name: path for name in plain if (path := own_source(Reference(module="", name="", file=name))) is not None}
     if not here:
         return None
     changes = [_change(name, hashes[name], path) for name, path in here.items() if hash_of(path) != hashes[name].sha256]
@@ -139,7 +142,8 @@ def _text_in_git(path: Path, written_ns: int) -> bytes | None:
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
     # Nothing that a repository's own configuration names is to be started.
-    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-pager", *arguments]
+    harmless = ["-c", "core.fsmonitor=false", "-c", "log.showSignature=false"]
+    command = ["git", "-C", str(folder), *harmless, "--no-pager", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):

@@ -12,6 +12,7 @@ import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_plain_policy, make_policy
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.numpy_pickle import stored_values
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.replaying.settings import Settings
@@ -62,7 +63,7 @@ def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
         return format_of(saved.dtype)
     if saved.dtype is not torch.float32:
         return None
-    values = saved.detach().flatten()
+    values = stored_values(saved.detach()).flatten()
     values = values[torch.isfinite(values) & (values != 0)]
     if values.numel() < _ENOUGH:
         return None

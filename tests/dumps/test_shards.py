@@ -109,3 +109,21 @@ def test_an_expanded_part(tmp_path):
     torch.save(saved, path)
     with pytest.raises(DumpError, match="claims more weights than it holds"):
         read_dump(tmp_path / "nan-step000004-rank0.pth")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [torch.zeros(1, dtype=torch.uint8).expand(1 << 40), [-1], [1 << 20], [[0] * 70_000], "012", {0: 1}, [1.0]],
+    ids=["tensor", "negative", "large", "many", "text", "dict", "float"],
+)
+def test_a_mesh_that_is_no_list_of_ranks(tmp_path, mesh):
+    path = write(tmp_path, ROWS, {**ONE_MESH, "ranks": mesh})[0]
+    with pytest.raises(DumpError, match="cannot be joined"):
+        read_dump(path)
+
+
+def test_a_random_state_that_claims_more_than_it_holds(tmp_path):
+    state = torch.zeros(1, dtype=torch.uint8).expand(1 << 40)
+    torch.save({"state_dict": {"weight": WHOLE}, "rng_state": state, "x": WHOLE}, tmp_path / "dump.pth")
+    with pytest.raises(DumpError, match="random generator"):
+        read_dump(tmp_path / "dump.pth")

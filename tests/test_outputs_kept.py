@@ -1,0 +1,28 @@
+"""No verb writes over a file of the user's that merely names nandoctor, nor over the code that it runs."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from nandoctor.cli import main
+from nandoctor.renderers.atomic_write import is_replaceable
+
+SAMPLE = "sample_dumps/unet_blank_tile.pth"
+
+
+def test_a_script_that_imports_nandoctor_is_the_users(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import nandoctor\n")
+    assert not is_replaceable(script)
+    result = CliRunner().invoke(main, ["repro", SAMPLE, "-o", str(script)])
+    assert result.exit_code == 2
+    assert script.read_text() == "import nandoctor\n"
+
+
+def test_the_file_of_the_model_is_never_written_over(tmp_path):
+    script = tmp_path / "net.py"
+    script.write_text("import torch\n")
+    result = CliRunner().invoke(main, ["repro", SAMPLE, "--model", f"{script}:Net", "-o", str(script), "--force"])
+    assert result.exit_code == 2
+    assert "is the file that is read" in result.output
+    assert script.read_text() == "import torch\n"
