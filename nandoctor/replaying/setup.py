@@ -20,6 +20,7 @@ from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.numpy_pickle import stored_values
 from nandoctor.dumps.saved_flags import read_flags, saved_losses
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
@@ -171,7 +172,12 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
 
 def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> tuple[str, ...]:
     """Tell of a precision that nothing in the file speaks for: any may have made an output that is all NaN."""
-    if len(policies) == 1 or saved is None or saved.dtype in LOW_DTYPES or bool(torch.isfinite(saved).any()):
+    if (
+        len(policies) == 1
+        or saved is None
+        or saved.dtype in LOW_DTYPES
+        or bool(torch.isfinite(stored_values(saved)).any())
+    ):
         return ()
     return (
         f"The saved output is non-finite throughout and does not show in which precision: {policies[0].format} was "

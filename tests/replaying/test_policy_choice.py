@@ -129,3 +129,13 @@ def test_a_cast_of_the_models_own_is_left_out_of_the_reference(replay):
     report = replay(model, {"x": X})
     assert (report.verdict, report.cause.code) == ("precision", "input-cast-overflow")
     assert report.runs.fp32.finite
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_saved_output_may_be_sparse(tmp_path, sparse):
+    """The precision is guessed from its values, which other layouts keep elsewhere."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(4, 4)
+    saved = sparse(model(x).detach())
+    torch.save({"state_dict": model.state_dict(), "input": x, "output": saved}, tmp_path / "dump.pth")
+    assert nandoctor.replay(tmp_path / "dump.pth", model=model, fixes=False).verdict == "healthy"
