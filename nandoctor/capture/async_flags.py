@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nandoctor.capture.environment import read_rank
+
 
 class Flag:
     """A number on a device, on its way to the host since it was made.
@@ -61,22 +63,19 @@ def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 def reduce_over_ranks(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
     """[the flag of this rank, that of rank 0, of rank 1, ...]; to ask all, every rank must do so at the same step."""
-    if not ask_all or not _is_distributed():
+    rank, world_size = read_rank()
+    if not ask_all or world_size == 1:
         return local
-    flags = torch.zeros(1 + dist.get_world_size(), device=local.device)
-    flags[0] = flags[1 + dist.get_rank()] = local
+    flags = torch.zeros(1 + world_size, device=local.device)
+    flags[0] = flags[1 + rank] = local
     dist.all_reduce(flags[1:], op=dist.ReduceOp.MAX)
     return flags
 
 
 def largest_over_ranks(local: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """The largest magnitude on any rank, inf for NaN, which no maximum over ranks is defined for; all have to ask."""
-    if not _is_distributed():
+    if read_rank()[1] == 1:
         return local
     found = torch.zeros((), device=device) if local is None else local.float().nan_to_num(math.inf, math.inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
