@@ -41,36 +41,49 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     contents = _on_cpu(fit_into(contents, max_nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     remove_orphans(folder)
-    handle, temporary = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
+    handle, temporary = _locked_file(folder, stem)
     try:
         with os.fdopen(handle, "w+b") as file:
-            _try_lock(handle)  # for as long as the file is open: nobody takes it for an orphan
             torch.save(contents, file)
             sign(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp keeps it from everybody else
-        return _publish(Path(temporary), folder, stem)
+            temporary.chmod(0o666 & ~_umask())  # mkstemp keeps it from everybody else
+            return _publish(temporary, folder, stem)  # while the lock is held
     finally:
         with suppress(OSError):
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+
+
+def _locked_file(folder: Path, stem: str) -> tuple[int, Path]:
+    """Open a new temporary file, locked for as long as it is open so that nobody takes it for an orphan.
+
+    Another rank may take it for one before it is locked: the lock then waits until that rank has deleted it.
+    """
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
+        temporary = Path(name)
+        _lock(handle, wait=True)
+        if temporary.exists():
+            return handle, temporary
+        os.close(handle)
 
 
 def remove_orphans(folder: Path) -> None:
     """Delete the temporary files of processes that were killed while they wrote, and no longer hold their lock."""
     for path in folder.glob(".*-step*.tmp") if _CAN_LOCK else ():
         with suppress(OSError), path.open("rb") as file:
-            if _try_lock(file.fileno()):
+            if _lock(file.fileno(), wait=False):
                 path.unlink(missing_ok=True)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _lock(descriptor: int, *, wait: bool) -> bool:
     """Lock the file against other writers until it is closed, which a killed process does as well."""
     if not _CAN_LOCK:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # locked by another, or a file system without locks
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -59,6 +60,18 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     with pytest.raises(AttributeError):
         write_dump({"function": lambda: None}, tmp_path, "dump", max_nbytes=CAP)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_save_together_all_keep_theirs(tmp_path):
+    """Each writer first deletes what killed ones left: never the file that another is about to lock or to name."""
+
+    def save(rank):
+        return [write_dump({}, tmp_path, f"nan-step{step}-rank{rank}", max_nbytes=CAP).name for step in range(40)]
+
+    with ThreadPoolExecutor(4) as ranks:
+        saved = [name for names in ranks.map(save, range(4)) for name in names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(saved)
+    assert len(set(saved)) == 160
 
 
 def test_trees_come_back_as_they_went_in():
