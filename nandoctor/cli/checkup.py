@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from nandoctor.cli_options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
+from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
 
 _File = click.Path(path_type=Path)
 

@@ -1,4 +1,4 @@
-"""The command line: each verb parses, calls, renders and exits.
+"""The verbs that read one dump or report, and the group of all: each parses, calls, renders and exits.
 
 In: arguments. Out: text on standard output, notes and progress on standard error, an exit code.
 """
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from nandoctor.cli_checkup import checkup
-from nandoctor.cli_fleet import triage
-from nandoctor.cli_options import (
+from nandoctor.cli.checkup import checkup
+from nandoctor.cli.options import (
     MODEL_AND_STEP,
     GroupedCommand,
     check_files,
@@ -24,7 +23,7 @@ from nandoctor.cli_options import (
     force_option,
     settings_options,
 )
-from nandoctor.cli_tools import (
+from nandoctor.cli.shared import (
     EXIT_CANNOT_TELL,
     DumpPath,
     ReplayDisplay,
@@ -36,7 +35,8 @@ from nandoctor.cli_tools import (
     show_version,
     trust_option,
 )
-from nandoctor.cli_verify import fix, verify
+from nandoctor.cli.triage import triage
+from nandoctor.cli.verify import fix, verify
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS

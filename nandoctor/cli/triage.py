@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli_options import GroupedCommand, parse_size, settings_options
+from nandoctor.cli.options import GroupedCommand, parse_size, settings_options
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli_options import GroupedCommand, settings_options
-from nandoctor.cli_tools import (
+from nandoctor.cli.options import GroupedCommand, settings_options
+from nandoctor.cli.shared import (
     DumpPath,
     console,
     json_option,
