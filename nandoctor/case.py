@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from nandoctor import pipeline
 from nandoctor.diagnosis.eps_audit import fold
 from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
@@ -23,11 +24,11 @@ from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
-from nandoctor.pipeline import audit_dump, replay_dump
+from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
-from nandoctor.replaying.progress import Progress
+from nandoctor.replaying.progress import Listener, Progress
 from nandoctor.replaying.settings import (
     MEANINGS,
     ReplayOptions,
@@ -81,11 +82,33 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
+    listener = progress if isinstance(progress, Listener) else None
+    return add_fixes(diagnose(dump, model, progress=progress, **options), listener)
+
+
+def diagnose(
+    dump: Dump | str | os.PathLike[str],
+    model: ModelSource | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
+) -> Case:
+    """The case as it is before the search for fixes; arguments are those of `replay`."""
     dump, settings = _read(dump, options)
     found = replay_dump(dump, anchor(model), settings, progress=progress)
     arguments = command_arguments(dump.path, {"model": model, **options})
     report = dataclasses.replace(tell_if_changed(found, dump, settings), arguments=arguments)
-    return Case(report, _Asked(dump=dump, model=model, settings=settings))
+    found = dataclasses.replace(found, report=report)
+    return Case(report, _Asked(dump=dump, model=model, settings=settings, found=found))
+
+
+def add_fixes(case: Case, listener: Listener | None = None) -> Case:
+    """The case with the fixes that its settings ask for; the step is run no more, and let go."""
+    asked = case._asked
+    if asked is None or asked.found is None:
+        return case
+    report = pipeline.add_fixes(asked.found, asked.settings, listener)
+    return Case(report, dataclasses.replace(asked, found=None))
 
 
 @takes_options(StepOptions)
@@ -146,7 +169,7 @@ def repro(
             project's own code.
     """
     dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), override(settings, {"fixes": False}), progress=progress)
+    found = replay_dump(dump, anchor(model), settings, progress=progress)
     return make_script(found.report, found.step, dump.state)
 
 
@@ -199,11 +222,12 @@ def describe(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What was replayed: the dump, the model that was given, and how."""
+    """What was replayed: the dump, the model that was given, and how; and what was found, until fixes were searched."""
 
     dump: Dump
     model: ModelSource | None
     settings: Settings
+    found: Diagnosed | None = None
 
 
 class Case:

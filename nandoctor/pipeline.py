@@ -1,4 +1,4 @@
-"""The main job: replays a dump under autocast and in fp32, and writes the report.
+"""The main job, one way: replays a dump under autocast and in fp32, diagnoses it, adds the fixes.
 
 In: a `Dump`, a model and `Settings`. Out: a `Report`.
 """
@@ -6,9 +6,10 @@ In: a `Dump`, a model and `Settings`. Out: a `Report`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
+from typing import TypeVar
 
 import torch
 
@@ -36,7 +37,7 @@ from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.search import FixSearch, search_fixes
+from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.optimizer_slots import measure_slots
@@ -45,28 +46,32 @@ from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.text import join_first, part_of
 from nandoctor.tracing.tensor_stats import collect, measure
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """A report, and the step that it is about, to be run again; None where nothing was run.
+    """A report without fixes, the step that it is about, to be run again, and what was found in it.
 
-    `random` tells whether the step draws random numbers, in one of the modes that were tried.
+    `step` and `findings` are None where nothing was run. `random` tells whether the step draws random numbers, in one
+    of the modes that were tried.
     """
 
     report: Report
-    step: FailingStep | None
+    step: FailingStep | None = None
+    findings: Findings | None = None
     random: bool = False
 
 
 def replay_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> Diagnosed:
-    """Replay `dump` under autocast and in fp32, diagnose the step, search for fixes, and report.
+    """Replay `dump` under autocast and in fp32, diagnose the step, and report.
 
     A file of weights alone is judged by its weights, and needs no model. A loss that the dump names and that raises
     here is left out, and a note says so.
@@ -76,40 +81,47 @@ def replay_dump(
         LossError: the loss of the settings cannot be computed.
         DumpError: the file holds nothing to replay.
     """
-    try:
-        return _replay_dump(dump, model, settings, progress)
-    except LossError as error:
-        found = _replay_dump(_without_loss(dump, settings, error), model, settings, progress)
-        notes = (*found.report.notes, f"{error.message} {error.remedy}")
-        return replace(found, report=replace(found.report, notes=notes))
-
-
-def _without_loss(dump: Dump, settings: Settings, error: LossError) -> Dump:
-    """The dump without the loss that it names, which raised `error`; the user's own is left to the user."""
-    if settings.loss is not None or dump.recorded is None:
-        raise error
-    return replace(dump, recorded=replace(dump.recorded, loss_function=None, loss_field=None))
-
-
-def _replay_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> Diagnosed:
     summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Diagnosed(report=_report_weights(dump, summary, choose_policies(dump, settings)[0].format), step=None)
+        return Diagnosed(report=_report_weights(dump, summary, choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, RunProgress(progress))
-    replayed = reproduce(preparation)
-    step, findings = replayed.step, _diagnose(replayed)
+    found = _with_loss_if_it_can(preparation, settings, lambda prepared: _diagnose_step(prepared, summary))
+    if settings.per_sample and found.step is not None:
+        found = replace(found, report=replace(found.report, picture=_take_picture(found.report, found.step)))
+    return found
+
+
+def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = None) -> Report:
+    """The report with the changes that were tried on the failing step; as it is where the settings say to try none."""
+    if not settings.fixes or found.step is None or found.findings is None:
+        return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
-    notes = (f"Replayed as {step.description} in {replayed.name}.", *preparation.notes)
-    search = FixSearch()
-    if settings.fixes:
-        listener = progress if isinstance(progress, Listener) else Listener()
-        if findings.verdict not in NOTHING_FOUND:
-            listener.diagnosed(_write_report(replayed, findings, search, summary, notes))
-        search = search_fixes(step, findings, budget, listener)
-    report = _write_report(replayed, findings, search, summary, notes)
-    if settings.per_sample:
-        report = replace(report, picture=_take_picture(report, step))
-    return Diagnosed(report=report, step=step, random=replayed.any_random)
+    search = search_fixes(found.step, found.findings, budget, listener)
+    return replace(
+        found.report,
+        fixes=search.fixes,
+        counterfactuals=search.counterfactuals,
+        fp32_sets=search.fp32_sets,
+        notes=(*found.report.notes, *search.notes),
+    )
+
+
+def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Callable[[Preparation], T]) -> T:
+    """What `use` makes of the step; of the step without its loss where that raises, and is not the user's own."""
+    try:
+        return use(preparation)
+    except LossError as error:
+        if settings.loss is not None:
+            raise
+        return use(preparation.without_loss(f"{error.message} {error.remedy}"))
+
+
+def _diagnose_step(preparation: Preparation, summary: DumpSummary) -> Diagnosed:
+    replayed = reproduce(preparation)
+    findings = _diagnose(replayed)
+    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *preparation.notes)
+    report = _write_report(replayed, findings, summary, notes)
+    return Diagnosed(report=report, step=replayed.step, findings=findings, random=replayed.any_random)
 
 
 def _take_picture(report: Report, step: FailingStep) -> Picture | None:
@@ -123,14 +135,12 @@ def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
-    try:
-        return _audit_dump(dump, model, settings, progress)
-    except LossError as error:
-        return _audit_dump(_without_loss(dump, settings, error), model, settings, progress)
+    preparation = prepare(dump, model, settings, RunProgress(progress))
+    return _with_loss_if_it_can(preparation, settings, _audit_step)
 
 
-def _audit_dump(dump: Dump, model: ModelSource | None, settings: Settings, progress: Progress) -> tuple[EpsUse, ...]:
-    step = reproduce(prepare(dump, model, settings, RunProgress(progress))).step
+def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
+    step = reproduce(preparation).step
     ops = step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
     return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))
 
@@ -139,9 +149,7 @@ def _audit(step: FailingStep, ops: Sequence[OpCall], slots: Sequence[OptimizerSl
     return audit(ops, list_constants(step.model), slots, step.optimizer_eps)
 
 
-def _write_report(
-    replayed: Replayed, findings: Findings, search: FixSearch, summary: DumpSummary, notes: tuple[str, ...]
-) -> Report:
+def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, notes: tuple[str, ...]) -> Report:
     verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
@@ -156,9 +164,6 @@ def _write_report(
         also=tuple(others),
         chain=shown.chain,
         bad_gradients=findings.bad_gradients,
-        fixes=search.fixes,
-        counterfactuals=search.counterfactuals,
-        fp32_sets=search.fp32_sets,
         headroom=find_near_misses(reference, step.low),
         eps_audit=_audit(step, findings.ops, findings.slots),
         runs=runs,
@@ -167,7 +172,6 @@ def _write_report(
         notes=(
             *notes,
             *findings.notes,
-            *search.notes,
             *_describe_blindness(trace),
             *describe_error_source(runs.autocast.modules),
         ),

@@ -15,7 +15,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.serialization import from_plain, to_plain
-from nandoctor.pipeline import replay_dump
+from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.replaying.settings import Settings
 
 NAN = float("nan")
@@ -33,7 +33,7 @@ def replay(model, settings=None, *, fixes=False, **arrays):
     """The report on a dump of this model with these arrays, an image of ones unless given."""
     arrays = arrays or {"image": IMAGE, "logit": NONFINITE}
     settings = dataclasses.replace(settings or Settings(), fixes=fixes)
-    return replay_dump(dump_of(model, **arrays), model, settings).report
+    return add_fixes(replay_dump(dump_of(model, **arrays), model, settings), settings)
 
 
 def poisoned_weight():
@@ -282,7 +282,7 @@ def test_progress_is_told_by_stage():
 def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []
     dump = dump_of(model, image=IMAGE, **arrays)
-    replay_dump(dump, model, Settings(mode="train", fixes=False), progress=lambda stage, *_: told.append(stage))
+    replay_dump(dump, model, Settings(mode="train"), progress=lambda stage, *_: told.append(stage))
     assert list(dict.fromkeys(told)) == stages
 
 

@@ -138,7 +138,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
-    from nandoctor.case import replay as replay_dump
+    from nandoctor.case import add_fixes, diagnose
 
     form = options.pop("form")
     form = "json" if as_json else "quiet" if quiet and form == "full" else form
@@ -149,7 +149,9 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     opened, settings = load_dump(dump, options)
     display = ReplayDisplay(quiet=quiet, tells=form == "full")
     with display.shown():
-        report = replay_dump(opened, progress=display, **settings).report
+        case = diagnose(opened, progress=display, **settings)
+        display.tell(case.report)
+        report = add_fixes(case, display).report
     print_as(report, form, told=display.told)
     _write_all(report, outputs, as_json=form == "json")
     if display.interrupted:

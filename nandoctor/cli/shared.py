@@ -94,8 +94,8 @@ class ReplayDisplay(Listener):
         if not self._searching:
             self._bar.update(self._phase, completed=done, total=total)
 
-    def diagnosed(self, report: Report) -> None:
-        """Print the answer, and go on to the bar of the search."""
+    def tell(self, report: Report) -> None:
+        """Print the answer, before any fix was tried, and go on to the bar of the search."""
         from nandoctor.renderers.terminal import answer_parts, print_parts
 
         self._bar.stop()

@@ -70,21 +70,22 @@ def run_job(job: Job) -> Answer:
 
 def _replay(job: Job) -> Answer:
     from nandoctor.dumps.reader import read_dump
-    from nandoctor.pipeline import replay_dump
+    from nandoctor.pipeline import add_fixes, replay_dump
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.page import report_page
 
     dump = read_dump(job.path, trust=job.trust)
     found = replay_dump(dump, None, job.settings)
+    report = add_fixes(found, job.settings)
     result = DumpResult(
         path=job.shown,
         key=job.key,
         outcome="analysed",
-        finding=_find(found.report, dump),
+        finding=_find(report, dump),
         when=_describe_moment(dump, job.shown),
         sources=tuple(_list_sources(found)),
     )
-    return Answer(result=result, report=dumps(found.report), page=report_page(found.report) if job.page else "")
+    return Answer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
 
 
 def _find(report: Report, dump: Dump) -> Finding:

@@ -6,17 +6,13 @@ In: runs that begin and end, and module calls that return. Out: calls of the use
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nandoctor.evidence.report import Report
 
 Progress = Callable[[str, int, int | None], None]
 """Told (stage, module calls done, module calls in all or None where that is not known yet)."""
 
 
 class Listener:
-    """A `Progress` that is told more: the diagnosis before the search for fixes begins, and how that gets on.
+    """A `Progress` that is told how the search for fixes gets on as well.
 
     With `stops_gently` an interrupt of the search ends it, and the report has what was found until then; `interrupted`
     tells that this happened.
@@ -27,9 +23,6 @@ class Listener:
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Hear how far a run is, as a `Progress` does."""
-
-    def diagnosed(self, report: Report) -> None:
-        """Hear the report as it is before any fix was tried."""
 
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Hear how many runs were spent on fixes, how many there may be, and the title of the first verified one."""

@@ -69,6 +69,11 @@ class Preparation:
         """Whether the saved output is non-finite, so that a failure is to be expected."""
         return self.saved is not None and not is_finite_array(self.saved[1])
 
+    def without_loss(self, note: str) -> Preparation:
+        """The same without its loss, for the reason that the note gives."""
+        steps = tuple(replace(step, loss=None) for step in self.steps)
+        return replace(self, steps=steps, notes=(*self.notes, note))
+
 
 NUM_EXTRA_SEEDS = 3
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)

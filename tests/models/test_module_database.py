@@ -63,7 +63,7 @@ def prepare(info, module_input, training):
 
 def replay(module, call, training):
     dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state=module.state_dict(), arrays={})
-    return replay_dump(dump, module, Settings(call=call, mode="train" if training else "eval", fixes=False)).report
+    return replay_dump(dump, module, Settings(call=call, mode="train" if training else "eval")).report
 
 
 def is_finite_in_plain_fp32(module, call):
