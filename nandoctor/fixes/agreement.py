@@ -6,13 +6,13 @@ In: the outcomes of runs. Out: `Result`s, and `Comparison`s of one with another,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from nandoctor.replaying.runner import Outcome
-from nandoctor.tracing.tensor_stats import numbers_in
+from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 TOLERANCE = 0.01
@@ -47,7 +47,7 @@ class Result:
     @property
     def values_finite(self) -> bool:
         """Tell whether the output and the loss are."""
-        return self.ran and _all_finite(self.values.values())
+        return self.ran and all(map(all_finite, self.values.values()))
 
     @property
     def has_nan(self) -> bool:
@@ -57,7 +57,7 @@ class Result:
     @property
     def gradients_finite(self) -> bool:
         """Tell whether every gradient is; with no gradients at all, too."""
-        return self.ran and _all_finite(self.gradients.values())
+        return self.ran and all(map(all_finite, self.gradients.values()))
 
     @property
     def largest_finite(self) -> float:
@@ -77,12 +77,10 @@ class _Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One run beside another: whether it is finite wherever that is, and how far it is from it there."""
+    """The values of one run beside another's: whether they are finite wherever those are, and how far off there."""
 
     finite: bool
-    gradients_finite: bool
     values: Mapping[str, _Differences]
-    gradient_error: float
 
     @property
     def max_rel_err(self) -> float:
@@ -101,10 +99,6 @@ class Comparison:
             noise = (NOISE * other.largest).clamp(max=MOST_NOISE * ours.overall)
             allowed = torch.maximum(allowed, noise)
         return bool((ours.largest <= allowed).all())
-
-
-def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def keep(outcome: Outcome | None) -> Result:
@@ -130,21 +124,25 @@ def compare(made: Result, reference: Result, *, exact: Result | None = None) -> 
     for name, theirs in reference.values.items():
         ours = made.values.get(name)
         if ours is None or ours.shape != theirs.shape:
-            return Comparison(finite=False, gradients_finite=False, values={}, gradient_error=math.inf)
+            return Comparison(finite=False, values={})
         sound = torch.isfinite(theirs)
-        finite = finite and bool(torch.isfinite(ours[sound]).all())
+        finite = finite and _is_finite_where(sound, ours)
         other = exact.values.get(name) if exact is not None and exact.ran else None
         nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
         if theirs.numel():
             values[name] = _differences(ours, nearest, sound)
-    names = made.gradients.keys() & reference.gradients
-    pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
-    gradients_finite = all(bool(torch.isfinite(ours[torch.isfinite(theirs)]).all()) for ours, theirs in pairs)
-    return Comparison(
-        finite=finite,
-        gradients_finite=made.ran and gradients_finite,
-        values=values,
-        gradient_error=gradient_error(made, reference) if gradients_finite else math.inf,
+    return Comparison(finite=finite, values=values)
+
+
+def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:
+    return all_finite(values) or not bool((sound & ~torch.isfinite(values)).any())
+
+
+def gradients_finite(made: Result, reference: Result) -> bool:
+    """Tell whether every gradient is finite wherever the reference's is."""
+    pairs = [(made.gradients[name], reference.gradients[name]) for name in made.gradients.keys() & reference.gradients]
+    return made.ran and all(
+        all_finite(ours) or _is_finite_where(torch.isfinite(theirs), ours) for ours, theirs in pairs
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import Edit, KeepSamples
 from nandoctor.evidence.report import Check
-from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, sample_errors
+from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, gradients_finite, sample_errors
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
 from nandoctor.fixes.variations import VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials
@@ -149,9 +149,8 @@ class Verifier:
         """Say whether a run that is not finite is so only where the unchanged step in fp32 is not either."""
         if not reference.ran:
             return "not-checked", "the unchanged step cannot be run on such a batch"
-        comparison = compare(made, reference)
         if not self._trials.numerics and made.ran:
-            if comparison.finite and comparison.gradients_finite:
+            if compare(made, reference).finite and gradients_finite(made, reference):
                 return "passed", "finite wherever fp32 is"
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"

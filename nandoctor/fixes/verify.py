@@ -20,7 +20,7 @@ from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
-from nandoctor.fixes.agreement import Result, compare, keep
+from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
@@ -144,10 +144,11 @@ class Trials:
         plain = [edit for edit in edits if isinstance(edit, UseFormat) and edit.format in (FP32, FP64)]
         made = self.reference(*(edit for edit in plain if edit.format is FP64)) if plain else self.run(*edits)
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
-        comparison = compare(made, self.reference(*samples))
+        reference = self.reference(*samples)
+        comparison = compare(made, reference)
         if not made.ran:
             return None
-        finite = comparison.finite and comparison.gradients_finite and (made.finite or not self.numerics)
+        finite = comparison.finite and gradients_finite(made, reference) and (made.finite or not self.numerics)
         finite = finite and (made.values_finite or (self._writes_infinities and not made.has_nan))
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
@@ -172,10 +173,9 @@ class Trials:
         if not (judgement.passes and self._backward):
             return judgement
         reference = self.sound_reference(edits)
-        comparison = compare(made, reference)
-        if not comparison.gradients_finite or (self.numerics and not reference.gradients_finite):
+        if not gradients_finite(made, reference) or (self.numerics and not reference.gradients_finite):
             return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
-        return replace(judgement, passes=comparison.gradient_error <= self._gradient_tolerance)
+        return replace(judgement, passes=gradient_error(made, reference) <= self._gradient_tolerance)
 
     def assess(self, made: Result, edits: tuple[Change, ...]) -> Judgement:
         """Compare the output and the loss of a run that was made with `edits`.

@@ -18,7 +18,7 @@ from nandoctor.file_memory import map_empty
 from nandoctor.tracing.gradient_tracer import bad_gradients
 from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
 
-LARGE_NBYTES = 64 << 20
+LARGE_NBYTES = 256 << 20
 """Weights from which on memory counts for more than the time that it takes to save it."""
 
 
@@ -53,9 +53,9 @@ def run_backward(
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         if not keep:
             return bad_gradients(model), None
+        nonfinite = bad_gradients(model)
         made = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-        unscaled = {name: gradient / loss_scale for name, gradient in made if gradient is not None}
-        return bad_gradients(model), unscaled
+        return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made if gradient is not None}
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
