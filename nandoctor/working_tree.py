@@ -14,9 +14,9 @@ from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.atomic_write import write_bytes
+from nandoctor.source_files import PACKAGE_FOLDERS
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 class PatchError(NanDoctorError):
@@ -91,7 +91,7 @@ def _files_in(diff: str) -> Iterator[tuple[str, list[str]]]:
 
 def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: bool) -> PatchedFile:
     path = (root / name).resolve()
-    if not allow_installed and not _INSTALLED.isdisjoint(path.parts):
+    if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
         raise PatchError(
             f"{path} belongs to an installed package.",
             remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "

@@ -5,10 +5,8 @@ In: the live model, or what built it. Out: plain data for the dump.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,10 +15,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nandoctor.dumps.source_hashes import SourceHash, hash_source
 from nandoctor.dumps.trees import pack
+from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
 
-_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _MAX_SOURCES = 500
 
 
@@ -83,7 +80,7 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
     path = _source_file(thing)
     plain = {"module": module, "name": name, "file": "", "sha256": ""}
     if path is not None:
-        plain |= {"file": "" if _is_installed(path) else _relative(path), "sha256": _hash(path)}
+        plain |= {"file": "" if is_installed(path) else shown_path(path), "sha256": _hash(path)}
     return plain
 
 
@@ -111,7 +108,7 @@ class ProjectSources:
         here = Path.cwd()
         for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(here)):
             name = path.relative_to(here).as_posix()
-            if name not in self._hashes and len(self._hashes) < _MAX_SOURCES and not _is_installed(path):
+            if name not in self._hashes and len(self._hashes) < _MAX_SOURCES and not is_installed(path):
                 hashed = hash_source(path, lines=path in self._by_line)
                 self._hashes |= {name: hashed} if hashed is not None else {}
 
@@ -127,7 +124,7 @@ def _describe_spec(spec: str) -> dict[str, str]:
     if not location.endswith(".py"):
         return {"module": location, "name": name, "file": "", "sha256": ""}
     path = Path(location).resolve()
-    return {"module": "__main__", "name": name, "file": _relative(path), "sha256": _hash(path)}
+    return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
 
 
 def _source_file(thing: Any) -> Path | None:
@@ -144,18 +141,9 @@ def _resolve(file: str) -> Path:
     return Path(file).resolve()
 
 
-def _is_installed(path: Path) -> bool:
-    return path.is_relative_to(_resolve(sysconfig.get_path("stdlib"))) or not _PACKAGE_FOLDERS.isdisjoint(path.parts)
-
-
-def _relative(path: Path) -> str:
-    here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
-
-
 def _hash(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hash_of(path)
     except OSError:
         return ""
 

@@ -5,7 +5,6 @@ In: the `Recorded` of a dump. Out: rows to print and a command to type; nothing 
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 from nandoctor.dumps.option_text import as_option
 from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
-_MAX_SOURCE_NBYTES = 16 << 20
 _MAX_SHOWN = 20
 
 
@@ -69,38 +68,10 @@ def spec_of(reference: Reference) -> str:
     return f"{location}:{reference.name}"
 
 
-def own_source(reference: Reference) -> Path | None:
-    """The file that a reference names, where it is a file of the project in the working directory; else None.
-
-    What was installed into a folder of the project, such as a virtual environment, is not of the project.
-    """
-    here = Path.cwd().resolve()
-    if not reference.file or "\0" in reference.file:
-        return None
-    try:
-        path = (here / reference.file).resolve()
-        inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file()
-    except (OSError, RuntimeError):  # a loop of links, a name that is too long
-        return None
-    return path if inside and not _is_installed(path, here) and path.stat().st_size <= _MAX_SOURCE_NBYTES else None
-
-
-def hash_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _is_installed(path: Path, here: Path) -> bool:
-    folders = [folder for folder in path.parents if folder.is_relative_to(here)]
-    return any(
-        folder.name in ("site-packages", "dist-packages") or (folder / "pyvenv.cfg").is_file() for folder in folders
-    )
-
-
 def _whereabouts(reference: Reference) -> str:
     if not reference.file:
         return "an installed package" if reference.module not in ("", "__main__") else "typed into a console"
-    path = own_source(reference)
+    path = own_source(reference.file)
     if path is None:
         return "not a file of this folder"
     if not reference.sha256:

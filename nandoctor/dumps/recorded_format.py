@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from nandoctor.dumps.source_hashes import SourceHash
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.evidence.optimizer import OptimizerUpdate
+from nandoctor.source_files import SourceHash
 from nandoctor.text import brief
 
 FORMAT = "nandoctor.dump/1"

@@ -40,6 +40,7 @@ from nandoctor.fixes.source_expression import (
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source
 from nandoctor.fixes.titles import code_number
 from nandoctor.ops import PRODUCTS
+from nandoctor.source_files import PACKAGE_FOLDERS
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Autocast off for the ops inside, under the name of the device that the training runs on."""
@@ -268,10 +269,10 @@ def _must_come_first(statement: cst.CSTNode) -> bool:
 def _root_of(paths: Sequence[str]) -> str:
     """The folder that the diff's paths start from: the working directory, else the library's, else the file's own."""
     here = Path.cwd()
-    if all(Path(path).is_relative_to(here) and "site-packages" not in Path(path).parts for path in paths):
+    if all(Path(path).is_relative_to(here) and PACKAGE_FOLDERS.isdisjoint(Path(path).parts) for path in paths):
         return str(here)
     for path in paths[:1]:
-        parents = [parent for parent in Path(path).parents if parent.name in ("site-packages", "dist-packages")]
+        parents = [parent for parent in Path(path).parents if parent.name in PACKAGE_FOLDERS]
         if parents and all(Path(other).is_relative_to(parents[0]) for other in paths):
             return str(parents[0])
     return os.path.commonpath([str(Path(path).parent) for path in paths])

@@ -16,9 +16,10 @@ from nandoctor import __version__
 from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.evidence.triage import DumpResult
-from nandoctor.fleet.worker import Answer, hash_file, unchanged
+from nandoctor.fleet.worker import Answer, unchanged
 from nandoctor.renderers.atomic_write import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
+from nandoctor.source_files import hash_of
 
 PAGE = "index.html"
 LINES = "triage.jsonl"
@@ -60,7 +61,7 @@ class Store:
     def key_of(self, path: Path, settings: Settings, *, trust: bool) -> str:
         """What names the result of this file's content under these settings. Raises OSError."""
         if path not in self._hashes:
-            self._hashes[path] = hash_file(path)
+            self._hashes[path] = hash_of(path)
         told = json.dumps([__version__, trust, _plain(settings)], sort_keys=True, default=str)
         return f"{self._hashes[path][:32]}-{hashlib.sha256(told.encode()).hexdigest()[:_KEY_DIGITS]}"
 

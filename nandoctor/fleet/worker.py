@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hashlib
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SourceFile, TrainingMoment
 from nandoctor.replaying.settings import Settings
+from nandoctor.source_files import hash_of
 from nandoctor.text import brief
 
 if TYPE_CHECKING:
@@ -152,13 +152,7 @@ def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
         return
     for path in sorted(found.step.project.files(found.step.model)):
         with contextlib.suppress(OSError):
-            yield SourceFile(path=str(path), sha256=hash_file(path))
-
-
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+            yield SourceFile(path=str(path), sha256=hash_of(path))
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
@@ -202,7 +196,7 @@ def unchanged(sources: Iterable[SourceFile]) -> bool:
     """Tell whether all these files are as they were."""
     for source in sources:
         try:
-            if hash_file(Path(source.path)) != source.sha256:
+            if hash_of(Path(source.path)) != source.sha256:
                 return False
         except OSError:
             return False

@@ -18,14 +18,20 @@ from typing import Any
 
 from torch import nn
 
-from nandoctor.dumps.code_request import hash_of, own_source
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.source_hashes import SourceHash, changed_lines, count_changes
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.verification import CodeChange, CodeState
-from nandoctor.replaying.project import is_installed
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
+from nandoctor.source_files import (
+    SourceHash,
+    changed_lines,
+    count_changes,
+    hash_of,
+    is_installed,
+    own_source,
+    shown_path,
+)
 
 _MAX_FILES = 500
 _GIT_SECONDS = 10
@@ -35,7 +41,7 @@ def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Seq
     """Compare the code of the step with that of the training; `told` are files that the user says were changed."""
     of_model = _files_of(step.model)
     helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
-    by_user = tuple(CodeChange(file=_shown(path), known_by="user") for path in told)
+    by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
     found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
@@ -75,13 +81,13 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
     hashes = _recorded_hashes(recorded)
     # A name that is not plain is no recorder's: there are endlessly many names of one file.
     plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
-    here = {name: path for name in plain if (path := own_source(Reference(module="", name="", file=name))) is not None}
+    here = {name: path for name in plain if (path := own_source(name)) is not None}
     if not here:
         return None
     changes = [_change(name, hashes[name], path) for name, path in here.items() if hash_of(path) != hashes[name].sha256]
     if recorded is not None and recorded.sources:
         unknown = sorted(set(of_model) - set(here.values()))
-        changes += [CodeChange(file=_shown(path), known_by="hash") for path in unknown]
+        changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
 
 
@@ -108,7 +114,7 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
     except OSError:
         return CodeState()
     changes = tuple(_written_since(written_ns, files))
-    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(_shown, files)))
+    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))
 
 
 def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChange]:
@@ -120,7 +126,7 @@ def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChang
             continue
         lines = None if old is None else count_changes(_lines(old), _lines(now))
         yield CodeChange(
-            file=_shown(path),
+            file=shown_path(path),
             known_by="time",
             line=lines[0] if lines else None,
             num_lines=lines[1] if lines else None,
@@ -156,8 +162,3 @@ def _changed_settings(recorded: Recorded | None, settings: Settings) -> Iterator
     autocast = recorded.autocast if recorded is not None else None
     if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
         yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
-
-
-def _shown(path: Path) -> str:
-    path, here = path.resolve(), Path.cwd().resolve()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()

@@ -21,11 +21,12 @@ from typing import Any
 
 from torch import nn
 
-from nandoctor.dumps.code_request import approving_command, hash_of, own_source, spec_of
+from nandoctor.dumps.code_request import approving_command, spec_of
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
 from nandoctor.replaying.model_loading import build_model, find_attribute
+from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -106,7 +107,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
 
 def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | None, str]:
     """The file that defines the loss, or None and why it is not imported."""
-    path = own_source(reference)
+    path = own_source(reference.file)
     if not provenance.own:
         return None, f"The loss that the file names was not run, for {provenance.detail}"
     if path is None or not reference.name.isidentifier():
@@ -123,7 +124,7 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     if reference is None:
         return []
     notes = []
-    path = own_source(reference) if reference.file else _installed_source(reference.module)
+    path = own_source(reference.file) if reference.file else _installed_source(reference.module)
     if reference.sha256 and path is not None and path.is_file() and hash_of(path) != reference.sha256:
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training, by its sha256.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
@@ -137,7 +138,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     """The class; of the project's own files also a function at the top level, which the training built the model by."""
     if not reference.file:
         return _import_installed(reference, reference.spec, dump)
-    path = own_source(reference)
+    path = own_source(reference.file)
     if path is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)

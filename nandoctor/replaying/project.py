@@ -9,7 +9,6 @@ import importlib
 import os
 import random
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import nn
 from nandoctor.errors import NanDoctorError
 from nandoctor.process_wide import is_forked
 from nandoctor.replaying.torch_settings import read_torch_settings, write_torch_settings
+from nandoctor.source_files import is_installed
 
 # The import path, the loaded modules, torch's settings, its kernels and the generators belong to the process, so the
 # code of one project runs at a time: replays in several threads wait for each other.
@@ -49,8 +49,6 @@ def _begin_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_child)
 
-_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
-_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 # They stay whatever a folder holds: the program that is running, and this package.
 _NEVER_HIDDEN = frozenset({"__main__", "__mp_main__", "nandoctor"})
 
@@ -217,11 +215,6 @@ def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
     if file is None or name.partition(".")[0] in _NEVER_HIDDEN:
         return False
     return file.is_relative_to(folder) and not is_installed(file)
-
-
-def is_installed(file: Path) -> bool:
-    """Tell whether a file is of Python or of an installed package."""
-    return file.is_relative_to(_STDLIB) or not _PACKAGE_FOLDERS.isdisjoint(file.parts)
 
 
 def _stamp_of(module: ModuleType) -> _Stamp:

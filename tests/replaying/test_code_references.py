@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.dumps.code_request import hash_of
 from nandoctor.dumps.recorded_format import Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
 from nandoctor.replaying.code_references import describe_change, find_loss, find_model
+from nandoctor.source_files import hash_of
 
 CODE = """
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The source files of a training by their hashes, so that a later replay can tell what has changed since.
+"""Source files: which are the project's own, what they are called, and by their hashes what has changed in them.
 
-In: source files. Out: `SourceHash` records, and the lines that differ between one and a file as it is now.
+In: paths. Out: answers, `SourceHash` records, and the lines that differ between one and a file as it is now.
 
 The hashes of single lines are short: they tell where a file changed, and nobody can read the code in them.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,8 +17,12 @@ from pathlib import Path
 
 _LINE_NBYTES = 4
 _LINE_DIGITS = 2 * _LINE_NBYTES
-_MAX_NBYTES = 1 << 20
+_MAX_HASHED_NBYTES = 1 << 20
+_MAX_OWN_NBYTES = 16 << 20
 _MAX_LINES = 5_000  # between the first and the last that differ
+
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +33,45 @@ class SourceHash:
     lines: str = ""
 
 
+def is_installed(path: Path) -> bool:
+    """Tell whether a file is of Python or of an installed package."""
+    return path.is_relative_to(_STDLIB) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
+
+
+def shown_path(path: Path) -> str:
+    """The path as a person reads it: relative to the working directory where it lies inside."""
+    path, here = path.resolve(), Path.cwd().resolve()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+
+
+def own_source(file: str) -> Path | None:
+    """The source file of the project in the working directory that has this relative path; None where there is none.
+
+    What was installed into a folder of the project, such as a virtual environment, is not of the project.
+    """
+    here = Path.cwd().resolve()
+    if not file or "\0" in file:
+        return None
+    try:
+        path = (here / file).resolve()
+        inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file()
+    except (OSError, RuntimeError):  # a loop of links, a name that is too long
+        return None
+    folders = [folder for folder in path.parents if folder.is_relative_to(here)]
+    installed = any(folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file() for folder in folders)
+    return path if inside and not installed and path.stat().st_size <= _MAX_OWN_NBYTES else None
+
+
+def hash_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
     """The hashes of a file; None where it cannot be read, or is too large to be code that somebody wrote."""
     try:
-        data = path.read_bytes() if path.stat().st_size <= _MAX_NBYTES else None
+        data = path.read_bytes() if path.stat().st_size <= _MAX_HASHED_NBYTES else None
     except OSError:
         return None
     if data is None:
