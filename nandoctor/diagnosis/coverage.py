@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.saved_flags import SavedFlags
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import join_first

@@ -45,6 +45,12 @@ def role_of(name: str) -> Role:
     return next((role for role in _WORD_ORDER if words & _NAMES[role]), "unknown")
 
 
+def is_loss(name: str) -> bool:
+    """Tell whether a number of this name is a loss: "loss", "train_loss", "losses.total", not "loss_scale"."""
+    words = set(re.split(r"[\W_]+", name.lower()))
+    return bool(words & {"loss", "losses"}) and not words & {"scale", "scaler", "weight", "best", "min"}
+
+
 def is_bookkeeping(name: str) -> bool:
     """Whether this names the state of an optimizer, scheduler, random generator or trainer: no part of a batch."""
     return any(_BOOKKEEPING.intersection(part.split("_")) for part in _parts(name))

@@ -5,6 +5,7 @@ In: what the reader found in a file. Out: the record that the engine replays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
-from nandoctor.evidence.dump_summary import Layout
+from nandoctor.evidence.dump_summary import Layout, SavedFlags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +52,37 @@ class Dump:
     recorded: Recorded | None = None
     provenance: Provenance = field(default_factory=Provenance)
     missing: tuple[str, ...] = ()
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The saved numbers whose names say that they are a loss."""
+        return {name: value for name, value in self.scalars.items() if isinstance(value, float) and is_loss(name)}
+
+    @property
+    def saved_flags(self) -> SavedFlags:
+        """What the recorder says went wrong; of any other file, a loss that is not finite."""
+        if self.recorded is None:
+            return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None))
+        loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
+        return SavedFlags(
+            loss=loss if _is_nonfinite(loss) else None,
+            gradients=reason in ("gradients", "skipped"),
+            here=reason != "loss" or self.scalars.get("nonfinite_here") is not False,
+            rank=self._count("rank", 0),
+            num_ranks=self._count("world_size", 1),
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The saved scale, a plain number or that of GradScaler's state; 1 where there is none, or none that can be."""
+        saved = [value for name, value in self.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
+        scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
+        return scale if math.isfinite(scale) and scale > 0 else 1.0
+
+    def _count(self, name: str, default: int) -> int:
+        value = self.scalars.get(name)
+        return value if type(value) is int else default
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,6 +1,6 @@
 """What is in a dump file, as numbers and words.
 
-In: what the reader counted. Out: `DumpSummary`, which `nandoctor inspect` prints and every report carries.
+In: what the reader found. Out: `DumpSummary`, which `nandoctor inspect` prints and every report carries; `SavedFlags`.
 """
 
 from __future__ import annotations
@@ -53,3 +53,17 @@ class DumpSummary:
     bad_buffers: tuple[ArraySummary, ...]
     missing: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFlags:
+    """What the file says went wrong in its step: a non-finite loss (None: there was none), non-finite gradients.
+
+    `rank` of `num_ranks` wrote the file. `here` is False where the non-finite loss was another rank's.
+    """
+
+    loss: float | None = None
+    gradients: bool = False
+    here: bool = True
+    rank: int = 0
+    num_ranks: int = 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from nandoctor.dumps.saved_flags import saved_losses
+from nandoctor.dumps.array_roles import is_loss
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import ReplayAttempt, Reproduction
@@ -128,7 +128,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
     if not step.policy.ambient and step.low in _HALF and not _shows_half(outcome.trace):
         return _replay([replace(step, policy=replace(step.policy, format=FP32))], preparation)
     output = outcome.output
-    if preparation.saved is not None and outcome.loss is not None and saved_losses({preparation.saved[0]: 0.0}):
+    if preparation.saved is not None and outcome.loss is not None and is_loss(preparation.saved[0]):
         output = {preparation.saved[0]: outcome.loss}
     reproduction = grade(preparation.saved, output, preparation.output_field)
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)

@@ -21,9 +21,9 @@ from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
+from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.saved_flags import SavedFlags
 from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions

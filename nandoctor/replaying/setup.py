@@ -21,7 +21,6 @@ from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import stored_values
-from nandoctor.dumps.saved_flags import read_flags, saved_losses
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
@@ -131,7 +130,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         used=frozenset(),
         forward=net,
         loss=loss.bind(dump, make_batch),
-        loss_scale=find_loss_scale(dump, settings),
+        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
         device=device,
         description="",
         policy=policies[0],
@@ -140,7 +139,7 @@ def _prepare(dump: Dump, source: ModelSource | None, settings: Settings, progres
         second_moments=dump.moments,
         optimizer_eps=dump.optimizer_eps,
         per_sample=settings.per_sample,
-        saved_flags=read_flags(dump),
+        saved_flags=dump.saved_flags,
         progress=progress,
     )
     kept_from_it = (f"The recorder could not keep {text}." for text in dump.missing)
@@ -170,7 +169,7 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     if dump.recorded is not None:
         return None
     outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
-    outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | saved_losses(dump.scalars)
+    outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | dump.losses
     named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
     return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
 
@@ -351,12 +350,3 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return (first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1)))
-
-
-def find_loss_scale(dump: Dump, settings: Settings) -> float:
-    """The user's word, else what the dump saved (a plain number, or GradScaler's state), else 1."""
-    if settings.loss_scale is not None:
-        return settings.loss_scale
-    saved = [value for name, value in dump.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
-    scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
-    return scale if math.isfinite(scale) and scale > 0 else 1.0

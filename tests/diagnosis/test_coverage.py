@@ -6,8 +6,8 @@ import pytest
 from made_traces import INF, NAN, call, stats, trace
 
 from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
+from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.saved_flags import SavedFlags
 
 AGREES = Reproduction(grade="exact")
 DIFFERS = Reproduction(grade="no-reference")
