@@ -5,62 +5,13 @@ In: the saved output and what the model returned. Out: a `Reproduction`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nandoctor.dumps.array_roles import role_of
-from nandoctor.dumps.numpy_pickle import comparable_values
-from nandoctor.errors import DumpError
 from nandoctor.evidence.report import Grade, Reproduction
 from nandoctor.tracing.tensor_tree import walk_tensors
-
-
-def saved_outputs(
-    arrays: Mapping[str, torch.Tensor],
-    key: str | None,
-    *,
-    taken: Collection[str] = (),
-    read: Collection[str] = (),
-) -> list[str]:
-    """The names of the arrays that are saved outputs, the one to grade against first.
-
-    `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a
-    floating-point array of no known role that holds some is taken for one: a training script saves its dump because of
-    it. What the model has `taken` by its name is none, nor is one of no known role that the user's functions `read`.
-
-    Raises:
-        DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
-    """
-    named = [name for name in arrays if role_of(name) == "output" and name not in taken]
-    named.sort(key=lambda name: is_finite_array(arrays[name]))
-    if key is not None and key in arrays:
-        return [key, *(name for name in named if name != key)]
-    if key is not None and not named:
-        raise DumpError(
-            f"The dump has no array {key!r}.",
-            remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
-        )
-    if named:
-        return named
-    return [
-        name
-        for name, array in arrays.items()
-        if role_of(name) == "unknown" and name not in {*taken, *read} and not is_finite_array(array)
-    ]
-
-
-def is_finite_array(array: torch.Tensor) -> bool:
-    """Tell whether all stored values are finite; those of integers are."""
-    values = comparable_values(array)
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
-
-
-def recorded_outputs(arrays: Mapping[str, torch.Tensor]) -> list[str]:
-    """What the recorder saved as output, the largest array of floating-point numbers first."""
-    names = [name for name in arrays if name.partition(".")[0] == "output"]
-    return sorted(names, key=lambda name: (not arrays[name].is_floating_point(), -arrays[name].numel()))
 
 
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:

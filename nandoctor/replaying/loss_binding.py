@@ -14,10 +14,10 @@ import torch
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
-from nandoctor.replaying.batch_tree import MakeBatch, describe_batch
 from nandoctor.replaying.code_references import find_loss
 from nandoctor.replaying.model_loading import find_attribute, place_of
 from nandoctor.replaying.recorded_step import own_loss
+from nandoctor.replaying.saved_batch import MakeBatch, describe_batch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.user_code import kept_running
 

@@ -1,6 +1,6 @@
 """What has to hold before a replay begins: torch makes real tensors with gradients here, and the step fits into memory.
 
-In: torch's modes, and the tensors of a dump. Out: nothing, or an error that says what is in the way.
+In: a device's name, torch's modes, a dump's tensors. Out: the device, or an error that says what is in the way.
 """
 
 from __future__ import annotations
@@ -14,12 +14,28 @@ from nandoctor.machine import available_memory
 from nandoctor.text import byte_size
 
 
-def require_real_tensors(device: torch.device) -> None:
-    """Check that the code around the call lets a replay build tensors with values and run a backward pass.
+def find_device(name: str) -> torch.device:
+    """The device to replay on, where the code around the call lets it make tensors with values, and gradients of them.
 
     Raises:
-        NanDoctorError: inference mode is on, or tensors are made on a device that is not the replay's.
+        NanDoctorError: there is none of that name, inference mode is on, or tensors are made on another device.
     """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise NanDoctorError(f"{name!r} is no device to replay on.", remedy="Use --device cpu or --device cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NanDoctorError(
+            "This machine has no CUDA device that torch can use.",
+            remedy="Leave --device out: the CPU replays a CUDA run with CUDA's own autocast lists.",
+        )
+    _require_real_tensors(device)
+    return device
+
+
+def _require_real_tensors(device: torch.device) -> None:
     if torch.is_inference_mode_enabled():
         raise NanDoctorError(
             "torch.inference_mode() is on, and a replay runs the backward pass.",

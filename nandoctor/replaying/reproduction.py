@@ -128,9 +128,10 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
     if not step.policy.ambient and step.low in _HALF and not _shows_half(outcome.trace):
         return _replay([replace(step, policy=replace(step.policy, format=FP32))], preparation)
     output = outcome.output
-    if preparation.saved is not None and outcome.loss is not None and is_loss(preparation.saved[0]):
-        output = {preparation.saved[0]: outcome.loss}
-    reproduction = grade(preparation.saved, output, preparation.output_field)
+    saved = preparation.outputs
+    if saved.graded is not None and outcome.loss is not None and is_loss(saved.graded[0]):
+        output = {saved.graded[0]: outcome.loss}
+    reproduction = grade(saved.graded, output, saved.field)
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
 
 

@@ -54,7 +54,7 @@ def test_the_weights_the_batch_and_the_call_come_together():
     assert torch.equal(run_first(preparation), model(IMAGE))
     assert preparation.steps[0].description == "model(input=image)"
     assert preparation.steps[0].used == {"image"}
-    assert preparation.saved[0] == "logit"
+    assert preparation.outputs.graded[0] == "logit"
     assert preparation.notes == ()
 
 
@@ -62,7 +62,7 @@ def test_saved_outputs_do_not_go_in():
     dump = dump_of(nn.Identity(), image=IMAGE, logit=IMAGE, aux_logit=IMAGE, mask=IMAGE)
     preparation = prepare(dump, Returns(lambda batch: batch), Settings(inputs=("*",)))
     assert list(run_first(preparation)) == ["image", "mask"]
-    assert preparation.saved[0] == "logit"
+    assert preparation.outputs.graded[0] == "logit"
 
 
 def test_plain_values_are_parameters_like_any_other():
