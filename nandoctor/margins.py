@@ -16,7 +16,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import add_batch, read_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
-from nandoctor.evidence.trace import TensorStats
+from nandoctor.evidence.trace import TensorStats, describe_run
 from nandoctor.keywords import takes_options
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
@@ -95,7 +95,8 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
         step=_find_step(dump),
         layers=layers,
         loss_scale=find_loss_scales(layers, step.loss_scale if step.loss_scale != 1.0 else None),
-        autocast_finite=narrow.trace.finite,
+        run=describe_run(narrow.trace.policy, narrow.trace.format),
+        run_finite=narrow.trace.finite,
         notes=(f"Called as {step.description} in {'train' if step.training else 'eval'} mode.", *preparation.notes),
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.report import Report, TrialOutcome
+from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, GradientCheck, Verification
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import Judgement, TrialBudget, Trials
@@ -118,6 +119,7 @@ def _guessed_mode(dump: Dump, settings: Settings) -> bool:
 def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
     report, step = found.report, found.step
     failure = _describe_failure(report, step)
+    run = report.runs.autocast if report.runs is not None else None
     blank = Verification(
         dump=report.dump.path,
         outcome="cannot-tell",
@@ -125,7 +127,7 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
         failure=failure,
         verdict=report.verdict,
         code=CodeState(),
-        dtype=report.runs.autocast.dtype.label if report.runs is not None else None,
+        under=describe_run(run.policy, run.dtype) if run is not None else None,
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])

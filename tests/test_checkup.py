@@ -92,7 +92,7 @@ def test_an_overflow_to_come_is_told(tmp_path, x):
         "fits",
         "overflows",
     )
-    assert not checked.autocast_finite
+    assert not checked.run_finite
 
 
 def test_loss_scales_that_gradients_leave_room_for(tmp_path, x):
@@ -135,7 +135,7 @@ def made_step(step, absmax):
     )
     values = ValueRange(absmax=absmax, small=None, formats=fits)
     layers = (LayerRange(module="a", type="A", values=values, gradients=None),)
-    return CheckedStep(path="x", step=step, layers=layers, loss_scale=None, autocast_finite=True)
+    return CheckedStep(path="x", step=step, layers=layers, loss_scale=None, run="under fp16 autocast", run_finite=True)
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 4, 2), (8, 512, 9)], ids=["level", "falling", "noise"])

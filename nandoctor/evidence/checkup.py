@@ -86,7 +86,8 @@ class CheckedStep:
     step: int | None
     layers: tuple[LayerRange, ...]
     loss_scale: LossScaleRange | None
-    autocast_finite: bool
+    run: str
+    run_finite: bool
     notes: tuple[str, ...] = ()
 
 

@@ -18,12 +18,17 @@ LOSS = "<loss>"
 """What stands for the loss function where a module's path is asked for."""
 Phase = Literal["forward", "loss", "backward"]
 
+_NO_AUTOCAST = {"none": " without autocast", "fp32": "", "fp64": ""}
+
 
 def describe_run(policy: str, format: FloatFormat) -> str:  # noqa: A002 - the field's own name
     """What a run computed in, after a verb: "under fp16 autocast", "in fp16 without autocast", "in fp32"."""
-    if policy in ("none", "fp32", "fp64"):
-        return f"in {format}{' without autocast' if policy == 'none' else ''}"
-    return f"under {format} autocast"
+    return f"{'in' if policy in _NO_AUTOCAST else 'under'} {name_run(policy, format)}"
+
+
+def name_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
+    """The run in a legend: "fp16 autocast", "fp16 without autocast", "fp32"."""
+    return f"{format}{_NO_AUTOCAST.get(policy, ' autocast')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

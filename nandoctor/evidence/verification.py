@@ -82,7 +82,7 @@ class Verification:
     code: CodeState
     reasons: tuple[str, ...] = ()
     run: str | None = None
-    dtype: str | None = None
+    under: str | None = None
     output: TrialOutcome | None = None
     gradients: GradientCheck | None = None
     first_nonfinite: FirstNonfinite | None = None

@@ -141,7 +141,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "scale-first": _title_scale,
     "unmask-rows": lambda _: "Open the rows that are masked throughout, and take zeros for them",
     "stable-log": _title_log,
-    "use-format": lambda edit: f"Run autocast in {edit.format.label}",
+    "use-format": lambda edit: f"Run the step under {edit.format.label} autocast",
     "loss-scale": lambda edit: f"Lower the loss scale to {edit.value:g}",
     "reset-buffers": _title_buffers,
     "zero-weights": _title_weights,

@@ -13,7 +13,7 @@ from typing import Literal
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
-from nandoctor.evidence.trace import LOSS
+from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.renderers.facts import Fact, describe_reproduction
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import cell_width, kinds_text, ordinal, part_of, printable, samples_text
@@ -73,7 +73,7 @@ def _file_link(file: str) -> str:
 def describe_verdict(report: Report) -> str:
     """The verdict with the formats of this replay."""
     run = report.runs.autocast if report.runs is not None else None
-    under = "in the replay" if run is None or run.dtype == FP32 else f"under {run.dtype} autocast"
+    under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
     return VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
 

@@ -97,8 +97,8 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
         worst = [f"{counts['overflows']:,} overflow"] * bool(counts["overflows"])
         worst += [f"{counts['near']:,} have less than one doubling left"] * bool(counts["near"])
         facts.append((format.label, f"{', '.join(worst) or 'holds the values'} of {plural(len(fits), 'module')}"))
-    if not checked.autocast_finite:
-        facts.append(("autocast", f"the step is non-finite under autocast already: nandoctor replay {checked.path}"))
+    if not checked.run_finite:
+        facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))
     facts.append(("gradients", _describe_scales(checked)))
     return facts
 

@@ -63,7 +63,7 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
 def _describe_layers(comparison: Comparison) -> str:
     count, shown = len(comparison.layers), min(len(comparison.layers), _MAX_LAYERS)
     first = f", the first {shown}" if shown < count else ""
-    return f"{count:,} of {comparison.num_shared:,} calls changed (absmax under autocast, headroom in bits){first}"
+    return f"{count:,} of {comparison.num_shared:,} calls changed (absmax in the replay, headroom in bits){first}"
 
 
 def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:

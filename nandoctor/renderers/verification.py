@@ -100,7 +100,7 @@ def _describe_output(verification: Verification) -> str:
     assert verification.output is not None
     error = verification.output.max_rel_err
     far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
-    return f"finite under {verification.dtype} autocast{far}"
+    return f"finite {verification.under}{far}"
 
 
 def _describe_gradients(check: GradientCheck) -> str:

@@ -143,11 +143,13 @@ def _weights_zeroed(edit: ZeroWeights, model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.device) -> Iterator[None]:
     """Hooks that switch autocast off around modules of `kept`, and on again around children that are not to be."""
-    modes = {id(model.get_submodule(path)): children for path, children in kept.items()}
+    modules = dict(model.named_modules())
+    kept = {path: children for path, children in kept.items() if path in modules}  # others are made by the forward
+    modes = {id(modules[path]): children for path, children in kept.items()}
     regions = _Regions(modes, device)
     with ExitStack() as stack:
         for path, children in kept.items():
-            module = model.get_submodule(path)
+            module = modules[path]
             own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
             # With autocast off, low-precision weights would not fit fp32 inputs.
             stack.enter_context(state_in([tensor for tensor in own if tensor.dtype in LOW], torch.float32))

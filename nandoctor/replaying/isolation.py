@@ -1,4 +1,4 @@
-"""Keeps one run apart from the next: modes, buffers, attributes and generators are as they were, whatever is raised.
+"""Keeps one run apart from the next: modes and generators are as they were, whatever is raised.
 
 In: the step about to run. Out: contexts to run it in.
 """
@@ -15,7 +15,6 @@ from torch import nn
 
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.replaying.recorded_step import from_saved_states, restore_generators, restore_host_generators
-from nandoctor.torch_compat import buffers_of
 
 
 @contextmanager
@@ -31,24 +30,6 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: buffers, written in place or replaced, and attributes that it set."""
-    # A ScriptModule keeps its attributes in C++, where its graph can write to them but not replace them.
-    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    registries = [(registry, dict(registry)) for module in plain for registry in (vars(module), buffers_of(module))]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for registry, saved in registries:
-            registry.clear()
-            registry.update(saved)
-        with torch.no_grad():
-            for buffer, saved_buffer in buffers:
-                buffer.copy_(saved_buffer)
 
 
 @contextmanager

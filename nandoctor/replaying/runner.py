@@ -28,7 +28,8 @@ from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
-from nandoctor.replaying.isolation import in_mode, restored, seeded
+from nandoctor.replaying.isolation import in_mode, seeded
+from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
@@ -69,6 +70,7 @@ class Watch:
     on_op: OnOp | None = None
 
 
+_STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
 _WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 MODULES_ONLY = Watch()
@@ -136,7 +138,7 @@ class FailingStep:
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
         """Run the forward, the loss where there is one, and the backward pass where `watch` asks for it; record them.
 
-        Every run starts from the same buffers, batch and random state, so that two runs differ in `policy` (None: the
+        Every run starts from the same model, batch and random state, so that two runs differ in `policy` (None: the
         step's own), in `watch` and in `changes` alone. The changes are undone after it.
 
         Raises:
@@ -154,7 +156,7 @@ class FailingStep:
             edits=singles,
             printed=printed,
         )
-        self.progress.begin(f"{watch.stage} {'in fp32' if policy is REFERENCE else 'under autocast'}")
+        self.progress.begin(f"{watch.stage} {_STAGES.get(policy.label, 'under autocast')}")
         with self.project.running():
             outcome = _run(run)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
@@ -245,9 +247,9 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
         with ExitStack() as stack:
-            stack.enter_context(restored(step.model))
+            state = stack.enter_context(restored(step.model))
             stack.enter_context(printed_changes(run.printed, step.model))
-            stack.enter_context(_state_widened(step.model, policy))
+            stack.enter_context(_state_widened(state, policy))
             draws = stack.enter_context(seeded(step.seed, step.device, step.rng_states, step.recorded))
             observers = _Observers(run, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
@@ -286,10 +288,10 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     return outcome, result.raised
 
 
-def _state_widened(model: nn.Module, policy: Policy) -> AbstractContextManager[None]:
-    """Weights and buffers in the format of a reference, which half-precision ones would round."""
-    state = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_narrower(tensor, policy)]
-    return interventions.state_in(state, torch_dtype(policy.format))
+def _state_widened(state: Sequence[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
+    """The model's tensors in the format of a reference, which half-precision ones would round."""
+    narrower = [tensor for tensor in state if _is_narrower(tensor, policy)]
+    return interventions.state_in(narrower, torch_dtype(policy.format))
 
 
 def _widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import factory
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.exhibits import Picture
@@ -206,3 +207,13 @@ def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
     text = (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert "\x1b" not in text
     assert "<b>" not in text
+
+
+@pytest.mark.parametrize("kind", ["ranges", "divergence", "samples"])
+def test_a_run_without_autocast_is_told_as_such(kind):
+    made = surveyed()
+    plain = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, policy="none")))
+    written = [text.get_text() for text in draw(plain, kind).findobj(Text)]
+    told = [text for text in written if "autocast" in text]
+    assert all("without autocast" in text for text in told)
+    assert told or kind == "divergence"

@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 
 from nandoctor.diagnosis.layer_comparison import LARGE_ERROR, MADE_HERE
 from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_edges, fill_bars
@@ -43,14 +44,15 @@ def draw_divergence(report: Report) -> Figure:
 def _write_finding(report: Report) -> str:
     """The first layer that makes a large error, or how small the largest is, and what is not finite at all."""
     rows = [pair.autocast for pair in select_layers(report).pairs if pair.autocast is not None]
-    low = report.runs.autocast.dtype if report.runs else ""
+    run = report.runs.autocast if report.runs else None
+    under = f" {describe_run(run.policy, run.dtype)}" if run else ""
     maker = next((row for row in rows if _makes_error(row)), None)
     nonfinite = next((row for row in rows if not row.finite), None)
     ending = f" {nonfinite.place.label} is the first to be non-finite." if nonfinite else ""
     if maker is not None:
         inherited = f" of inputs within {percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
         made = f"{maker.place.label} makes an error of {percent(maker.rel_err)}"
-        return f"{made}{inherited} under {low} autocast.{ending}"
+        return f"{made}{inherited}{under}.{ending}"
     errors = {row.place.label: row.rel_err for row in rows if row.rel_err is not None}
     if not errors:
         return f"No layer can be compared with fp32.{ending}"

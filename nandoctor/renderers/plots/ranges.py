@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs
+from nandoctor.evidence.trace import name_run
 from nandoctor.renderers.layers import Layers
 from nandoctor.text import number
 
@@ -75,7 +76,7 @@ def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Art
     axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
     axes.set_ylabel("absolute value")
     _draw_bands(axes, low)
-    fp32, autocast = _FP32, replace(_AUTOCAST, name=f"{low} autocast")
+    fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
     if len(shown) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
         autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
-from nandoctor.evidence.trace import SampleStats
+from nandoctor.evidence.trace import SampleStats, describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE, SKY
@@ -41,9 +41,10 @@ _NAMES = {
 
 
 def draw_samples(report: Report) -> Figure:
-    """Draw samples by layers, under autocast; how near a finite sample is to the limit takes per-sample statistics.
+    """Draw samples by layers.
 
-    Layers whose dimension 0 is not the batch are left blank.
+    How near a finite sample is to the limit takes per-sample statistics. Layers whose dimension 0 is not the batch are
+    left blank.
 
     Raises:
         NanDoctorError: no layer has a batch, or no layer was ever counted.
@@ -56,14 +57,15 @@ def draw_samples(report: Report) -> Figure:
             remedy="Count them with `nandoctor plot DUMP --kind samples`, or replay with --per-sample.",
         )
     low = report.runs.autocast.dtype
+    under = describe_run(report.runs.autocast.policy, low)
     columns = [_classify(pair.autocast, num_samples, low) for pair in layers.pairs]
     image = np.array(columns).T
     cut = f", the first {MAX_SAMPLES} samples" if num_samples == MAX_SAMPLES else ""
     return draw_by_layer(
         report,
         lambda axes, _, shown: _draw_panel(axes, image[:, shown.start : shown.stop], shown, set(image.flat)),
-        finding=_write_finding(layers, image, low),
-        what=f"under {low} autocast{cut}",
+        finding=_write_finding(layers, image, under),
+        what=f"{under}{cut}",
     )
 
 
@@ -99,14 +101,14 @@ def _class_of(sample: SampleStats, low: FloatFormat) -> int:
     return _NEAR if room <= NEAR_BITS else _CLOSE if room <= ROOM_BITS else _ROOM
 
 
-def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], low: FloatFormat) -> str:
+def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], under: str) -> str:
     """The samples that go non-finite and where, and those that come near."""
     num_samples = image.shape[0]
     nonfinite = [sample for sample in range(num_samples) if _NONFINITE in image[sample]]
     near = [sample for sample in range(num_samples) if sample not in nonfinite and _NEAR in image[sample]]
     close = f"; {_list(near, num_samples)} near the limit" if near else ""
     if not nonfinite:
-        return f"No sample goes non-finite under {low} autocast{close}."
+        return f"No sample goes non-finite {under}{close}."
     start = min(int(np.argmax(image[sample] == _NONFINITE)) for sample in nonfinite)
     first = [sample for sample in nonfinite if image[sample, start] == _NONFINITE]
     later = (

@@ -1,0 +1,197 @@
+"""Every run starts from the state that the dump has, whatever the forward of the run before it wrote to."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from contextlib import nullcontext
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import nandoctor
+from nandoctor.dumps.reader import read_dump
+from nandoctor.replaying import kept_state
+from nandoctor.replaying.kept_state import restored
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+SHARED = {"seen": 0}
+
+
+class Holder:
+    """An object of the model's own, which is no module."""
+
+    def __init__(self):
+        self.count, self.table = 0, torch.ones(4)
+
+
+class Writes(nn.Module):
+    """Does something to its state by `write`, and shows all of it in its output."""
+
+    counted: list[int] = []  # noqa: RUF012 - state of the class is what is tested
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.write = write
+        self.linear = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.ones(2, 4))
+        self.register_buffer("mean", torch.ones(4))
+        self.plain, self.wide = torch.ones(4), torch.ones(1).expand(4)
+        self.steps, self.cache, self.nested = [], {}, {"a": [torch.ones(4)]}
+        self.holder, self.rng, self.dice = Holder(), torch.Generator().manual_seed(1), random.Random(1)
+        self.unregistered = [nn.Linear(4, 4)]
+
+    def forward(self, x):
+        with torch.no_grad():
+            extra = self.write(self)
+        shown = sum(tensor.sum() for tensor in (*self.parameters(), self.mean, self.plain, self.wide))
+        numbers = len(self.steps) + len(self.cache) + len(self.counted) + self.holder.count + SHARED["seen"]
+        hidden = self.holder.table.sum() + self.nested["a"][0].sum() + self.unregistered[0].weight.sum()
+        return self.linear(x) + shown + numbers + hidden + (0.0 if extra is None else extra)
+
+
+def build_late(model):
+    if not hasattr(model, "late"):
+        model.late = nn.Linear(4, 4)
+    return model.late.weight.sum()
+
+
+@lru_cache
+def first_draw(_key):
+    return torch.rand(1)
+
+
+def remember(model):
+    return model.cache.setdefault("made", torch.rand(4)).sum()
+
+
+WRITES = {
+    "parameter": lambda model: model.codes.mul_(0.5).new_zeros(()),
+    "data of a parameter": lambda model: model.linear.weight.data.mul_(2).new_zeros(()),
+    "replaced data": lambda model: setattr(model.codes, "data", model.codes.data * 2),
+    "replaced parameter": lambda model: setattr(model, "codes", nn.Parameter(model.codes * 2)),
+    "through numpy": lambda model: model.codes.detach().numpy().__imul__(2) is None,
+    "buffer": lambda model: model.mean.add_(1).new_zeros(()),
+    "replaced buffer": lambda model: setattr(model, "mean", model.mean + 1),
+    "plain tensor": lambda model: model.plain.add_(1).new_zeros(()),
+    "nested tensor": lambda model: model.nested["a"][0].add_(1).new_zeros(()),
+    "list": lambda model: model.steps.append(1),
+    "class": lambda model: model.counted.append(1),
+    "global": lambda _: SHARED.update(seen=SHARED["seen"] + 1),
+    "object": lambda model: setattr(model.holder, "count", model.holder.count + 1),
+    "tensor of an object": lambda model: model.holder.table.mul_(3).new_zeros(()),
+    "unregistered module": lambda model: model.unregistered[0].weight.mul_(3).new_zeros(()),
+    "cached tensor": remember,
+    "lru_cache": lambda _: first_draw(1),
+    "built in the forward": build_late,
+    "own generator": lambda model: torch.rand(1, generator=model.rng),
+    "own dice": lambda model: model.dice.random(),
+    "frozen": lambda model: model.codes.requires_grad_(not model.codes.requires_grad).requires_grad * 1.0,
+}
+
+
+def run(model, seed, context):
+    torch.manual_seed(seed)
+    with context(model):
+        return model(X).clone()
+
+
+def differs_after_another(make, context):
+    """Whether a run shows that there was another, with another seed, before it."""
+    alone, second = run(make(), 0, context), make()
+    first_draw.cache_clear()
+    run(second, 1, context)
+    return not torch.equal(alone, run(second, 0, context))
+
+
+@pytest.mark.parametrize("copies", ["before the run", "before the write"])
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_second_run_starts_as_the_first(kind, copies, monkeypatch):
+    if copies == "before the write":
+        monkeypatch.setattr(kept_state, "LARGE_NBYTES", 0)
+        if kind == "through numpy":
+            pytest.skip("writes past torch to memory of 64 MB and more are not seen")
+    assert not differs_after_another(lambda: Writes(WRITES[kind]), restored)
+
+
+def test_a_models_own_state_is_as_it_was():
+    model = Writes(WRITES["parameter"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(model, 0, restored)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_without_it_every_one_of_these_writes_shows():
+    kinds = [kind for kind, write in WRITES.items() if not differs_after_another(lambda: Writes(write), nullcontext)]  # noqa: B023
+    Writes.counted.clear()
+    SHARED["seen"] = 0
+    first_draw.cache_clear()
+    assert kinds == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()),
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    ],
+    ids=["lazy", "spectral norm", "weight norm", "batch norm"],
+)
+def test_torch_modules_start_afresh(make):
+    def seeded():
+        torch.manual_seed(0)
+        return make()
+
+    assert not differs_after_another(seeded, restored)
+
+
+class Codebook(nn.Module):
+    """Moves its codes towards what it sees, through `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        self.codes.data.mul_(300)
+        return torch.matmul(x.half().float(), torch.diag(self.codes))
+
+
+@pytest.mark.parametrize("least", [0, 64 << 20], ids=["mapped", "copied"])
+def test_codes_do_not_grow_from_run_to_run(least, tmp_path, monkeypatch):
+    """Otherwise the fp32 run beside the first would start from 300 times the saved codes."""
+    monkeypatch.setattr(kept_state, "LARGE_NBYTES", least)
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": Codebook().state_dict(), "x": X, "out": Codebook()(X)}, path)
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    dump = read_dump(path)
+    case = nandoctor.replay(dump, Codebook, mode="train", fixes=False)
+    runs = case.report.runs
+    assert runs.fp32.output[0].absmax == runs.autocast.output[0].absmax == 300
+    assert case.report.reproduction.grade == "exact"
+    assert torch.equal(dump.state["codes"], torch.ones(4))
+    assert hashlib.sha256(path.read_bytes()).digest() == digest
+
+
+def test_a_reference_widens_every_tensor_that_the_model_holds(tmp_path):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.table = nn.Linear(4, 4).half(), torch.full((4,), 300.0).half()
+
+        def forward(self, x):
+            return self.linear(x) + self.table * self.table
+
+    torch.manual_seed(0)
+    model = Table()
+    torch.save({"state_dict": model.state_dict(), "x": X.half(), "out": model(X.half())}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", model, fixes=False).report
+    assert (report.verdict, report.cause.code) == ("precision", "elementwise-overflow")
