@@ -49,6 +49,7 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.text import join_first, part_of
+from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import collect, measure
 
 T = TypeVar("T")
@@ -85,7 +86,8 @@ def replay_dump(
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(dump, summary, choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, RunProgress(progress))
-    found = _with_loss_if_it_can(preparation, settings, lambda prepared: _diagnose_step(prepared, summary))
+    with observer_registered:
+        found = _with_loss_if_it_can(preparation, settings, lambda prepared: _diagnose_step(prepared, summary))
     if settings.per_sample and found.step is not None:
         found = replace(found, report=replace(found.report, picture=_take_picture(found.report, found.step)))
     return found
@@ -96,7 +98,8 @@ def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = 
     if not settings.fixes or found.step is None or found.findings is None:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
-    search = search_fixes(found.step, found.findings, budget, listener)
+    with observer_registered:
+        search = search_fixes(found.step, found.findings, budget, listener)
     return replace(
         found.report,
         fixes=search.fixes,

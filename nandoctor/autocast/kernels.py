@@ -64,13 +64,17 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
 
 def _register(library: Library, device_type: str) -> None:
     key = torch_compat.autocast_key(device_type)
-    for name, run in _runs().items():
-        if (op := _find_op(name)) is not None:
-            library.impl(name, _make_kernel(op, run, device_type), key)  # type: ignore[no-untyped-call]
-    for qualified_name in torch_compat.autocast_ops(device_type):
-        namespace, name = qualified_name.split("::")
-        if namespace == "aten" and name not in _runs():
-            library.impl(name, fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+    for name, kernel in _make_kernels(device_type).items():
+        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
+    """The kernel of each listed op that this torch has; the other ops of the device's own list fall through."""
+    ops = {name: op for name in _runs() if (op := _find_op(name)) is not None}
+    own = [name.removeprefix("aten::") for name in torch_compat.autocast_ops(device_type) if name.startswith("aten::")]
+    kernels = {name: _make_kernel(op, _runs()[name], device_type) for name, op in ops.items()}
+    return dict.fromkeys([name for name in own if name not in _runs()], fallthrough_kernel) | kernels
 
 
 def _find_op(name: str) -> OpOverload | None:

@@ -167,7 +167,8 @@ class SourceTree:
                 hoisted.setdefault(statement, []).extend(item.before)
         wrapped: dict[cst.CSTNode, str] = {item.statement: item.header for item in wrap}
         alone = {node for node in chosen if isinstance(self._parents.get(node), _STANDS_ALONE)}
-        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone)).code
+        around = {parent for node in (*chosen, *hoisted, *wrapped) for parent in self.ancestors(node)}
+        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around)).code
 
 
 @lru_cache(maxsize=4)
@@ -191,8 +192,14 @@ class _Rewriter(cst.CSTTransformer):
         hoisted: Mapping[cst.CSTNode, Sequence[str]],
         wrapped: Mapping[cst.CSTNode, str],
         alone: set[cst.CSTNode],
+        around: set[cst.CSTNode],
     ) -> None:
         self._chosen, self._hoisted, self._wrapped, self._alone = chosen, hoisted, wrapped, alone
+        self._around = around
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Go only where there is something to change: most of a file stays as it is."""
+        return node in self._around
 
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode

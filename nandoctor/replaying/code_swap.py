@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -59,11 +60,7 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module) -> Iterator[Non
 
 
 def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType, CodeType]]:
-    try:
-        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
-    except SyntaxError as error:
-        raise CannotRunError(f"The changed text is not Python: {error}") from error
-    changed = {_key(was): now for was, now in _changed_pairs(old, new)}
+    changed = _changed_codes(file)
     found = _functions_with(changed, file.path, model)
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
@@ -72,6 +69,16 @@ def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType,
         if code.co_freevars != function.__code__.co_freevars:
             raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
     return swaps
+
+
+@lru_cache(maxsize=16)  # a search runs each change some ten times
+def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
+    """The code that the change gives to functions, by the key of what they have now."""
+    try:
+        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+    except SyntaxError as error:
+        raise CannotRunError(f"The changed text is not Python: {error}") from error
+    return {_key(was): now for was, now in _changed_pairs(old, new)}
 
 
 def _functions_with(keys: Container[tuple[object, ...]], path: str, model: nn.Module) -> list[FunctionType]:
@@ -171,17 +178,23 @@ def _own(code: CodeType) -> tuple[object, ...]:
 
 def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
     """Run the imports that the new text adds, in the globals of its functions; the names that were not there before."""
-    known = {ast.dump(node) for node in ast.parse(file.before).body}
-    body = ast.parse(file.after).body
-    added: list[ast.stmt] = [
-        node for node in body if isinstance(node, ast.Import | ast.ImportFrom) and ast.dump(node) not in known
-    ]
+    imports = _added_imports(file)
     spaces = {id(function.__globals__): function.__globals__ for function in functions}
     made = []
-    for namespace in spaces.values() if added else ():
+    for namespace in spaces.values() if imports else ():
         own: dict[str, object] = {}
-        exec(compile(ast.Module(body=added, type_ignores=[]), file.path, "exec"), own)
+        exec(compile(imports, file.path, "exec"), own)
         for name in own.keys() - {"__builtins__"} - namespace.keys():
             namespace[name] = own[name]
             made.append((namespace, name))
     return made
+
+
+@lru_cache(maxsize=16)
+def _added_imports(file: ChangedFile) -> str:
+    """The import statements, at the top level of the new text, that the old one lacks."""
+    before, after = (
+        [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for text in (file.before, file.after)
+    )
+    return "\n".join(line for line in after if line not in before)

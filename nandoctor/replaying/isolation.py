@@ -44,7 +44,7 @@ def seeded(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
         random.seed(seed or 0)
         np.random.seed(seed or 0)
-        torch.manual_seed(seed or 0)
+        _seed_torch(seed or 0, device)
         if seed is None:
             restore_generators(states, device)
             if recorded is not None:
@@ -56,6 +56,18 @@ def seeded(
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def _seed_torch(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`, which alone are put back after a run.
+
+    `torch.manual_seed` seeds those of every device there is; where CUDA has not been used it notes for each of them,
+    with a traceback of milliseconds, what it would have done.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,7 +150,10 @@ class Project:
 
     def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
         """Take the project's own modules out of `sys.modules`, and put back what they stood in place of."""
-        changed = {name: module for name, module in list(sys.modules.items()) if before.get(name) is not module}
+        now = dict(sys.modules)
+        if list(now) == list(before) and all(map(is_, now.values(), before.values())):
+            return
+        changed = {name: module for name, module in now.items() if before.get(name) is not module}
         roots = {name.partition(".")[0] for name in before} if changed else set()
         for name, module in changed.items():
             folder = next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)

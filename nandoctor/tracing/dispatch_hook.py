@@ -59,7 +59,7 @@ _handlers = _Handlers()
 def intercepting(handler: Handler) -> Iterator[None]:
     """Hand every op of this thread to `handler`; of two contexts the outer one's is asked first."""
     outer = _handlers.stack
-    with _registration:
+    with observer_registered:
         _handlers.stack = (*outer, handler)
         try:
             with observed():
@@ -75,7 +75,9 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
 
 
-_registration = Shared(lambda: observer_kernel(_observe))
+observer_registered = Shared(lambda: observer_kernel(_observe))
+"""Where the hook is known to torch. To register it takes longer than a run of a small model, and it is idle outside of
+`intercepting`: whoever makes many runs holds it meanwhile."""
 
 
 def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:

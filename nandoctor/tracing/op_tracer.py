@@ -118,9 +118,14 @@ class OpTracer:
     @contextmanager
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
         """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
-        self._find_owner = owner
-        with intercepting(self._observe):
-            yield
+        before, self._find_owner = self._find_owner, owner
+        try:
+            with intercepting(self._observe):
+                yield
+        finally:
+            # The two tracers of a run know each other: in a cycle they, and the code that they saw run, would live on
+            # until the next garbage collection, and `code_swap` would look for whoever else holds that code.
+            self._find_owner = before
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
