@@ -26,9 +26,11 @@ from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
+from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.progress import Listener, Progress
+from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import (
     MEANINGS,
     ReplayOptions,
@@ -38,7 +40,6 @@ from nandoctor.replaying.settings import (
     anchored,
     command_arguments,
     override,
-    read_settings,
 )
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
@@ -201,7 +202,8 @@ def list_eps(
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
     """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
-    return dump, override(read_settings(dump.path), _given(options))
+    settings = override(read_settings(dump.path), _given(options))
+    return take_weights(dump, settings), settings
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

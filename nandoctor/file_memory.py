@@ -6,9 +6,10 @@ files.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +25,15 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-def map_empty(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype, in a file without a name that is gone with the tensor."""
+def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros; a large one in a file without a name that is gone with the tensor."""
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < _LEAST_NBYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
     with tempfile.NamedTemporaryFile(prefix="nandoctor-") as file:
-        file.truncate(max(like.numel() * like.element_size(), 1))
-        flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
-    return flat.view(like.shape)
+        file.truncate(numel * dtype.itemsize)
+        flat = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+    return flat.view(tuple(shape))
 
 
 @contextmanager
@@ -50,7 +54,7 @@ def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, its graph as it is; its memory in a file where that is wanted and it is large."""
     if _mode.open and _is_large(tensor):
         with torch.no_grad():
-            tensor.data = map_empty(tensor).copy_(tensor)
+            tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor
 
 
@@ -58,7 +62,7 @@ def _pack(tensor: torch.Tensor) -> Any:
     if tensor.is_leaf or not _is_large(tensor):
         return tensor
     with torch.no_grad():
-        return map_empty(tensor).copy_(tensor)
+        return map_empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _unpack(saved: Any) -> Any:

@@ -18,9 +18,11 @@ from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
 from nandoctor.evidence.trace import TensorStats, describe_run
 from nandoctor.keywords import takes_options
+from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.progress import Progress, RunProgress
+from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
-from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override, read_settings
+from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override
 from nandoctor.replaying.setup import ModelSource, prepare
 from nandoctor.tracing.tensor_stats import collect, measure
 
@@ -62,7 +64,7 @@ def checkup(
         if batch is not None:
             dump = add_batch(dump, batch)
         settings = override(read_settings(dump.path), given)
-        steps.append(_check(dump, model, settings, RunProgress(progress)))
+        steps.append(_check(take_weights(dump, settings), model, settings, RunProgress(progress)))
     steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
     return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
 

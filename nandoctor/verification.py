@@ -229,6 +229,8 @@ def _doubts(found: Diagnosed, asked: _Asked, *, failed: bool) -> Iterator[str]:
     for text in asked.dump.missing if recorded is not None else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
+    if asked.dump.other_weights and not asked.failed_before:
+        yield "The weights are not known to be those of the failing step, which may still fail with its own."
     if _draws_others(found, asked):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
     if not failed or asked.failed_before:

@@ -42,6 +42,7 @@ def workplace(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     shutil.copy(ROOT / "sample_dumps" / "unet_blank_tile.pth", tmp_path / "model_fold0_0042_nan.pth")
+    shutil.copy(ROOT / "sample_dumps" / "unet_blank_tile.pth", tmp_path / "checkpoint.pt")
     return tmp_path
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nandoctor.capture.checkpoint import WeightsSource, leave_weights
 from nandoctor.capture.dump_contents import ModelSources, Training, describe
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
@@ -54,6 +55,7 @@ class RecorderSettings:
     keep_optimizer: bool = False
     spike: float | None = None
     on_save: OnSave | None = None
+    weights: WeightsSource | None = None
     undo_nbytes: int = UNDO_NBYTES
     method: str = ""
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -96,8 +98,9 @@ class Recorder(RecorderSettings):
     `keep` of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set. `threshold`,
     `window` and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its scale has fallen
     below 1. A step whose loss is finite and over `spike` times the median of the last `window` is saved too, without
-    counting towards the end. `on_save(path, event)` is called after each file. Up to `undo_nbytes` of weights are
-    copied before each update, so that one which spoils them can be saved as well.
+    counting towards the end. `on_save(path, event)` is called after each file. Weights beyond `max_nbytes` are left to
+    a checkpoint: `weights` is its path, or a function that tells the last one's when a file is written. Up to
+    `undo_nbytes` of weights are copied before each update, so that one which spoils them can be saved as well.
 
     `epoch` and `next_step` may be set: they number what is recorded next.
 
@@ -332,7 +335,8 @@ class Recorder(RecorderSettings):
 
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.optimizers
-        return describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
+        contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
+        return leave_weights(contents, self.weights, self.max_nbytes)
 
 
 def _describe_sources(model: nn.Module, settings: RecorderSettings) -> ModelSources:

@@ -230,8 +230,8 @@ class DumpFolder:
         """True if the next file makes the oldest go."""
         return len(self.written) >= self._keep
 
-    def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, bool]:
-        """Write a file, and delete the oldest beyond `keep`; the path, and whether the weights had room in it.
+    def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, Mapping[str, Any]]:
+        """Write a file, and delete the oldest beyond `keep`; the path, and what had room in it.
 
         Raises:
             OSError: the folder cannot be written to, or the disk is full.
@@ -243,7 +243,7 @@ class DumpFolder:
             with suppress(OSError):
                 self.written[0].unlink(missing_ok=True)
             del self.written[0]
-        return path, "state_dict" in fitting
+        return path, fitting
 
 
 MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
@@ -343,16 +343,13 @@ class StepPolicy:
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self._make_contents(step, result, event)
-            path, has_weights = self.folder.write(contents, stem)
+            path, written = self.folder.write(contents, stem)
         except Exception as error:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
         self._tell(path, contents["event"])
-        if not has_weights:
-            why = "without the weights, which would pass max_nbytes: it cannot be replayed as it is."
-            return path, f"Saved to {path} {why}"
-        return path, f"Saved to {path}; next: nandoctor replay {shlex.quote(str(path))}{self._replay_flags}"
+        return path, _say_next(path, written, self._replay_flags)
 
     def _tell(self, path: Path, event: Mapping[str, Any]) -> None:
         if self._on_save is None:
@@ -361,6 +358,20 @@ class StepPolicy:
             self._on_save(path, event)
         except Exception as error:
             LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
+
+
+def _say_next(path: Path, written: Mapping[str, Any], flags: str) -> str:
+    """What was saved, and the command that replays it."""
+    lost = [part for part in ("calls", "state_dict") if part not in written]
+    if lost:
+        what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
+        return f"Saved to {path} without {what}, which would pass max_nbytes: it cannot be replayed."
+    command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
+    if "checkpoint" not in written:
+        return f"Saved to {path}; {command}"
+    checkpoint = written["checkpoint"]["path"]
+    command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
+    return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
 
 
 def _describe(result: StepResult, step: RecordedStep) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
+from nandoctor.dumps.directories import stub_error
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
@@ -117,16 +119,29 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
 
 
 def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights; none where they had no room in the file, which says so."""
     state = get(saved, "state_dict", dict, {})
-    if state:
-        return _take_state(contents, "state_dict", state)
-    if any(text.startswith("state_dict") for text in contents.left_out):
-        raise DumpError(
-            "its weights were left out, for the file would have passed the recorder's max_nbytes.",
-            remedy="Record with a larger max_nbytes; or put the weights of that step in: d = torch.load(FILE); "
-            "d['state_dict'] = ...; torch.save(d, FILE).",
-        )
-    raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+    if not state and not any(text.startswith("state_dict") for text in contents.left_out):
+        raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+    return _take_state(contents, "state_dict", state)
+
+
+def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, torch.Tensor]:
+    """The state dict, its names and tensors checked as those of a file of `nbytes` bytes.
+
+    Raises:
+        DumpError: a name or a tensor in it cannot be meant, or its weights are the empty ones that ZeRO leaves.
+    """
+    checked = _take_state(Contents(nbytes=nbytes), "weights", state)
+    if is_stub(checked):
+        raise stub_error(Path())
+    return checked
+
+
+def is_stub(state: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether these are the empty tensors that stage 3 of DeepSpeed's ZeRO leaves in place of most weights."""
+    weights = [tensor for tensor in state.values() if tensor.is_floating_point()]
+    return 2 * sum(tensor.shape == (0,) for tensor in weights) > len(weights)
 
 
 class _Shelf:
@@ -249,7 +264,7 @@ def _is_extra_state(key: object) -> bool:
     return isinstance(key, str) and key.endswith(_EXTRA_STATE)
 
 
-def _take_state(contents: Contents, name: str, mapping: Mapping[object, object]) -> dict[str, torch.Tensor]:
+def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) -> dict[str, torch.Tensor]:
     state = {}
     for key, item in mapping.items():
         parameter = _check_name(key)

@@ -1,49 +1,107 @@
-"""What a directory is that was given in place of a dump, and the command for it.
+"""What a path is that was given in place of a dump: a directory, or one part of several; and what to pass instead.
 
-In: the path of a directory. Out: a DumpError that names it; nothing in the directory is opened.
+In: a path. Out: its kind by the names in it, or a DumpError; nothing is opened.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
 
+Kind = Literal["dcp", "deepspeed", "hugging face", "dumps", "unknown"]
+
 _MAX_LISTED = 10_000
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.(safetensors|bin|pt|pth)$")
+_INDEX = (".safetensors.index.json", ".bin.index.json")
+_WEIGHTS: dict[Kind, str] = {
+    "dcp": "a directory of torch.distributed.checkpoint (DCP)",
+    "deepspeed": "a checkpoint directory of DeepSpeed",
+    "hugging face": "a checkpoint directory as Hugging Face writes it",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A directory's kind, and the names of the files in it, sorted."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+    def ending(self, *endings: str) -> list[str]:
+        """The names that end so."""
+        return [name for name in self.names if name.endswith(endings)]
+
+
+def list_directory(path: Path) -> Listing:
+    """Tell by the names in a directory what wrote it. Raises OSError."""
+    names = tuple(sorted(item.name for item in islice(path.iterdir(), _MAX_LISTED)))
+    return Listing(kind=_kind_of(names), names=names)
+
+
+def _kind_of(names: tuple[str, ...]) -> Kind:
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return "dcp"
+    if "zero_to_fp32.py" in names or any(name.endswith("_model_states.pt") for name in names):
+        return "deepspeed"
+    if any(name.endswith((*_INDEX, ".safetensors", ".bin")) for name in names):
+        return "hugging face"
+    if "latest" in names:  # DeepSpeed's note of the last step's folder; without ZeRO it leaves no script
+        return "deepspeed"
+    return "dumps" if any(name.endswith((".pth", ".pt")) for name in names) else "unknown"
 
 
 def describe_directory(path: Path) -> DumpError:
-    """The error for a directory, by the names of the files in it. Raises OSError."""
-    names = {item.name for item in islice(path.iterdir(), _MAX_LISTED)}
-    kind, remedy = next(_kinds(path, names), ("a directory, not a file", "Name the file that torch.save wrote."))
-    return DumpError(f"it is {kind}.", remedy=remedy)
+    """The error for a directory in place of a dump. Raises OSError."""
+    kind, folder = list_directory(path).kind, _quote(path)
+    if kind in _WEIGHTS:
+        return DumpError(
+            f"it is {_WEIGHTS[kind]}: weights, and no batch.",
+            remedy=f"Give it beside the file that has the batch: nandoctor replay DUMP --weights {folder}.",
+        )
+    if kind == "dumps":
+        return DumpError(
+            "it is a directory of dumps or checkpoints.",
+            remedy=f"Look at all of them: nandoctor triage {folder}; or name one.",
+        )
+    return DumpError("it is a directory, not a file.", remedy="Name the file that torch.save wrote.")
 
 
-def _kinds(path: Path, names: set[str]) -> Iterator[tuple[str, str]]:
-    """What it may be, the surest first, each with what to do."""
-    folder = shlex.quote(brief(str(path), 1000))
-    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        yield (
-            "a directory of torch.distributed.checkpoint (DCP)",
-            "Make one file of it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{folder} weights.pt.",
+def refuse_part(path: Path) -> None:
+    """Refuse a file that by its name is one part of several.
+
+    Raises:
+        DumpError: it is; the remedy says what to pass.
+    """
+    shard, folder = _SHARD.search(path.name), _quote(path.parent)
+    if shard is not None and int(shard[2]) > 1:
+        raise DumpError(
+            f"it is one of {int(shard[2])} shards of a model's weights.",
+            remedy=f"Give the directory of all shards and their index: --weights {folder}.",
         )
-    if "zero_to_fp32.py" in names:
-        yield (
-            "a checkpoint directory of DeepSpeed",
-            f"Join its parts with the script that DeepSpeed left in it: python {folder}/zero_to_fp32.py {folder} "
-            "weights.pt.",
+    if path.name.endswith(".distcp"):
+        raise DumpError(
+            "it is one rank's part of a checkpoint of torch.distributed.checkpoint (DCP).",
+            remedy=f"Give the directory: --weights {folder}.",
         )
-    shards = sorted(name for name in names if name.endswith((".safetensors", ".bin")))
-    if any(name.endswith((".safetensors.index.json", ".bin.index.json")) for name in names) or shards:
-        yield (
-            f"a checkpoint directory as Hugging Face writes it, of {len(shards)} files of weights",
-            "Load the model from it with its own library, and save the step: torch.save({'state_dict': "
-            "model.state_dict(), 'input_ids': input_ids}, path).",
-        )
-    if any(name.endswith((".pth", ".pt")) for name in names):
-        yield "a directory of dumps or checkpoints", f"Look at all of them: nandoctor triage {folder}; or name one."
+    if path.name.endswith("_optim_states.pt") or ("zero_pp_rank_" in path.name and path.name.endswith(".pt")):
+        raise stub_error(path.parent)
+
+
+def stub_error(folder: Path) -> DumpError:
+    """The error for what DeepSpeed's ZeRO leaves of the weights in the file of one rank."""
+    return DumpError(
+        "it holds one rank's part of what DeepSpeed's ZeRO has split, and not the weights.",
+        remedy="Join the parts with the script that DeepSpeed left in the checkpoint's directory, and pass what it "
+        f"writes: python zero_to_fp32.py {_quote(folder)} weights; then --weights weights.",
+    )
+
+
+def _quote(path: Path) -> str:
+    return shlex.quote(brief(str(path), 1000))

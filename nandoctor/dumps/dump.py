@@ -33,7 +33,8 @@ class Dump:
     generators, `moments` the second moments of the optimizer and `optimizer_eps` the eps of each of its groups of
     parameters. `left_out` names what the file holds besides: other weights, schedules, arrays of text. `recorded` is
     what a file of the recorder's own format says of the call and its environment, and `provenance` whether this user's
-    own recorder wrote it; `missing` names what it could not hold.
+    own recorder wrote it; `missing` names what it could not hold. `other_weights`: `state` was read from another file
+    (`notes` tell of it), and it is not, or may not be, that of the failing step.
     """
 
     path: Path
@@ -52,6 +53,13 @@ class Dump:
     recorded: Recorded | None = None
     provenance: Provenance = field(default_factory=Provenance)
     missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    other_weights: bool = False
+
+    @property
+    def holds_weights(self) -> bool:
+        """False where they had no room in the file, or nobody put them there."""
+        return bool(self.state) and (self.recorded is None or self.recorded.checkpoint is None)
 
     @property
     def losses(self) -> dict[str, float]:

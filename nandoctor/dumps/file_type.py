@@ -5,17 +5,19 @@ In: a path. Out: `Container`, or a DumpError that says what the file is instead.
 
 from __future__ import annotations
 
+import io
 import mmap
+import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from nandoctor.dumps.directories import describe_directory
-from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, find_members, read_member
+from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, damaged, find_members, read_member
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
 
@@ -100,6 +102,55 @@ def open_container(path: Path) -> Container:
     raise _describe_stranger(head)
 
 
+def open_part(path: Path, offset: int, nbytes: int) -> Container:
+    """Look at the zip archive that torch.save wrote into a part of the file.
+
+    Raises:
+        DumpError: there is none.
+        OSError: the file cannot be read.
+    """
+    size = path.stat().st_size
+    if not 0 <= offset <= offset + nbytes <= size:
+        raise damaged("a part of it reaches beyond its end")
+    with path.open("rb") as file:
+        found = _open_archive(cast(IO[bytes], _Window(file, offset, nbytes)), path, nbytes)
+    assert found.members is not None
+    places = {name: Member(offset=place.offset + offset, nbytes=place.nbytes) for name, place in found.members.items()}
+    return replace(found, nbytes=size, members=places)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: IO[bytes], offset: int, nbytes: int) -> None:
+        self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        """It is read, and not written."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is read in any order."""
+        return True
+
+    def tell(self) -> int:
+        """The place in the part."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place in the part."""
+        self._at = max({os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence] + offset, 0)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """What follows, to the end of the part at most."""
+        left = max(self._nbytes - self._at, 0)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
 def _regular_size(path: Path) -> int:
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -119,8 +170,8 @@ def _describe_stranger(head: bytes) -> DumpError:
             return DumpError(f"it is {kind}.", remedy=remedy)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return DumpError(
-            "it is a safetensors file, which holds weights only.",
-            remedy="Convert it: torch.save(safetensors.torch.load_file(path), 'weights.pth').",
+            "it is a safetensors file, which holds weights and no batch.",
+            remedy="Give it beside the file that has the batch: nandoctor replay DUMP --weights FILE.",
         )
     if head[257:262] == b"ustar":
         return DumpError("it is a tar archive.", remedy="Unpack it first: tar xf FILE.")

@@ -119,6 +119,25 @@ def unknown_globals(container: Container) -> list[str]:
     return unknown
 
 
+def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
+    """The classes and functions that a plain pickle names, of any protocol.
+
+    It may be built, with those under names that are replaced by inert classes of ours, which are hashed by identity.
+
+    Raises:
+        DumpError: it is damaged, or a bomb.
+    """
+    machine = _Machine(len(pickled) * _WORK_PER_BYTE + _WORK_FLOOR, hashed_by_identity=True)
+    try:
+        for number, (opcode, argument) in enumerate(_instructions(BytesIO(pickled))):
+            machine.step(opcode, argument)
+            if number > max_instructions:
+                raise _hostile(f"it has more than {max_instructions:,} instructions")
+    except (ValueError, LookupError, EOFError) as error:
+        raise damaged("its table of contents breaks off or makes no sense") from error
+    return machine.globals
+
+
 def _unreadable(protocol: int) -> DumpError:
     return DumpError(
         f"it was saved with pickle protocol {protocol}, which cannot be read without trusting the file.",
@@ -176,10 +195,14 @@ def _check_storages(used: list[_Value], container: Container) -> None:
 
 
 class _Machine:
-    """Pickle's stack machine with sizes in place of values; what an opcode does to the stack is pickletools' table."""
+    """Pickle's stack machine with sizes in place of values; what an opcode does to the stack is pickletools' table.
 
-    def __init__(self, work: int) -> None:
+    `hashed_by_identity`: what NEWOBJ makes is.
+    """
+
+    def __init__(self, work: int, *, hashed_by_identity: bool = False) -> None:
         self.globals: set[str] = set()
+        self._hashed_by_identity = hashed_by_identity
         self.protocol = 0
         self.storages: list[_Value] = []
         self._work_left = work
@@ -220,6 +243,8 @@ class _Machine:
         else:
             growth = 1 + sum(operand.size for operand in operands)
             result = _describe(opcode.name, operands, argument, growth)
+        if self._hashed_by_identity and opcode.name in ("NEWOBJ", "BUILD"):
+            result.odd = 0
         self._work_left -= growth
         if self._work_left < 0:
             raise _hostile("it multiplies its own content")

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded, strip_wrappers
+from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
+from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.file_type import Container, open_container
+from nandoctor.dumps.file_type import Container, open_container, open_part
 from nandoctor.dumps.pickle_scan import unknown_globals
 from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.shards import join_shards
@@ -47,9 +48,35 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     """
     location = Path(path)
     try:
+        refuse_part(location)
         return _read(location, trust=trust)
     except DumpError as error:
         raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
+
+
+def read_state(path: Path) -> Mapping[str, torch.Tensor]:
+    """The weights in a file that torch.save wrote, be it a part of several; no code that it names is run.
+
+    Raises:
+        DumpError: as `read_dump`, or it holds none.
+    """
+    dump = _read(path, trust=False)
+    if not dump.holds_weights:
+        raise DumpError("it holds no weights.", remedy="Name a file of weights.")
+    return dump.state
+
+
+def read_part(path: Path, offset: int, nbytes: int) -> object:
+    """What torch.save wrote into a part of a file; no code that it names is run.
+
+    Raises:
+        DumpError: it is damaged, hostile, or asks for code.
+        OSError: the file cannot be read.
+    """
+    container = open_part(path, offset, nbytes)
+    if unknown := unknown_globals(container):
+        raise _refuse(unknown)
+    return _load(container, trust=False)[0]
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -83,18 +110,20 @@ def _read(path: Path, *, trust: bool) -> Dump:
     if is_recorded(saved):
         return _make_recorded(container, saved, provenance)
     contents = sort_contents(saved, container.nbytes)
-    if not contents.states:
-        names = [*contents.arrays, *contents.scalars, *contents.left_out]
+    if not (contents.states or contents.arrays):
+        names = [*contents.scalars, *contents.left_out]
         raise DumpError(
-            f"it holds no state dict, only: {brief_list(names) or 'nothing'}.",
+            f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
         )
-    state_name = choose_state(contents.states)
-    state, prefix = strip_wrappers(contents.states[state_name])
+    state_name = choose_state(contents.states) if contents.states else ""
+    state, prefix = strip_wrappers(contents.states.get(state_name, {}))
+    if is_stub(state):
+        raise stub_error(path.parent)
     return Dump(
         path=path,
         nbytes=container.nbytes,
-        layout="plain" if contents.arrays else "weights-only",
+        layout="batch-only" if not state else "plain" if contents.arrays else "weights-only",
         state=state,
         state_name=state_name,
         prefix=prefix,
@@ -176,6 +205,13 @@ def _first_line(error: Exception) -> str:
 
 def _refuse(unknown: list[str]) -> DumpError:
     listed = brief_list(unknown)
+    if any(name.startswith("torch.distributed.") for name in unknown):
+        return DumpError(
+            f"it holds one rank's part of weights that are spread over ranks: {listed}.",
+            remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict; or save with torch.distributed.checkpoint, and give the "
+            "directory: --weights DIRECTORY.",
+        )
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
         return DumpError(
             f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {listed}.",

@@ -20,6 +20,8 @@ from nandoctor.source_files import SourceHash
 from nandoctor.text import brief
 
 FORMAT = "nandoctor.dump/1"
+MAX_SAMPLED = 64
+"""Values that are kept of a weight which is left to a checkpoint."""
 _MAX_CALLS = 1000
 T = TypeVar("T")
 
@@ -72,6 +74,26 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSample:
+    """Some values of a weight, and where they stand in it when it is laid out flat."""
+
+    at: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Where the weights are that had no room in the file.
+
+    `path` is what the training named, "" for nothing. `samples` has a few values of each weight as the failing step met
+    it, by name.
+    """
+
+    path: str
+    samples: Mapping[str, WeightSample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Autocast:
     """The autocast that the model ran under; `emulated` where CUDA's lists were in force on a CPU."""
 
@@ -110,6 +132,7 @@ class Recorded:
     backends: Mapping[str, Any] = field(default_factory=dict)
     update: OptimizerUpdate | None = None
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
 
 
 def is_recorded(saved: object) -> bool:
@@ -161,6 +184,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
             str(name): _read_source(_check(source, dict, "sources"))
             for name, source in get(saved, "sources", dict, {}).items()
         },
+        checkpoint=_read_checkpoint(get(saved, "checkpoint", dict, {})),
     )
 
 
@@ -238,6 +262,24 @@ def _read_update(fields: Mapping[str, Any]) -> OptimizerUpdate | None:
 
 def _read_source(fields: Mapping[str, Any]) -> SourceHash:
     return SourceHash(sha256=get(fields, "sha256", str, ""), lines=get(fields, "lines", str, ""))
+
+
+def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
+    if not fields:
+        return None
+    samples = get(fields, "samples", dict, {})
+    return Checkpoint(
+        path=brief(get(fields, "path", str, ""), 1000),
+        samples={str(name): _read_sample(_check(sample, dict, "samples")) for name, sample in samples.items()},
+    )
+
+
+def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
+    at, values = (_check(fields.get(name), torch.Tensor, "samples") for name in ("at", "values"))
+    plain = all(tensor.layout is torch.strided and tensor.dim() == 1 for tensor in (at, values))
+    if not plain or at.dtype != torch.int64 or at.shape != values.shape or at.numel() > MAX_SAMPLED:
+        raise DumpError("a sample of a weight in it is none.", remedy="Take the file as the recorder wrote it.")
+    return WeightSample(at=at, values=values)
 
 
 def _read_counts(counts: Any) -> tuple[int, int]:

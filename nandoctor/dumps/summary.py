@@ -88,6 +88,8 @@ def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
     """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    if not dump.holds_weights:
+        yield "No weights: a replay takes them from a checkpoint, with --weights PATH."
     yield from dump.missing
     if dump.recorded is not None:
         return

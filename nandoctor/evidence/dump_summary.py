@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["input", "target", "output", "unknown"]
-Layout = Literal["plain", "weights-only", "nandoctor.dump/1"]
+Layout = Literal["plain", "weights-only", "batch-only", "nandoctor.dump/1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.triage import triage_lines
 from nandoctor.renderers.triage_page import triage_page
-from nandoctor.replaying.settings import Settings, anchored, override, read_settings
+from nandoctor.replaying.project_settings import read_settings
+from nandoctor.replaying.settings import Settings, anchored, override
 
 DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3

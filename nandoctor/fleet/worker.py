@@ -73,8 +73,9 @@ def _replay(job: Job) -> Answer:
     from nandoctor.pipeline import add_fixes, replay_dump
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.page import report_page
+    from nandoctor.replaying.external_weights import take_weights
 
-    dump = read_dump(job.path, trust=job.trust)
+    dump = take_weights(read_dump(job.path, trust=job.trust), job.settings)
     found = replay_dump(dump, None, job.settings)
     report = add_fixes(found, job.settings)
     result = DumpResult(

@@ -15,7 +15,12 @@ from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.text import brief, byte_size, plural, shape_text, shorten
 
-_LAYOUTS = {"plain": "a plain dict of arrays", "weights-only": "weights alone", "nandoctor.dump/1": "nandoctor.dump/1"}
+_LAYOUTS = {
+    "plain": "a plain dict of arrays",
+    "weights-only": "weights alone",
+    "batch-only": "arrays without weights",
+    "nandoctor.dump/1": "nandoctor.dump/1",
+}
 _MAX_ROWS = 20
 _NAME_WIDTH, _DTYPE_WIDTH = 32, 10
 

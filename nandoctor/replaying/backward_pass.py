@@ -94,6 +94,8 @@ class ReleasedGradients:
             if self.kept is not None:
                 before = self.kept.get(name)  # a reentrant checkpoint adds its part by itself
                 unscaled = gradient / self._scale
-                self.kept[name] = map_empty(unscaled).copy_(unscaled if before is None else unscaled + before)
+                self.kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(
+                    unscaled if before is None else unscaled + before
+                )
 
         return take

@@ -226,7 +226,9 @@ class _Memory:
         """Copy a storage of the model's before the first write to it."""
         if storage in self._flat and storage not in self._copies:
             flat = self._flat[storage]
-            self._copies[storage] = map_empty(flat).copy_(flat) if in_file and flat.is_cpu else flat.clone()
+            self._copies[storage] = (
+                map_empty(flat.shape, flat.dtype).copy_(flat) if in_file and flat.is_cpu else flat.clone()
+            )
 
     def keep_all(self) -> None:
         for storage in self._flat:

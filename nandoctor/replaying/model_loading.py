@@ -123,18 +123,18 @@ def load_state(
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     own = {name: tensor for name, tensor in own.items() if name in state or not name.endswith("_extra_state")}
-    state, notes = _fit_prefix(state, own)
+    state, notes = fit_prefix(state, own)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
-    problems = [*_describe_names("missing from the dump", missing, unexpected)]
+    problems = [*_describe_names("missing from the weights", missing, unexpected)]
     problems += _describe_names("not in the model", unexpected, missing)
     problems += _describe_shapes(reshaped, own, state)
     num_fitting = len(own) - len(missing) - len(reshaped)
     if problems and (strict or not num_fitting):
         raise ModelError(
-            f"The dump's weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
+            f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
             + "\n".join(problems),
             remedy="Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits "
             "and leave the rest as the model initialises it."
@@ -205,7 +205,7 @@ def _copy_state(module: nn.Module, state: Mapping[str, torch.Tensor], path: str)
     except RuntimeError as error:
         reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
         raise ModelError(
-            f"The dump's weights cannot be copied into {path or type(module).__name__}: {reason}",
+            f"The weights cannot be copied into {path or type(module).__name__}: {reason}",
             remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
         ) from error
 
@@ -310,7 +310,7 @@ def place_of(error: BaseException) -> str:
     return place
 
 
-def _fit_prefix(
+def fit_prefix(
     state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], list[str]]:
     """The state under the prefix, taken off or put on, that makes the most names fit."""
@@ -324,10 +324,10 @@ def _fit_prefix(
         prefix = next(prefix for prefix, num in taken_off.items() if num == best)
         kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
-        return kept, [f"The prefix {prefix!r} was taken off the dump's names{dropped}."]
+        return kept, [f"The prefix {prefix!r} was taken off the weights' names{dropped}."]
     prefix = next(prefix for prefix, num in put_on.items() if num == best)
     renamed = {prefix + name: tensor for name, tensor in state.items()}
-    return renamed, [f"The prefix {prefix!r} was put before the dump's names."]
+    return renamed, [f"The prefix {prefix!r} was put before the weights' names."]
 
 
 def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
@@ -351,7 +351,7 @@ def _describe_shapes(
         return
     shown = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in names[:_MAX_NAMES_SHOWN]]
     rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    yield f"  {len(names)} of another shape (dump for model): {', '.join(shown)}{rest}"
+    yield f"  {len(names)} of another shape (weights for model): {', '.join(shown)}{rest}"
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

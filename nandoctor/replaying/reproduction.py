@@ -132,6 +132,8 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
     if saved.graded is not None and outcome.loss is not None and is_loss(saved.graded[0]):
         output = {saved.graded[0]: outcome.loss}
     reproduction = grade(saved.graded, output, saved.field)
+    if preparation.other_weights and reproduction.grade == "exact":
+        reproduction = replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
 
 

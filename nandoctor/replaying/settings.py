@@ -1,17 +1,16 @@
-"""How to replay: the options of the command line, and their defaults from the project's pyproject.toml.
+"""How to replay: what each setting is called, holds and means, on the command line, in Python and in pyproject.toml.
 
-In: a dump's path and a folder. Out: `Settings`.
+In: values. Out: `Settings`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -94,6 +93,13 @@ _MODEL_ARGS = _about(
 _METHOD = _about(
     "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME", holds="a name"
 )
+_WEIGHTS = _about(
+    "model",
+    "--weights",
+    "A checkpoint to take the weights from, instead of the dump: a file, an index or a directory.",
+    metavar="PATH",
+    holds="a path",
+)
 _INPUTS = _about(
     "step",
     "--inputs",
@@ -153,7 +159,8 @@ _TIME = _about(
 class Settings:
     """Everything that a replay can be told; None means: find out.
 
-    `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs are looked up from `directory`.
+    `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs and paths are looked up from
+    `directory`.
     """
 
     model: str | None = field(
@@ -169,6 +176,7 @@ class Settings:
     strict: bool = field(
         default=True, metadata=_switch("model", "--no-strict", "Load the weights that fit, leave the rest.")
     )
+    weights: str | None = field(default=None, metadata=_WEIGHTS)
     inputs: tuple[str, ...] = field(default=(), metadata=_INPUTS)
     call: str | Callable[..., Any] | None = field(
         default=None, metadata=_function("--call", "A function (model, batch) -> output that makes the call.")
@@ -210,6 +218,7 @@ class StepOptions(TypedDict, total=False):
     config: str | None
     method: str | None
     strict: bool | None
+    weights: str | os.PathLike[str] | None
     inputs: str | Sequence[str] | None
     call: str | Callable[..., Any] | None
     loss: str | Callable[..., Any] | None
@@ -272,8 +281,9 @@ _SPECS = ("model", "config", "call", "loss")
 
 
 def anchored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options with the files of their SPECs made absolute."""
-    return {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
+    """These options with the files of their SPECs, and the path of the weights, made absolute."""
+    made = {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
+    return made if made.get("weights") is None else {**made, "weights": str(Path(made["weights"]).resolve())}
 
 
 def anchor(spec: Any) -> Any:
@@ -300,7 +310,7 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
                 arguments += [option.flag, f"{key}={text}"]
         elif isinstance(value, bool):
             arguments += [option.flag] if value != option.flag.startswith("--no-") else []
-        elif isinstance(value, str | int | float):
+        elif isinstance(value, str | int | float | os.PathLike):
             arguments += [option.flag, str(value)]
         elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             arguments += [option.flag, ",".join(value)]
@@ -320,71 +330,12 @@ def options_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
-    """Defaults for this dump from `[tool.nandoctor]` in the nearest pyproject.toml at or above `start`.
-
-    Tables in `[[tool.nandoctor.dumps]]` whose `pattern` matches the dump's path (as the project sees it, or its bare
-    name) override the general ones, the last match last. Keys are the fields of `Settings`, with "-" or "_".
-
-    Raises:
-        NanDoctorError: the file is not TOML, or holds a key or value that means nothing.
-    """
-    project = _find_project((start or Path.cwd()).resolve())
-    if project is None:
-        return Settings()
-    table = _read_table(project)
-    for matching in _matching_tables(dump.resolve(), table.pop("dumps", []), project):
-        table |= matching
-    options = {key.replace("-", "_"): value for key, value in table.items()}
-    try:
-        return override(Settings(directory=project.parent), options)
-    except NanDoctorError as error:
-        raise NanDoctorError(f"{project}, [tool.nandoctor]: {error.message}", remedy=error.remedy) from error
-
-
-def _find_project(start: Path) -> Path | None:
-    """The nearest pyproject.toml that has a `[tool.nandoctor]` table."""
-    for folder in (start, *start.parents):
-        path = folder / "pyproject.toml"
-        if path.is_file() and _read_table(path):
-            return path
-    return None
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise NanDoctorError(
-            f"{path} cannot be read as TOML: {error}", remedy="Correct the file and run again."
-        ) from error
-    for key in ("tool", "nandoctor"):
-        table = table.get(key, {})
-        if not isinstance(table, dict):
-            raise NanDoctorError(f"{path}: {key} is no table.", remedy="Write the settings under [tool.nandoctor].")
-    return dict(table)
-
-
-def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[str, Any]]:
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
-            raise NanDoctorError(
-                f"{project}: a table of dumps has no pattern.",
-                remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
-            )
-        if _matches(dump, entry["pattern"], project.parent):
-            yield {key: value for key, value in entry.items() if key != "pattern"}
-
-
-def _matches(dump: Path, pattern: str, root: Path) -> bool:
-    seen = str(dump.relative_to(root)) if dump.is_relative_to(root) else str(dump)
-    return fnmatch(seen, pattern) or fnmatch(dump.name, pattern)
-
-
 def _plain(name: str, value: Any) -> Any:
     """The value as `Settings` keeps it. A torch dtype or device is known by its `str`, so that torch is not needed."""
     if name == "inputs" and isinstance(value, (str, list)):
         return tuple(str(item).strip() for item in (value.split(",") if isinstance(value, str) else value))
     if name in ("amp_dtype", "device") and value is not None:
         return str(value).removeprefix("torch.")
+    if name == "weights" and isinstance(value, os.PathLike):
+        return str(value)
     return value

@@ -48,7 +48,8 @@ class Preparation:
     """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
 
     The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
-    random state, and `policies` the precisions.
+    random state, and `policies` the precisions. `other_weights`: they are not known to be those of the failing step,
+    and a replay is then never `exact`.
     """
 
     steps: tuple[FailingStep, ...]
@@ -57,6 +58,7 @@ class Preparation:
     policies: tuple[Policy, ...]
     outputs: SavedOutputs
     notes: tuple[str, ...]
+    other_weights: bool
 
     @property
     def saved_nonfinite(self) -> bool:
@@ -121,7 +123,9 @@ def prepare(
         seeds=_seeds(dump, settings),
         policies=policies,
         outputs=outputs,
+        other_weights=dump.other_weights,
         notes=(
+            *dump.notes,
             *code.notes,
             *weight_notes,
             *batch.notes,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import nandoctor
 from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
@@ -131,11 +132,14 @@ def test_a_file_beyond_the_cap_says_what_it_left_out(tmp_path):
     assert dump.state.keys() == {"weight", "bias"}
 
 
-def test_weights_beyond_the_cap_can_be_put_in_later(tmp_path):
+def test_a_step_beyond_the_cap_is_not_said_to_replay(tmp_path, caplog):
     (path,) = fail_in(tmp_path, max_nbytes=50).written
-    with pytest.raises(DumpError, match="its weights were left out") as caught:
-        read_dump(path)
-    assert "max_nbytes" in caught.value.remedy
+    assert caplog.messages[-1].endswith(
+        f"Saved to {path} without the model's arguments, which would pass max_nbytes: it cannot be replayed."
+    )
+    assert not read_dump(path).holds_weights
+    with pytest.raises(DumpError, match="would have passed the recorder's max_nbytes"):
+        nandoctor.replay(path)
 
 
 def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
@@ -150,13 +154,6 @@ def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
     writer.kill()
     writer.communicate()
     assert sorted(tmp_path.iterdir()) == sorted([busy, path])
-
-
-def test_weights_that_did_not_fit_are_told_in_the_log(tmp_path, caplog):
-    (path,) = fail_in(tmp_path, max_nbytes=50).written
-    assert caplog.messages[-1].endswith(
-        f"Saved to {path} without the weights, which would pass max_nbytes: it cannot be replayed as it is."
-    )
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ FILES = {
     "keras": (lambda: zip_with("config.json"), "a Keras model", "torch.save"),
     "other zip": (lambda: zip_with("word/document.xml"), "torch.save did not write", "torch.save"),
     "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
-    "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "load_file"),
+    "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "--weights"),
     "tar": (lambda: bytes(257) + b"ustar\x0000" + bytes(255), "tar archive", "tar xf"),
     "noise": (lambda: bytes(range(256)) * 4, "not a file that torch.save wrote", "torch.save"),
     "plain pickle": (lambda: pickle.dumps({"image": [1.0]}), "a plain pickle", "torch.save"),
@@ -269,7 +269,6 @@ FILES = {
         "claim 4.4 TB, up to 'weight'",
         "contiguous",
     ),
-    "hidden methods": (lambda: forge.archive(shadowed()), "no state dict, only: image", "state_dict"),
     "protocol 0": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "protocol 0", "pickle_protocol"),
     "tensor from a number": (
         lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
@@ -281,10 +280,10 @@ FILES = {
     "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, where", "torch.save"),
     "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, where", "torch.save"),
     "number": (lambda: forge.saved(3), "holds an int, where", "torch.save"),
-    "empty dict": (lambda: forge.saved({}), "no state dict, only: nothing", "state_dict"),
+    "empty dict": (lambda: forge.saved({}), "neither a state dict nor arrays, only: nothing", "state_dict"),
     "no state dict": (
-        lambda: forge.saved({"image": np.zeros(2), "optimizer": {"state": {}, "param_groups": []}}),
-        "no state dict, only: image and optimizer",
+        lambda: forge.saved({"step": 3, "optimizer": {"state": {}, "param_groups": []}}),
+        "neither a state dict nor arrays, only: step and optimizer",
         "state_dict",
     ),
     "numbers in the state dict": (
@@ -320,6 +319,13 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def test_methods_that_a_pickle_hides_are_not_missed(tmp_path):
+    path = tmp_path / "dump.pth"
+    path.write_bytes(forge.archive(shadowed()))
+    dump = read_dump(path)
+    assert (list(dump.arrays), dump.layout) == (["image"], "batch-only")
 
 
 @pytest.mark.parametrize("kind", FILES)

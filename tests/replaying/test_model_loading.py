@@ -266,20 +266,22 @@ def test_weights_and_buffers_are_loaded():
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.", "student.backbone."])
 def test_a_prefix_of_the_dump_is_taken_off(prefix):
     model, state = Net(), state_of(Net(), prefix)
-    assert load_state(model, state) == [f"The prefix {prefix!r} was taken off the dump's names."]
+    assert load_state(model, state) == [f"The prefix {prefix!r} was taken off the weights' names."]
     assert torch.equal(model.head.weight, state[f"{prefix}head.weight"])
 
 
 def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
     state = state_of(Net(), "model.") | {"criterion.class_weights_of_the_loss": torch.ones(3)}
-    assert load_state(Net(), state) == ["The prefix 'model.' was taken off the dump's names, 1 other tensors left out."]
+    assert load_state(Net(), state) == [
+        "The prefix 'model.' was taken off the weights' names, 1 other tensors left out."
+    ]
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])
 def test_a_prefix_of_the_model_is_put_on(wrap):
     model, state = wrap(Net()), state_of(Net())
     (note,) = load_state(model, state)
-    assert "was put before the dump's names" in note
+    assert "was put before the weights' names" in note
     assert torch.equal(next(iter(model.children())).head.weight, state["head.weight"])
 
 
@@ -289,21 +291,21 @@ def test_missing_and_unexpected_names_come_with_the_nearest():
     with pytest.raises(ModelError) as caught:
         load_state(Net(), state)
     assert "do not fit Net (4 of 5 tensors do)" in caught.value.message
-    assert "1 missing from the dump: head.weight (nearest: haed.weight)" in caught.value.message
+    assert "1 missing from the weights: head.weight (nearest: haed.weight)" in caught.value.message
     assert "1 not in the model: haed.weight (nearest: head.weight)" in caught.value.message
     assert "--no-strict" in caught.value.remedy
 
 
 def test_long_lists_of_names_are_cut():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
-    with pytest.raises(ModelError, match=r"18 missing from the dump: .*, and 13 more"):
+    with pytest.raises(ModelError, match=r"18 missing from the weights: .*, and 13 more"):
         load_state(model, {"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)})
 
 
 def test_shapes_are_compared():
     with pytest.raises(ModelError) as caught:
         load_state(Net(3), state_of(Net(4)))
-    assert "3 of another shape (dump for model): encoder.weight (4, 4) for (3, 3)" in caught.value.message
+    assert "3 of another shape (weights for model): encoder.weight (4, 4) for (3, 3)" in caught.value.message
     assert "--model-arg" in caught.value.remedy
 
 
@@ -326,7 +328,7 @@ def test_what_fits_is_loaded_if_asked_for():
     notes = load_state(model, state, strict=False)
     assert torch.equal(model.encoder.weight, state["encoder.weight"])
     assert [note.partition(":")[0] for note in notes] == ["--no-strict", "--no-strict"]
-    assert "1 missing from the dump: steps" in notes[0]
+    assert "1 missing from the weights: steps" in notes[0]
     assert "head.weight (7, 7) for (1, 3)" in notes[1]
 
 
@@ -366,7 +368,7 @@ def test_a_model_of_one_layer_fits_any_of_many_names():
     layer = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     state = {f"layers.{i}.{name}": tensor for i in range(3) for name, tensor in layer.items()}
     notes = load_state(nn.Linear(2, 2), state)
-    assert notes == ["The prefix 'layers.0.' was taken off the dump's names, 4 other tensors left out."]
+    assert notes == ["The prefix 'layers.0.' was taken off the weights' names, 4 other tensors left out."]
 
 
 def test_a_hook_of_a_module_sees_all_that_is_below_it():

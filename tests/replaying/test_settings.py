@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.replaying.settings import OPTIONS, Settings, check_setting, override, read_settings
+from nandoctor.replaying.project_settings import read_settings
+from nandoctor.replaying.settings import OPTIONS, Settings, check_setting, override
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
 def test_notes_tell_what_was_adapted():
     model = nn.Linear(3, 2)
     dump = dump_of(nn.ModuleDict({"net": model}), image=IMAGE)
-    assert prepare(dump, model, Settings()).notes == ("The prefix 'net.' was taken off the dump's names.",)
+    assert prepare(dump, model, Settings()).notes == ("The prefix 'net.' was taken off the weights' names.",)
 
 
 def test_the_live_model_is_not_written_to():

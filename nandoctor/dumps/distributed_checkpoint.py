@@ -1,0 +1,218 @@
+"""Reads the model's weights in a directory of torch.distributed.checkpoint (DCP), which is pickled, without its code.
+
+In: the directory: `.metadata`, a pickle that says which tensor lies where, and files of parts, each part an archive of
+torch.save. Out: whole tensors. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+
+The metadata is scanned like a dump, and its classes are replaced by inert ones. Parts stand at odd places, where no
+kernel may read them, so they are copied to files without a name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nandoctor.dumps.classify import check_weights, choose_state
+from nandoctor.dumps.pickle_scan import named_globals
+from nandoctor.dumps.reader import read_part
+from nandoctor.dumps.zip_members import damaged
+from nandoctor.errors import DumpError
+from nandoctor.file_memory import map_empty
+from nandoctor.text import brief, brief_list, plural
+
+_MAX_NBYTES = 512 << 20
+_MAX_INSTRUCTIONS = 10_000_000
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+class _Record:
+    """Stands for an object of the metadata: its fields, whatever it was."""
+
+    fields: Mapping[str, Any] = {}
+
+    def __new__(cls, *_: object) -> _Record:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        self.fields = state if isinstance(state, dict) else {"values": state}
+
+
+class _Tensor(_Record):
+    """Stands for the description of a tensor; that of any other value is of no use here."""
+
+
+def _size(sizes: object = ()) -> tuple[int, ...]:
+    """`torch.Size`, of nothing but a tuple."""
+    return _whole(sizes)
+
+
+_STAND_INS: Mapping[str, Any] = {
+    "torch.Size": _size,
+    "torch.serialization._get_layout": _Record,
+    f"{_PACKAGE}.metadata.TensorStorageMetadata": _Tensor,
+    **{
+        f"{_PACKAGE}.{name}": _Record
+        for name in (
+            *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "metadata.TensorProperties"),
+            *("metadata.ChunkStorageMetadata", "metadata.BytesStorageMetadata", "metadata._MEM_FORMAT_ENCODING"),
+            "filesystem._StorageInfo",
+        )
+    },
+    **{f"{module}.{kind}Path": _Record for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
+}
+
+
+def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
+    """The state dict of the model in it.
+
+    Raises:
+        DumpError: it is damaged or hostile, or holds no tensors.
+        OSError: a file cannot be read.
+    """
+    metadata = _read_metadata(folder / ".metadata")
+    described = {name: item for name, item in _mapping(metadata, "state_dict_metadata").items() if _is_tensor(item)}
+    names = _choose_names(list(described), _mapping(metadata, "planner_data"))
+    parts: dict[str, list[tuple[_Record, _Record]]] = {name: [] for name in names}
+    for index, place in _mapping(metadata, "storage_data").items():
+        if isinstance(index, _Record) and isinstance(place, _Record) and index.fields.get("fqn") in parts:
+            parts[index.fields["fqn"]].append((index, place))
+    files = _Files(folder)
+    state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
+    return check_weights(state, files.nbytes)
+
+
+def _is_tensor(item: object) -> bool:
+    return isinstance(item, _Tensor)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds records out of a pickle that was scanned, and calls nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for the class."""
+        known = _find(f"{module}.{name}")
+        if known is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return known
+
+
+def _find(name: str) -> Any:
+    """What stands for a class or function of the metadata; None for one that has no place there."""
+    module, _, attribute = name.rpartition(".")
+    dtype = getattr(torch, attribute, None) if module == "torch" else None
+    return dtype if isinstance(dtype, torch.dtype) else _STAND_INS.get(name)
+
+
+def _read_metadata(path: Path) -> _Record:
+    if path.stat().st_size > _MAX_NBYTES:
+        raise damaged("its metadata is larger than that of any model")
+    pickled = path.read_bytes()
+    unknown = sorted(name for name in named_globals(pickled, max_instructions=_MAX_INSTRUCTIONS) if not _find(name))
+    if unknown:
+        raise DumpError(
+            f"its metadata would run code that a table of tensors does not need: {brief_list(unknown)}.",
+            remedy="Do not open it if you do not know who wrote it; else make one file of it: python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY weights.pt.",
+        )
+    try:
+        metadata = _Unpickler(io.BytesIO(pickled)).load()
+    except Exception as error:  # a damaged pickle makes it raise nearly anything
+        raise damaged("its metadata makes no sense") from error
+    if not isinstance(metadata, _Record):
+        raise damaged("its metadata is no table of tensors")
+    return metadata
+
+
+def _mapping(record: _Record, name: str) -> Mapping[Any, Any]:
+    found = record.fields.get(name) or {}
+    if type(found) is not dict:
+        raise damaged(f"{name} in its metadata is no mapping")
+    return found
+
+
+def _choose_names(tensors: Sequence[object], paths: Mapping[Any, Any]) -> dict[str, str]:
+    """The model's tensors among all, with their names in its state dict; not those of an optimizer."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        path = paths.get(name)
+        if not isinstance(name, str):
+            raise damaged("a name in its metadata is no text")
+        places = [str(part) for part in path] if isinstance(path, tuple) and path else [name]
+        if not any(place.startswith("optim") for place in places[:-1]):
+            groups.setdefault(".".join(places[:-1]), {})[name] = places[-1]
+    if not groups:
+        raise DumpError("it holds no tensors of a model.", remedy="Give the directory of the model's own checkpoint.")
+    tables: Any = groups  # to be chosen by the names alone
+    return groups[choose_state(tables)]
+
+
+class _Files:
+    """The files of parts. All that is read of them together is bounded by their size: joining parts copies them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+        self._folder = folder
+        self.nbytes = self._left = sum(self._sizes.values())
+
+    def read(self, place: _Record) -> torch.Tensor:
+        """The tensor at that place."""
+        name, offset, length = (place.fields.get(key) for key in ("relative_path", "offset", "length"))
+        if name not in self._sizes or type(offset) is not int or type(length) is not int:
+            raise DumpError(
+                f"{brief(str(name))}, which holds a part of the weights, is not in it.",
+                remedy="Put the files of all ranks into one directory.",
+            )
+        if place.fields.get("transform_descriptors"):
+            raise DumpError("its parts are compressed.", remedy="Save it without extensions.")
+        self._left -= length
+        if self._left < 0:
+            raise damaged("it claims more weights than it holds")
+        part = read_part(self._folder / name, offset, length)
+        if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+            raise damaged("a part of it is no tensor")
+        if part.numel() * part.element_size() > length:
+            raise damaged("a part of it claims more values than it holds")
+        return part
+
+
+def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]], files: _Files) -> torch.Tensor:
+    shape = _whole(described.fields.get("size"))
+    num_left = math.prod(shape)
+    if not parts or num_left > files.nbytes:
+        raise _unfit(name, f"{num_left:,} values in {plural(len(parts), 'part')}")
+    whole: torch.Tensor | None = None
+    for index, place in parts:
+        part, offset = files.read(place), _whole(index.fields.get("offset"))
+        whole = map_empty(shape, part.dtype) if whole is None else whole
+        _place(whole, part, offset, name)
+        num_left -= part.numel()
+    if whole is None or num_left:
+        raise _unfit(name, "values are missing")
+    return whole
+
+
+def _place(whole: torch.Tensor, part: torch.Tensor, offset: Sequence[int], name: str) -> None:
+    target = whole
+    fits = len(offset) == part.dim() == whole.dim() and part.dtype == whole.dtype
+    for dim, (start, size) in enumerate(zip(offset, part.shape, strict=False)):
+        if not fits or start + size > whole.shape[dim]:
+            raise _unfit(name, f"{tuple(part.shape)} at {tuple(offset)} in {tuple(whole.shape)}")
+        target = target.narrow(dim, start, size)
+    target.copy_(part)
+
+
+def _whole(sizes: object) -> tuple[int, ...]:
+    """Sizes as a tuple of numbers, 0 or more."""
+    if type(sizes) is not tuple or not all(type(size) is int and 0 <= size < 1 << 60 for size in sizes):
+        raise damaged("a size in its metadata is none")
+    return sizes
+
+
+def _unfit(name: str, why: str) -> DumpError:
+    return damaged(f"the parts of {brief(name)} do not make it up ({why})")

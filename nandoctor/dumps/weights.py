@@ -1,0 +1,154 @@
+"""Reads weights from where a training leaves them: one file, an index with its shards, or a directory.
+
+In: a path. Out: a state dict on the CPU, mapped from the files where they allow it. No code of a file is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nandoctor.dumps.classify import check_weights, strip_wrappers
+from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
+from nandoctor.dumps.distributed_checkpoint import read_distributed
+from nandoctor.dumps.reader import read_state
+from nandoctor.dumps.zip_members import damaged
+from nandoctor.errors import DumpError
+from nandoctor.text import brief, brief_list
+
+State = Mapping[str, torch.Tensor]
+
+_MAX_INDEX_NBYTES = 64 << 20
+_INDEX = ".index.json"
+# The names that transformers and diffusers give the weights of a whole model, the likeliest first.
+_WHOLE = (
+    *("model.safetensors.index.json", "model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    *("diffusion_pytorch_model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+
+
+def read_weights(path: str | os.PathLike[str]) -> State:
+    """Read the weights at `path`, without what DataParallel and torch.compile put before their names.
+
+    It is a safetensors file, an index of Hugging Face (`.index.json`) or the directory of one, a directory of
+    torch.distributed.checkpoint or of DeepSpeed, or what torch.save wrote: a state dict, a dump, DeepSpeed's
+    model states.
+
+    Raises:
+        DumpError: it is none of these, a part of one, damaged or hostile.
+    """
+    location = Path(path)
+    try:
+        refuse_part(location)
+        try:
+            state = _read_directory(location) if location.is_dir() else _read_file(location)
+        except OSError as error:
+            raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
+    except DumpError as error:
+        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
+    return strip_wrappers(state)[0]
+
+
+def _read_file(path: Path) -> State:
+    if path.name.endswith(_INDEX):
+        return _read_index(path)
+    return _read_safetensors(path) if path.suffix == ".safetensors" else read_state(path)
+
+
+def _read_directory(path: Path) -> State:
+    listing = list_directory(path)
+    if listing.kind == "dcp":
+        return read_distributed(path)
+    if listing.kind == "deepspeed":
+        return _read_deepspeed(path, listing)
+    if listing.kind == "hugging face":
+        return _read_file(path / _choose_file(listing))
+    found = listing.names[:3]
+    raise DumpError(
+        f"no checkpoint is known that looks like this directory ({brief_list(found) if found else 'it is empty'}).",
+        remedy="Name the file of weights itself, or an index (.index.json).",
+    )
+
+
+def _choose_file(listing: Listing) -> str:
+    """The file of a whole model; where none has a usual name, the only one."""
+    usual = [name for name in _WHOLE if name in listing.names]
+    indexes, files = listing.ending(_INDEX), listing.ending(".safetensors", ".bin")
+    choices = usual[:1] or indexes or files
+    if len(choices) > 1:
+        raise DumpError(
+            f"it holds {len(choices)} files of weights: {brief_list(choices)}.", remedy="Name the one to take."
+        )
+    refuse_part(Path(choices[0]))
+    return choices[0]
+
+
+def _read_deepspeed(path: Path, listing: Listing) -> State:
+    """The weights that ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
+    if "latest" in listing.names:
+        tag = (path / "latest").read_text(encoding="utf-8", errors="replace")[:200].strip()
+        if Path(tag).name == tag and (path / tag).is_dir():
+            path, listing = path / tag, list_directory(path / tag)
+    files = listing.ending("_model_states.pt")
+    if len(files) == 1 and not files[0].startswith("zero_pp_rank_"):
+        return read_state(path / files[0])
+    if files and all(name.startswith("mp_rank_") for name in files):
+        raise DumpError(
+            f"its weights are split over {len(files)} tensor-parallel ranks.",
+            remedy="Convert it to one state dict, with the tool of the library that trained it.",
+        )
+    raise stub_error(path)
+
+
+def _read_index(path: Path) -> State:
+    """All shards that the index of Hugging Face names, each tensor from the file that it is said to be in."""
+    if path.stat().st_size > _MAX_INDEX_NBYTES:
+        raise damaged("its index is larger than that of any model")
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+        files = {name: _plain_name(file) for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged("it has no weight_map of names and files") from error
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(set(files.values())):
+        if not (path.parent / file).is_file():
+            raise DumpError(
+                f"{brief(file)}, one of the shards that it names, is not beside it.",
+                remedy="Put all shards into the folder of the index.",
+            )
+        shard = _read_file(path.parent / file)
+        wanted = [name for name, place in files.items() if place == file]
+        missing = [name for name in wanted if name not in shard]
+        if missing:
+            raise DumpError(
+                f"{brief(file)} does not hold {brief_list(missing)}, as the index says.",
+                remedy="Take index and shards of one checkpoint.",
+            )
+        state |= {name: shard[name] for name in wanted}
+    return state
+
+
+def _plain_name(file: object) -> str:
+    """The name of a file beside the index, and of nothing elsewhere."""
+    if not isinstance(file, str) or Path(file).name != file or not file.endswith((".safetensors", ".bin")):
+        raise ValueError(file)
+    return file
+
+
+def _read_safetensors(path: Path) -> State:
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise DumpError(
+            "reading it takes the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
+        ) from error
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
+    return check_weights(state, path.stat().st_size)

@@ -1,0 +1,135 @@
+"""Weights without room in a dump: it refers to a checkpoint, and a replay tells whether that is of the same step."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor import Recorder
+from nandoctor.cli.commands import main
+from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import DumpError
+
+WIDTH = 96
+MAX_NBYTES = 60_000  # the weights take 74,496 bytes
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.log(self.leave(self.norm(self.enter(x)).relu()))
+"""
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, caplog):
+    """What trains for two steps, keeps the weights of each, and returns what was logged of the second, which fails."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(weights, max_nbytes=MAX_NBYTES, **settings):
+        import net
+
+        torch.manual_seed(0)
+        model = net.Net(WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"arguments": {"width": WIDTH}, "max_nbytes": max_nbytes, **settings}
+        with Recorder(model, folder="dumps", weights=weights, **options) as recorder:
+            for step in range(2):
+                torch.save(model.state_dict(), f"step{step}.pt")
+                x = torch.randn(8, WIDTH)
+                output = model(x)
+                recorder.watch(output.sum() if step else output.nan_to_num().sum(), x)
+                output.nan_to_num(0, 0, 0).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return caplog.messages[-1]
+
+    yield run
+    sys.modules.pop("net", None)
+
+
+def command_in(message):
+    return shlex.split(message.partition("nandoctor replay ")[2])
+
+
+def test_the_logged_command_replays_the_step(train, capsys):
+    said = train("step1.pt")
+    assert "without the weights, which would pass max_nbytes" in said
+    path, *flags = command_in(said)
+    assert flags == ["--weights", "step1.pt"]
+    dump = read_dump(path)
+    assert (sorted(dump.state), dump.holds_weights) == (
+        ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"],
+        False,
+    )
+    report = nandoctor.replay(path, weights="step1.pt", fixes=False).report
+    assert report.reproduction.grade == "exact"
+    assert report.cause.code == "invalid-domain"
+    assert any("the values that the dump has of 6 tensors are the same there" in note for note in report.notes)
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", path, *flags, "--no-fixes", "--quiet"])
+    assert ended.value.code in (0, None)
+
+
+def test_a_checkpoint_of_another_step_is_told(train):
+    path, *_ = command_in(train(lambda: "step0.pt"))
+    report = nandoctor.replay(path, weights="step0.pt", fixes=False).report
+    assert report.reproduction.grade != "exact"
+    (note,) = [note for note in report.notes if "not of the failing step" in note]
+    assert "6 of 6 tensors that were compared differ from the dump's, by " in note
+
+
+def test_without_weights_the_error_has_the_command(train):
+    path, *_ = command_in(train(None))
+    with pytest.raises(DumpError) as caught:
+        nandoctor.replay(path)
+    assert f"nandoctor replay {path} --weights CHECKPOINT" in caught.value.remedy
+
+
+def test_a_source_that_fails_harms_nothing(train, caplog):
+    def source():
+        raise KeyError("no checkpoint yet")
+
+    assert train(source).endswith("--weights CHECKPOINT")
+    assert any("could not tell a checkpoint (KeyError" in message for message in caplog.messages)
+
+
+def test_weights_that_fit_are_in_the_file(train):
+    path, *flags = command_in(train("step0.pt", max_nbytes=1 << 30))
+    assert flags == []
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
+
+
+def test_other_weights_never_verify(train):
+    path, *_ = command_in(train("step1.pt"))
+    state = torch.load("step1.pt")
+    state["leave.weight"], state["leave.bias"] = torch.zeros(WIDTH, WIDTH), torch.ones(WIDTH)
+    torch.save(state, "sound.pt")
+    found = nandoctor.verify(path, weights="sound.pt", changed=True)
+    assert found.outcome == "cannot-tell"
+    assert any("not known to be those of the failing step" in reason for reason in found.reasons)
+
+
+def test_a_batch_and_a_checkpoint_make_a_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"image": torch.ones(2, 3)}, "batch.pth")
+    with pytest.raises(DumpError, match="a batch alone was saved"):
+        nandoctor.replay("batch.pth", nn.Linear(3, 2))
+    torch.save(nn.Linear(3, 2).state_dict(), "linear.pt")
+    assert nandoctor.replay("batch.pth", nn.Linear(3, 2), weights="linear.pt").verdict == "healthy"
+    torch.save(nn.Linear(1, 1).state_dict(), "other.pt")
+    with pytest.raises(nandoctor.NanDoctorError, match=r"do not fit Linear \(0 of 2 tensors do\)"):
+        nandoctor.replay("batch.pth", nn.Linear(3, 2), weights="other.pt")

@@ -1,0 +1,222 @@
+"""Weights from checkpoints as other programs write them: the same ones come back, and parts are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.weights import read_weights
+from nandoctor.errors import DumpError
+
+
+class Net(nn.Module):
+    """A norm with buffers between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(0)
+    return Net().state_dict()
+
+
+def same(found, state):
+    return list(found) == list(state) and all(torch.equal(found[name], state[name]) for name in state)
+
+
+def save_shards(folder, state, save, ending):
+    """Two shards and their index, as transformers writes them."""
+    names = list(state)
+    places = {name: f"model-0000{1 + (i > 3)}-of-00002.{ending}" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save({name: state[name] for name in names if places[name] == file}, folder / file)
+    (folder / f"model.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def save_dcp(contents, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process saves without the others
+        dcp.save(contents, checkpoint_id=folder)
+
+
+def write(kind, folder, state):
+    """A checkpoint of this kind; what to pass for it."""
+    if kind == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    elif kind == "index of safetensors":
+        save_shards(folder, state, save_file, "safetensors")
+    elif kind == "index of bin":
+        save_shards(folder, state, torch.save, "bin")
+    elif kind == "dcp":
+        optimizer = {"state": {name: {"exp_avg": torch.ones(3)} for name in state}, "lr": 0.1}
+        save_dcp({"optim": optimizer, "model": state, "step": 3}, folder)
+    elif kind == "dcp, flat":
+        save_dcp(state, folder)
+    elif kind == "deepspeed":
+        (folder / "latest").write_text("global_step7")
+        (folder / "global_step7").mkdir()
+        torch.save({"module": state, "ds_version": "0.16"}, folder / "global_step7" / "mp_rank_00_model_states.pt")
+        torch.save({}, folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    else:
+        torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "state.pt")
+        return folder / "state.pt"
+    return folder
+
+
+KINDS = (*("safetensors", "index of safetensors", "index of bin", "dcp", "dcp, flat", "deepspeed", "state dict"),)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_gives_back_its_weights(kind, tmp_path, state):
+    found = read_weights(write(kind, tmp_path, state))
+    assert same({name: found[name] for name in state}, state)
+    assert found.keys() == state.keys()
+
+
+def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path, state):
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    before = path.read_bytes()
+    read_weights(path)["enter.weight"].fill_(7)
+    assert path.read_bytes() == before
+
+
+def lone(folder, name):
+    torch.save({"a.weight": torch.zeros(2)}, folder / name)
+    return folder / name
+
+
+def stub(folder):
+    torch.save({name: torch.empty(0) for name in ("a.weight", "a.bias", "b.weight")}, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def zero3(folder):
+    for rank in (0, 1):
+        torch.save({"module": {}}, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    return folder
+
+
+def tensor_parallel(folder):
+    for rank in (0, 1):
+        torch.save({"module": {}}, folder / f"mp_rank_0{rank}_model_states.pt")
+    return folder
+
+
+PARTS = {
+    "shard of safetensors": (lambda f: lone(f, "model-00001-of-00003.safetensors"), "one of 3 shards", "--weights"),
+    "shard of bin": (lambda f: lone(f, "pytorch_model-00002-of-00003.bin"), "one of 3 shards", "--weights"),
+    "dcp part": (lambda f: lone(f, "__0_0.distcp"), "one rank's part", "--weights"),
+    "zero optimizer": (lambda f: lone(f, "zero_pp_rank_0_mp_rank_00_optim_states.pt"), "ZeRO", "zero_to_fp32"),
+    "zero stub": (stub, "ZeRO", "zero_to_fp32"),
+}
+WEIGHTS_ALONE = {
+    "zero 3": (zero3, "ZeRO", "zero_to_fp32"),
+    "tensor parallel": (tensor_parallel, "2 tensor-parallel ranks", "Convert"),
+    "nothing": (lambda f: f, "no checkpoint is known", "Name the file"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("read", [read_dump, read_weights])
+def test_a_part_is_refused_with_what_to_pass(kind, read, tmp_path):
+    make, message, remedy = PARTS[kind]
+    with pytest.raises(DumpError) as caught:
+        read(make(tmp_path))
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", WEIGHTS_ALONE)
+def test_a_directory_that_is_no_whole_is_refused(kind, tmp_path):
+    make, message, remedy = WEIGHTS_ALONE[kind]
+    with pytest.raises(DumpError) as caught:
+        read_weights(make(tmp_path))
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def index_of(weight_map):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+
+def change_metadata(change):
+    """A checkpoint whose metadata was unpickled, changed and pickled again."""
+
+    def make(folder):
+        save_dcp({"a.weight": torch.arange(6.0)}, folder)
+        path = folder / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        path.write_bytes(pickle.dumps(change(metadata) or metadata))
+
+    return make
+
+
+class Runs:
+    """Leaves a mark when it is unpickled."""
+
+    def __reduce__(self):
+        return Path("mark").touch, ()
+
+
+def place_of(metadata, **fields):
+    for place in metadata.storage_data.values():
+        vars(place).update(fields)
+
+
+BROKEN = {
+    "index: not json": (lambda f: (f / "a.safetensors.index.json").write_text("{"), "weight_map"),
+    "index: other folder": (index_of({"weight_map": {"a": "../../secret.bin"}}), "weight_map"),
+    "index: no file": (index_of({"weight_map": {"a": "model.safetensors"}}), "not beside it"),
+    "index: endless": (lambda f: (f / "a.safetensors.index.json").write_text("[" * 100_000), "weight_map"),
+    "safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"\x08" + bytes(20)), "damaged"),
+    "dcp: code": (lambda f: ((f / ".metadata").write_bytes(pickle.dumps(Runs())), lone(f, "x.distcp")), "run code"),
+    "dcp: code in a field": (change_metadata(lambda m: vars(m).update(planner_data=Runs())), "run code"),
+    "dcp: other file": (change_metadata(lambda m: place_of(m, relative_path="../secret")), "is not in it"),
+    "dcp: beyond the end": (change_metadata(lambda m: place_of(m, offset=1 << 40)), "damaged"),
+    "dcp: no pickle": (lambda f: ((f / ".metadata").write_bytes(b"\x80\x04}"), lone(f, "x.distcp")), "damaged"),
+    "dcp: a number": (change_metadata(lambda _: 3), "damaged"),
+    "dcp: no parts": (change_metadata(lambda m: m.storage_data.clear()), "do not make it up"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_checkpoint_has_one_clear_error(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, message = BROKEN[kind]
+    make(tmp_path)
+    with pytest.raises(DumpError) as caught:
+        read_weights(tmp_path)
+    assert message in caught.value.message
+    assert not Path("mark").exists()
+
+
+def test_parts_of_two_ranks_are_joined(tmp_path, state):
+    """A tensor in two parts, as two ranks write it: the metadata is edited by hand."""
+    whole = torch.arange(12.0).view(4, 3)
+    save_dcp({"low.weight": whole[:2].clone(), "high.weight": whole[2:].clone()}, tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    described = metadata.state_dict_metadata
+    described["w.weight"] = described.pop("low.weight")
+    described["w.weight"].size = torch.Size([4, 3])
+    del described["high.weight"]
+    metadata.planner_data = {"w.weight": ("w.weight",)}
+    metadata.storage_data = {
+        type(index)("w.weight", torch.Size([0, 0]) if index.fqn == "low.weight" else torch.Size([2, 0])): place
+        for index, place in metadata.storage_data.items()
+    }
+    path.write_bytes(pickle.dumps(metadata))
+    assert torch.equal(read_weights(tmp_path)["w.weight"], whole)
