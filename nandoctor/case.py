@@ -98,7 +98,8 @@ def diagnose(
     dump, settings = _read(dump, options)
     found = replay_dump(dump, anchor(model), settings, progress=progress)
     arguments = command_arguments(dump.path, {"model": model, **options})
-    report = dataclasses.replace(tell_if_changed(found, dump, settings), arguments=arguments)
+    found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
+    report = tell_if_changed(found, dump, settings)
     found = dataclasses.replace(found, report=report)
     return Case(report, _Asked(dump=dump, model=model, settings=settings, found=found))
 

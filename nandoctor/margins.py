@@ -24,6 +24,7 @@ from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override
 from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.text import part_of
 from nandoctor.tracing.tensor_stats import collect, measure
 
 Checkpoint = Dump | str | os.PathLike[str]
@@ -72,7 +73,8 @@ def checkup(
 def _notes(steps: Sequence[CheckedStep]) -> list[str]:
     undated = [checked.path for checked in steps if checked.step is None]
     if len(steps) > 1 and undated:
-        return [f"{len(undated)} of {len(steps)} files hold no step, and are not part of the trend: {undated[0]}."]
+        files = part_of(len(undated), len(steps), "file")
+        return [f"No step is known for {files}, left out of the trend: {undated[0]}."]
     return []
 
 

@@ -48,7 +48,7 @@ from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
-from nandoctor.text import join_first, part_of
+from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import collect, measure
 
@@ -122,7 +122,7 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
 def _diagnose_step(preparation: Preparation, summary: DumpSummary) -> Diagnosed:
     replayed = reproduce(preparation)
     findings = _diagnose(replayed)
-    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *preparation.notes)
+    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summary, notes)
     return Diagnosed(report=report, step=replayed.step, findings=findings, random=replayed.any_random)
 
@@ -331,9 +331,10 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
     )
     first, *others = diagnose_state(weights, buffers) or (None,)
     names = join_first([array.name for array in nonfinite], 3)
+    tensors = part_of(len(nonfinite), summary.num_weights, "saved tensor")
     return Report(
         verdict="state",
-        headline=f"{part_of(len(nonfinite), summary.num_weights)} saved tensors are non-finite: {names}",
+        headline=f"{tensors} {are(len(nonfinite))} non-finite: {names}",
         reproduction=Reproduction(grade="no-reference"),
         first_nonfinite=None,
         origin=first.origin if first else None,

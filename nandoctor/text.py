@@ -99,9 +99,14 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
-def part_of(part: int, whole: int) -> str:
-    """How many of how many: "8,192 of 32,768"."""
-    return f"{part:,} of {whole:,}"
+def part_of(part: int, whole: int, noun: str = "") -> str:
+    """How many of how many: "8,192 of 32,768", "8 of 32 values", "1 of 1 value"."""
+    return f"{part:,} of {plural(whole, noun) if noun else f'{whole:,}'}"
+
+
+def are(count: int) -> str:
+    """The verb for so many: "1 value is", "2 values are"."""
+    return "is" if count == 1 else "are"
 
 
 def ordinal(place: int) -> str:
@@ -172,6 +177,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
 
 
+def printable_code(line: str) -> str:
+    """A line of code, printable and otherwise as it is: a tab stays, for what is copied has to be what was written."""
+    return "\t".join(map(printable, line.split("\t")))
+
+
 def _escape(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
@@ -189,6 +199,16 @@ def shorten(text: str, width: int) -> str:
     kept = max(width - 1, 0)
     tail = kept - kept // 3
     return f"{text[: kept - tail]}…{text[len(text) - tail :]}"
+
+
+def cut(text: str, width: int) -> str:
+    """The text cut at its end to at most `width` columns of a terminal."""
+    if cell_width(text) <= width:
+        return text
+    text = text[: width - 1]
+    while cell_width(text) > width - 1:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def brief(text: str, width: int = _BRIEF_WIDTH) -> str:

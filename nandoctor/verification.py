@@ -21,13 +21,14 @@ from nandoctor.evidence.verification import CodeState, GradientCheck, Verificati
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import Judgement, TrialBudget, Trials
 from nandoctor.pipeline import Diagnosed, replay_dump
+from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource
-from nandoctor.text import join_first, part_of, percent
+from nandoctor.text import are, join_first, part_of, percent
 
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
@@ -96,12 +97,13 @@ def _retell(report: Report, verification: Verification) -> Report:
     if report.verdict != "not-reproduced":
         return report
     code = verification.code
+    command = verify_command(report) or "nandoctor verify"
     if verification.outcome == "fixed" and code.basis == "hash":
         headline = f"Your code has changed since, and the step passes now: {describe_changes(code)}."
-        return replace(report, verdict="fixed", headline=headline, next_steps=("Confirm: nandoctor verify DUMP",))
+        return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {command}",))
     if verification.outcome == "fixed":
         files = join_first([change.file for change in code.changes], 3)
-        note = f"Written after the dump: {files}. If that was your fix, it works: nandoctor verify DUMP"
+        note = f"Written after the dump: {files}. If that was your fix, it works: {command}"
         return replace(report, notes=(*report.notes, note))
     return replace(report, notes=(*report.notes, *verification.reasons))
 
@@ -193,7 +195,8 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
         return f"the saved {join_first([array.name for array in nonfinite], 3)} is non-finite"
     graded = report.reproduction
     if graded.num_bad_saved and graded.numel:
-        return f"{part_of(graded.num_bad_saved, graded.numel)} values of the saved {graded.output} are non-finite"
+        values = part_of(graded.num_bad_saved, graded.numel, "value")
+        return f"{values} of the saved {graded.output} {are(graded.num_bad_saved)} non-finite"
     return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
 
 

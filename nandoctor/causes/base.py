@@ -16,7 +16,7 @@ from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import CASTS, DOMAINS, MOVES, PRODUCTS, SINGULAR_INPUTS
-from nandoctor.text import excess, number, part_of
+from nandoctor.text import are, excess, number, part_of
 
 Phase = Literal[
     "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
@@ -212,7 +212,8 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     """How large the incoming gradient is, and how much of the outgoing one is non-finite."""
     analysis = finding.analysis
     incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
-    outgoing = f"{part_of(analysis.num_bad, analysis.numel)} outgoing elements are {' or '.join(analysis.kinds)}"
+    outgoing = part_of(analysis.num_bad, analysis.numel, "outgoing element")
+    outgoing += f" {are(analysis.num_bad)} {' or '.join(analysis.kinds)}"
     reached = (
         Evidence(name="grad_output_absmax", value=value, text=f"the incoming gradient reaches {number(value)}")
         for value in sorted(incoming)[-1:]
@@ -249,7 +250,7 @@ def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
         Evidence(
             name="num_bad",
             value=analysis.num_bad,
-            text=f"{part_of(analysis.num_bad, analysis.numel)} elements are non-finite",
+            text=f"{part_of(analysis.num_bad, analysis.numel, 'element')} {are(analysis.num_bad)} non-finite",
         ),
     )
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain, singular_inputs
-from nandoctor.causes.sentences import operand, subject
+from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
 from nandoctor.ops import DIVISIONS, NORMALISATIONS
-from nandoctor.text import plural
+from nandoctor.text import are, plural
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
@@ -45,12 +45,12 @@ def diagnose(finding: Finding) -> Cause | None:
 
 
 def _explain(finding: Finding, name: str, zeros: int) -> Cause:
-    divisor = operand(finding.op, name) or ("the divisor" if name == "other" else "its argument")
+    divisor = argument(finding.op, name)
     return Cause(
         code=CODE,
         title=TITLE,
         headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}",
-        explanation=f"{finding.op.op} divides by exact zeros: {zeros:,} of them in its {name}.",
+        explanation=f"{finding.op.op} divides by exact zeros: {plural(zeros, 'element')} of {divisor} {are(zeros)} 0.",
         evidence=(
             Evidence(name="num_zero", value=zeros, text=f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),
         ),

@@ -38,7 +38,7 @@ from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, HAS_STABLE_LOGARITHM, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
-from nandoctor.text import constant, part_of, plural
+from nandoctor.text import are, constant, part_of, plural
 
 CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
@@ -86,15 +86,15 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
     zeros = argument.counts.num_zero
     text = f"the argument is exactly {constant(edge)}"
     if edge == 0:
-        text = f"{zeros:,} of the argument's elements are exactly zero"
-    nonfinite = part_of(finding.analysis.num_bad, finding.analysis.numel)
+        text = f"{plural(zeros, 'element')} of the argument {are(zeros)} exactly zero"
+    nonfinite = part_of(finding.analysis.num_bad, finding.analysis.numel, "value")
     in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
     return Cause(
         code=CODE,
         title=TITLE,
         headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
-        f"{nonfinite} values, and {op}({constant(edge)}) is infinite",
-        explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} elements "
+        f"{nonfinite}, and {op}({constant(edge)}) is infinite",
+        explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
         f"infinite{in_fp32}.",
         evidence=(
             Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),

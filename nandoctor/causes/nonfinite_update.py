@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.optimizer import OptimizerUpdate
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.text import number, part_of
+from nandoctor.text import are, number, part_of
 
 CODE = "nonfinite-update"
 TITLE = "The optimizer's update makes non-finite weights"
@@ -53,7 +53,7 @@ def _evidence(update: OptimizerUpdate) -> Iterator[Evidence]:
         if not math.isfinite(value):
             yield Evidence(name=name, value=str(value), text=f"the optimizer's {name} is {value:g}")
     for name, (num_bad, numel) in update.parameters.items():
-        text = f"{part_of(num_bad, numel)} values of {name} are non-finite after the update"
+        text = f"{part_of(num_bad, numel, 'value')} of {name} {are(num_bad)} non-finite after the update"
         yield Evidence(name="weight", value=name, text=text)
     if update.largest_gradient is not None:
         text = f"the largest gradient before the update is {number(update.largest_gradient)}"

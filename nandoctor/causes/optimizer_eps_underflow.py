@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.text import constant, number, part_of
+from nandoctor.text import are, constant, number, part_of
 
 CODE = "optimizer-eps-underflow"
 TITLE = "The optimizer's eps rounds to zero"
@@ -33,19 +33,20 @@ def diagnose(slot: OptimizerSlot) -> Cause | None:
     counts, dtype = slot.moment.counts, slot.moment.dtype
     if counts is None or not counts.num_zero or dtype.round(slot.eps) != 0:
         return None
+    zeros = part_of(counts.num_zero, slot.moment.numel, "second moment")
     return Cause(
         code=CODE,
         title=TITLE,
         headline=f"The optimizer's eps of {constant(slot.eps)} rounds to 0 in {dtype}, so its step divides by 0",
         explanation=f"The optimizer's eps of {constant(slot.eps)} is zero in {dtype}, and so are "
-        f"{part_of(counts.num_zero, slot.moment.numel)} second moments of {slot.parameter or 'a parameter'}: "
+        f"{zeros} of {slot.parameter or 'a parameter'}: "
         "its step divides by zero there.",
         evidence=(
             Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {constant(slot.eps)}"),
             Evidence(
                 name="num_zero",
                 value=counts.num_zero,
-                text=f"{part_of(counts.num_zero, slot.moment.numel)} second moments are exactly zero",
+                text=f"{zeros} {are(counts.num_zero)} exactly zero",
             ),
             Evidence(
                 name="smallest",

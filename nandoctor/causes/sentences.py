@@ -47,7 +47,11 @@ def operand(op: OpCall, name: str) -> str | None:
 
 def argument(op: OpCall, name: str) -> str:
     """The text of an argument, or which one it is where the expression does not show it."""
-    which = {"self": "the first operand", "other": "the divisor" if op.op in DIVISIONS else "the second operand"}
+    alone = len(op.inputs) == 1 and not op.scalars
+    which = {
+        "self": "its argument" if alone else "the first operand",
+        "other": "the divisor" if op.op in DIVISIONS else "the second operand",
+    }
     return operand(op, name) or which.get(name, name)
 
 
@@ -106,4 +110,4 @@ def how_nonfinite(counts: NonfiniteCounts | None, numel: int) -> str:
     """Which values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
     if counts is None or not counts.num_bad:
         return "is non-finite"
-    return f"is {kinds_text(counts.kinds)} in {part_of(counts.num_bad, numel)} values"
+    return f"is {kinds_text(counts.kinds)} in {part_of(counts.num_bad, numel, 'value')}"

@@ -152,7 +152,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
         case = diagnose(opened, progress=display, **settings)
         display.tell(case.report)
         report = add_fixes(case, display).report
-    print_as(report, form, told=display.told)
+    print_as(report, form, told=display.told, has_page=any(path.suffix == ".html" for path in outputs))
     _write_all(report, outputs, as_json=form == "json")
     if display.interrupted:
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)

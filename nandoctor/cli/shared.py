@@ -175,7 +175,7 @@ def progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 
 
-def print_as(report: Report, form: str, *, told: bool) -> None:
+def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, JSON apart; where its first part was `told` already, the rest."""
     from nandoctor.renderers.concise import concise_line, github_line
     from nandoctor.renderers.terminal import one_line, print_report
@@ -184,7 +184,7 @@ def print_as(report: Report, form: str, *, told: bool) -> None:
     if form in lines:
         click.echo(lines[form](report))
     elif form == "full":
-        print_report(report, console(), told=told)
+        print_report(report, console(), told=told, has_page=has_page)
 
 
 def show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:

@@ -25,7 +25,7 @@ from nandoctor.cli.shared import (
     trust_option,
 )
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import printable
+from nandoctor.text import plural, printable
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from nandoctor.working_tree import PatchedFile
 
 EXIT_NOTHING_FAILED = 3
+_WITHOUT_DIFF = {
+    "snippet": "code to run once the model is built",
+    "state": "code to run once the weights are loaded",
+    "data": "code to run on the batch",
+    "setting": "a setting of the training loop",
+    "advice": "advice in words",
+}
 
 
 @click.command(cls=GroupedCommand)
@@ -120,16 +127,18 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
 def _choose(case: Case, pick: int) -> FixChoice:
     """The fix of that number among those that were verified, from 1."""
     from nandoctor.evidence.verification import FixChoice
+    from nandoctor.renderers.commands import page_command
 
     verified = [item for item in case.fixes if item.verified]
     if not verified:
         tried = len(case.fixes)
         raise NanDoctorError(
             f"No change was verified on this step ({tried} tried)." if tried else "No change was found to try.",
-            remedy="nandoctor replay DUMP -o report.html shows what was tried and how it failed.",
+            remedy=f"What was tried, and how it failed: {page_command(case.report)}",
         )
     if pick > len(verified):
-        raise click.UsageError(f"--pick {pick}: {len(verified)} fixes were verified.")
+        known = plural(len(verified), "fix was", "fixes were")
+        raise click.UsageError(f"--pick {pick}: {known} verified.")
     report = case.report
     return FixChoice(
         dump=report.dump.path, headline=report.headline, pick=pick, num_verified=len(verified), fix=verified[pick - 1]
@@ -139,8 +148,8 @@ def _choose(case: Case, pick: int) -> FixChoice:
 def _diff_of(chosen: Fix) -> str:
     if chosen.kind != "source":
         raise NanDoctorError(
-            f"This fix is no change of a source file but a {chosen.kind}: {chosen.title}.",
-            remedy="Leave --diff and --write out to see it as code, or take another one with --pick N.",
+            f"This fix has no diff: it is {_WITHOUT_DIFF[chosen.kind]} ({chosen.title}).",
+            remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
         )
     return chosen.patch
 

@@ -91,7 +91,7 @@ def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = count_nonfinite(stats, trace)
     kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
-    text = f"{kinds} in {part_of(found.num_bad, found.numel)} elements"
+    text = f"{kinds} in {part_of(found.num_bad, found.numel, 'element')}"
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
         text += f" ({samples_text(found.samples, stats.shape[0])})"
     return text

@@ -107,7 +107,9 @@ class Verifier:
         off = torch.minimum(*errors)[rows]  # type: ignore[arg-type]
         coarser = _COARSER_IN_BF16 if in_bf16(change, before=False) else 1
         allowed = (coarser * torch.nan_to_num(own, nan=0.0)).clamp(min=TOLERANCE, max=MOST_NOISE)[rows]
-        text = f"the samples that were fine change by at most {percent(float(off.max()))}"
+        largest = float(off.max())
+        moved = f"change by at most {percent(largest)}" if largest else "do not change"
+        text = f"the samples that were fine {moved}"
         return "passed" if bool((off <= allowed).all()) else "failed", text
 
     @cached_property

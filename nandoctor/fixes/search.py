@@ -45,7 +45,7 @@ from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import join_first
+from nandoctor.text import join_first, plural
 
 _CHANGES = "changes of the operation"
 
@@ -175,7 +175,7 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):
-        yield f"None of the {len(ranked)} changes that were tried helped."
+        yield f"No change helped: {plural(len(ranked), 'change')} tried."
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
 

@@ -27,6 +27,7 @@ from nandoctor.renderers.triage import triage_lines
 from nandoctor.renderers.triage_page import triage_page
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import Settings, anchored, override
+from nandoctor.text import are, plural
 
 DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3
@@ -62,7 +63,7 @@ class InterruptedTriageError(NanDoctorError):
     exit_code = 130
 
     def __init__(self, triage: Triage) -> None:
-        left = f"{triage.num_left:,} files are left"
+        left = f"{plural(triage.num_left, 'file')} {are(triage.num_left)} left"
         super().__init__(
             f"InterruptedTriageError: {left}.", remedy="The same command goes on from here: what is done is kept."
         )

@@ -16,7 +16,7 @@ from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.renderers.facts import Fact, describe_reproduction
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import cell_width, kinds_text, ordinal, part_of, printable, samples_text
+from nandoctor.text import cell_width, cut, kinds_text, ordinal, part_of, printable, samples_text
 
 _MOST_CARETS = 4
 """An expression over more lines is marked by its lines alone."""
@@ -106,7 +106,7 @@ def _remark(report: Report) -> str:
     if report.origin is None or not report.origin.elements.kinds:
         return ""
     found = report.origin.elements
-    return f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)} values"
+    return f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel, 'value')}"
 
 
 def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[CodeLine]:
@@ -117,13 +117,15 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
     dent = min((len(text) - len(text.lstrip()) for text in texts.values() if text), default=0)
     gutter = len(str(shown.stop - 1))
     room = None if width is None else max(width - gutter - len("> ") - len(" | "), 20)
-    start = dent + (_hidden(excerpt, dent, room) if room is not None else 0)
+    hidden = _hidden(excerpt, dent, room) if room is not None else 0
+    start = dent + hidden
     for number, text in texts.items():
         inside = excerpt.line <= number <= excerpt.end_line
+        seen = f"{'…' if hidden else text[start : start + 1]}{text[start + 1 :]}" if text[dent:] else ""
         if text or inside:
-            line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(text, start, room)}"
+            line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(seen, room)}"
             yield CodeLine(text=line.rstrip(), kind="marked" if inside else "context")
-        if inside and (caret := _carets(excerpt, number, text, start)):
+        if inside and (caret := _carets(excerpt, number, text, start, seen)):
             notes = [printable(remark)] if remark and number == excerpt.end_line else []
             if notes and (room is None or cell_width(f"{caret} {notes[0]}") <= room):
                 caret = f"{caret} {notes.pop()}"
@@ -132,18 +134,17 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
 
 
 def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:
-    """How many characters at the left make way for an expression far to the right."""
+    """How many characters at the left make way for an expression far to the right; the next one becomes "…"."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.line != excerpt.end_line:
         return 0
-    return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent))
+    return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent - 1))
 
 
-def _cut(text: str, start: int, room: int | None) -> str:
-    text = text[start:]
-    return text if room is None or cell_width(text) <= room else f"{text[: room - 1]}…"
+def _cut(seen: str, room: int | None) -> str:
+    return seen if room is None else cut(seen, room)
 
 
-def _carets(excerpt: Excerpt, number: int, text: str, start: int) -> str:
+def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> str:
     """The carets below one line of the expression, in columns of a terminal; "" where its columns are not known."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.end_line - excerpt.line >= _MOST_CARETS:
         return ""
@@ -151,4 +152,4 @@ def _carets(excerpt: Excerpt, number: int, text: str, start: int) -> str:
     end = excerpt.end_column if number == excerpt.end_line else len(text)
     if not start <= begin < end:
         return ""
-    return " " * cell_width(text[start:begin]) + "^" * max(cell_width(text[begin:end]), 1)
+    return " " * cell_width(seen[: begin - start]) + "^" * max(cell_width(text[begin:end]), 1)

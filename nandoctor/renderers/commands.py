@@ -38,8 +38,13 @@ def _command(verb: str, report: Report, *rest: str) -> str | None:
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
 
 
-def next_facts(report: Report) -> list[Fact]:
-    """What to do and to type next, besides applying a fix."""
+def plot_command(report: Report, kind: str) -> str | None:
+    """What draws one kind of plot."""
+    return _command("plot", report, f"--kind {kind}")
+
+
+def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
+    """What to do and to type next, besides applying a fix; without the `page` where the reader has one."""
     facts = [Fact(label="next", text=printable(step)) for step in report.next_steps]
-    commands = filter(None, (explain_command(report), page_command(report)))
+    commands = filter(None, (explain_command(report), page_command(report) if page else None))
     return [*facts, *(Fact(label="more", text=command, is_command=True) for command in commands)]

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.text import printable
+from nandoctor.text import printable, printable_code
 
 _PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
 
@@ -20,15 +20,51 @@ _PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
 class Encodable:
     """A renderable whose letters the console's encoding can write: a report piped on Windows goes out in cp1252.
 
-    Letters are replaced one by one, after the layout, so that columns stay aligned.
+    Letters are replaced one by one, after the layout, so that columns stay aligned. What rich pads a line with is left
+    out, so that piped text ends where it ends.
     """
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self._content, options):
-            yield segment if not options.ascii_only else _plainer(segment, options.encoding)
+        for line in Segment.split_lines(console.render(self._content, options)):
+            kept = line if isinstance(self._content, CodeLine) else _unpadded(line)
+            yield from (_plainer(segment, options.encoding) for segment in kept) if options.ascii_only else kept
+            yield Segment.line()
+
+
+class CodeLine:
+    """A line of a diff or of code as it was written, to be copied: never broken, its tabs and its blanks kept."""
+
+    def __init__(self, line: str, style: str = "") -> None:
+        self._line, self._style = printable_code(line), style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(self._line, console.get_style(self._style))
+        yield Segment.line()
+
+
+def diff_style(line: str) -> str:
+    """The style of a line of a diff."""
+    if line.startswith(("---", "+++")):
+        return "bold"
+    return {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
+
+
+def _unpadded(line: list[Segment]) -> list[Segment]:
+    """The segments of a line without the blanks at its end; control codes have no text that shows."""
+    kept = list(line)
+    while kept and not kept[-1].is_control and not kept[-1].text.strip(" ") and not _is_filled(kept[-1]):
+        kept.pop()
+    if kept and not kept[-1].is_control and not _is_filled(kept[-1]):
+        kept[-1] = Segment(kept[-1].text.rstrip(" "), kept[-1].style)
+    return kept
+
+
+def _is_filled(segment: Segment) -> bool:
+    """Tell whether blanks of this segment can be seen, as those of a badge."""
+    return segment.style is not None and segment.style.bgcolor is not None
 
 
 def _plainer(segment: Segment, encoding: str) -> Segment:

@@ -16,7 +16,7 @@ from nandoctor.evidence.report_diff import Comparison, LayerChange
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
-from nandoctor.text import bits_text, brief, join_first, number
+from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
 
 _MAX_LAYERS = 12
 _MAX_NAMED = 3
@@ -53,9 +53,8 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
         yield literal(_describe_layers(comparison), "dim")
         yield _table(comparison.layers[:_MAX_LAYERS], width)
     else:
-        yield literal(
-            f"None of the {comparison.num_shared:,} calls that both made changed by a factor of 1.4 or more.", "dim"
-        )
+        compared = plural(comparison.num_shared, "call")
+        yield literal(f"No call changed by a factor of 1.4 or more ({compared} that both made).", "dim")
     if others := list(_others(comparison)):
         yield labelled(others)
 
@@ -63,7 +62,7 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
 def _describe_layers(comparison: Comparison) -> str:
     count, shown = len(comparison.layers), min(len(comparison.layers), _MAX_LAYERS)
     first = f", the first {shown}" if shown < count else ""
-    return f"{count:,} of {comparison.num_shared:,} calls changed (absmax in the replay, headroom in bits){first}"
+    return f"{part_of(count, comparison.num_shared, 'call')} changed (absmax in the replay, headroom in bits){first}"
 
 
 def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:

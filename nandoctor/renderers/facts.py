@@ -15,6 +15,7 @@ from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, R
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
+    are,
     brief,
     excess,
     join_first,
@@ -78,14 +79,15 @@ def describe_reproduction(reproduction: Reproduction) -> str:
     if reproduction.grade == "no-reference":
         what = f"nothing like the saved {output}" if reproduction.output else "no saved output"
         return f"unchecked: there is {what} to compare with"
-    saved = f"{_count(reproduction.num_bad_saved)} of {_count(reproduction.numel)} values of {output}"
+    saved = f"{_count(reproduction.num_bad_saved)} of {_values(reproduction.numel)} of {output}"
+    saved_are = f"{saved} {are(reproduction.num_bad_saved or 0)}"
     if reproduction.grade in ("exact", "same-mask"):
-        same = f"the same {saved} are non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
+        same = f"the same {saved_are} non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
         error = reproduction.max_rel_err or 0.0
         whole = reproduction.grade == "exact" or error <= _CLOSE
         return f"reproduces your run{'' if whole else ' in part'}: {same}, {_closeness(reproduction)}"
     replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
-    return f"does not reproduce your run: {saved} are non-finite in the file, {replayed}"
+    return f"does not reproduce your run: {saved_are} non-finite in the file, {replayed}"
 
 
 def _describe_attempt(attempt: ReplayAttempt) -> str:
@@ -95,6 +97,10 @@ def _describe_attempt(attempt: ReplayAttempt) -> str:
 
 def _count(count: int | None) -> str:
     return "?" if count is None else f"{count:,}" if count else "none"
+
+
+def _values(count: int | None) -> str:
+    return "? values" if count is None else plural(count, "value")
 
 
 def _closeness(reproduction: Reproduction) -> str:
@@ -120,7 +126,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
         yield Fact(label="path", text=_describe_path(report.chain))
     if report.bad_gradients:
         names = [_name(stats.path) for stats in report.bad_gradients]
-        yield Fact(label="gradients", text=f"{len(names)} are non-finite: {join_first(names, _MAX_LISTED)}")
+        yield Fact(label="gradients", text=f"non-finite: {join_first(names, _MAX_LISTED)}")
     if report.also:
         yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
 

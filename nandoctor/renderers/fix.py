@@ -16,7 +16,7 @@ from nandoctor.evidence.report import Check, Fix, FixSettings, Report
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import CodeLine, Encodable, diff_style, labelled, literal
 from nandoctor.renderers.fix_facts import describe_outcome
 from nandoctor.text import constant, printable
 
@@ -27,7 +27,6 @@ _PLACES: Mapping[str, str] = {
     "setting": "set it in the training loop",
     "advice": "no code to run: change it by hand",
 }
-_DIFF_STYLES = (("+++", "bold"), ("---", "bold"), ("@@", "cyan"), ("+", "green"), ("-", "red"))
 _MAX_OTHERS = 3
 
 
@@ -39,24 +38,18 @@ def fix_json(choice: FixChoice) -> str:
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
     """Print the chosen one of the report's changes, and the next best ones in a line each."""
     for part in _parts(choice, report):
-        console.print(Encodable(part), highlight=False, soft_wrap=isinstance(part, Text))
+        console.print(Encodable(part), highlight=False, crop=False)
 
 
-def _parts(choice: FixChoice, report: Report) -> Iterator[Text | Table]:
+def _parts(choice: FixChoice, report: Report) -> Iterator[CodeLine | Text | Table]:
     chosen = choice.fix
     yield literal(choice.headline, "bold")
     yield Text()
     yield literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {chosen.title}", "bold")
-    yield from (_style_line(line, chosen.kind) for line in code_of(chosen).splitlines())
+    is_diff = chosen.kind == "source"
+    yield from (CodeLine(line, diff_style(line) if is_diff else "") for line in code_of(chosen).splitlines())
     yield Text()
     yield labelled(_facts(choice, report))
-
-
-def _style_line(line: str, kind: str) -> Text:
-    text = literal(line.expandtabs(4))
-    if kind == "source":
-        text.stylize(next((style for start, style in _DIFF_STYLES if line.startswith(start)), "dim"))
-    return text
 
 
 def code_of(fix: Fix) -> str:

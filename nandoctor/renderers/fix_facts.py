@@ -22,11 +22,22 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.facts import Fact
-from nandoctor.text import brief, constant, file_line, join_first, number, percent, plural, printable, samples_text
+from nandoctor.text import (
+    brief,
+    constant,
+    file_line,
+    join_first,
+    number,
+    percent,
+    plural,
+    printable,
+    printable_code,
+    samples_text,
+)
 
 _NAME_WIDTH = 64
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 10
+_MAX_PATCH_LINES = 40
 _TOLD_IN_FULL = 2  # output and gradients; of variations of the batch the names say enough
 _SHOWN_BESIDE = 1
 _VISIBLE_ERROR = 0.01
@@ -72,7 +83,7 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
     return ShownFix(
         kind=fix.kind,
         title=printable(fix.title),
-        patch=tuple(printable(line.rstrip()) for line in fix.patch.expandtabs(4).splitlines()),
+        patch=tuple(printable_code("" if line.isspace() else line) for line in fix.patch.splitlines()),
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
@@ -173,7 +184,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
     return FixSummary(
         heading=f"Fix{of}, verified: {first.title}",
-        patch=_shorten_patch(_changed_lines(first)),
+        patch=_shorten_patch(first.patch),
         facts=(*first.facts, *alternatives),
     )
 
@@ -199,11 +210,6 @@ def _find_untold(report: Report) -> list[EpsUse]:
     """The constants that were lost, where the cause is another one: it tells its own."""
     told = report.cause is not None and "eps" in report.cause.code
     return [use for use in report.eps_audit if use.effect == "zero" and not told]
-
-
-def _changed_lines(fix: ShownFix) -> list[str]:
-    """A diff without its context, for which a terminal has no room: the report has it whole."""
-    return [line for line in fix.patch if fix.kind != "source" or (line and not line.startswith((" ", "@@")))]
 
 
 def _shorten_patch(patch: Sequence[str]) -> tuple[str, ...]:

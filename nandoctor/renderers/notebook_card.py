@@ -19,7 +19,6 @@ from nandoctor.renderers.verdicts import VERDICTS
 
 def report_html(report: Report) -> str:
     """All that the terminal prints, in the same order; names are escaped."""
-    following = [fact for fact in next_facts(report) if "-o report.html" not in fact.text]
     return render(
         "card.html.j2",
         report=report,
@@ -31,7 +30,7 @@ def report_html(report: Report) -> str:
         last=[
             *detail_facts(report),
             *(Fact(label="note", text=note) for note in report.notes),
-            *following,
+            *next_facts(report, page=False),
             Fact(label="more", text='case.save("report.html")', is_command=True),
         ],
     )

@@ -55,7 +55,7 @@ def report_page(report: Report) -> str:
         others=[fix for fix in fixes if not fix.verified],
         evidence=[fact for fact in evidence_facts(report) if fact.label != "path"],  # shown link by link below
         details=[*detail_facts(report), *(Fact(label="note", text=note) for note in report.notes)],
-        next_facts=[fact for fact in next_facts(report) if "-o report.html" not in fact.text],
+        next_facts=next_facts(report, page=False),
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         variations=list_variations(report),
         constants=list_small_constants(report),

@@ -14,7 +14,17 @@ from markupsafe import Markup, escape
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.renderers.fix_facts import describe_fp32_sets
 from nandoctor.renderers.tensors import describe_tensor
-from nandoctor.text import bits_text, byte_size, call_label, number, plural, printable, shape_text, split_code
+from nandoctor.text import (
+    bits_text,
+    byte_size,
+    call_label,
+    number,
+    plural,
+    printable,
+    printable_code,
+    shape_text,
+    split_code,
+)
 
 
 def render(template: str, **values: Any) -> str:
@@ -34,7 +44,7 @@ def _environment() -> jinja2.Environment:
     )
     filters = (
         number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor, bar_width,
-        with_code, diff_class,
+        with_code, diff_class, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
     return environment
@@ -46,6 +56,11 @@ def with_code(text: str) -> Markup:
         Markup("<code>{}</code>").format(part) if is_code else escape(part)
         for part, is_code in split_code(printable(text))
     )
+
+
+def code_line(line: str) -> Markup:
+    """A line of code to be copied: its tabs are kept."""
+    return escape(printable_code(line))
 
 
 def diff_class(line: str) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import CodeLine, Encodable, diff_style, labelled, literal
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
@@ -43,15 +43,15 @@ def one_line(report: Report) -> str:
     return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
 
 
-def print_report(report: Report, console: Console, *, told: bool = False) -> None:
+def print_report(report: Report, console: Console, *, told: bool = False, has_page: bool = False) -> None:
     """Print the cause, its place, the first fix, the evidence, the layers around the failure, the next step.
 
-    Where `answer_parts` were `told` already, what comes after them.
+    Where `answer_parts` were `told` already, what comes after them; how a page is made unless the reader `has_page`.
     """
     if not told:
         print_parts(answer_parts(report, console.width), console)
     print_parts(fix_parts(report), console)
-    print_parts(evidence_parts(report, console.width), console)
+    print_parts(evidence_parts(report, console.width, has_page=has_page), console)
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
@@ -81,12 +81,11 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
         return
     yield Text()
     yield literal(fixes.heading, "bold")
-    for line in fixes.patch:
-        yield _whole(line, diff_style(line))
+    yield from (CodeLine(line, diff_style(line)) for line in fixes.patch)
     yield from _rows(fixes.facts)
 
 
-def evidence_parts(report: Report, width: int) -> Iterator[RenderableType]:
+def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[RenderableType]:
     """What speaks for the answer, what else was tried, the layers, and what to do next."""
     left_out = _LESS_THAN_A_FIX if report.fixes else ()
     facts = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
@@ -101,21 +100,14 @@ def evidence_parts(report: Report, width: int) -> Iterator[RenderableType]:
         if table.legend:
             yield literal(table.legend, "dim")
     notes = [Fact(label="note", text=note) for note in report.notes]
-    last = [*detail_facts(report), *_capped(notes), *next_facts(report)]
+    last = [*detail_facts(report), *_capped(notes), *next_facts(report, page=not has_page)]
     if last:
         yield Text()
         yield from _rows(last)
 
 
-def diff_style(line: str) -> str:
-    """The style of a line of a diff or a snippet."""
-    if line.startswith(("---", "+++")):
-        return "bold"
-    return {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
-
-
 def _whole(line: str, style: str = "") -> Text:
-    """A line of code as it is, indented: it is never broken, and may go past the edge."""
+    """A line that is indented, never broken, and may go past the edge."""
     text = literal(f"{_INDENT}{line}", style)
     text.no_wrap, text.overflow = True, "ignore"
     return text

@@ -89,7 +89,7 @@ def _place(verification: Verification) -> Iterator[tuple[str, str]]:
         where = printable(origin.place.in_words)
         line = f"{file_line(origin.source.file, origin.source.line)}: " if origin.source else ""
         text = brief(origin.source.text) if origin.source else origin.phase
-        yield "where", f"{line}{text} (in {where})"
+        yield "where", f"{line}{text}, in {where}"
     elif verification.first_nonfinite is not None:
         yield "where", printable(verification.first_nonfinite.place.with_type)
     if verification.cause is not None:

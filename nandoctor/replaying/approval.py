@@ -16,6 +16,7 @@ from nandoctor.dumps.code_request import approving_command, code_rows
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.settings import Settings
+from nandoctor.text import plural
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
 _OWN_METHODS = ("", "training_step")
@@ -71,7 +72,9 @@ def state_to_load(dump: Dump) -> tuple[Mapping[str, torch.Tensor], list[str]]:
     extra = [name for name in dump.state if name.rpartition(".")[2] == _EXTRA_STATE]
     if dump.provenance.own or not extra:
         return dump.state, []
-    note = f"{len(extra)} entries called {_EXTRA_STATE} were not handed to the model: the dump is not your recorder's."
+    note = (
+        f"{_EXTRA_STATE} ({plural(len(extra), 'module')}) was not handed to the model: the dump is not your recorder's."
+    )
     return {name: tensor for name, tensor in dump.state.items() if name not in extra}, [note]
 
 

@@ -102,7 +102,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
             return None, [f"{brief(spec_of(reference))} is no function; {command}."]
         found = build_model(found, {})
     changed = hash_of(path) != reference.sha256
-    return found, [f"{brief(reference.file)} has changed since the training, and holds the loss."] if changed else []
+    return found, [f"{brief(reference.file)} has changed since the training."] if changed else []
 
 
 def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | None, str]:
@@ -126,7 +126,7 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     notes = []
     path = own_source(reference.file) if reference.file else _installed_source(reference.module)
     if reference.sha256 and path is not None and path.is_file() and hash_of(path) != reference.sha256:
-        notes.append(f"{brief(reference.file or reference.module)} has changed since the training, by its sha256.")
+        notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
     if reference.structure and lines:

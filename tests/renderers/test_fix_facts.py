@@ -146,11 +146,11 @@ def test_what_did_not_help_comes_last_and_says_so():
 
 def test_a_long_patch_is_cut_on_the_terminal_only():
     made = factory.fixable()
-    long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(30)))
+    long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(60)))
     made = replace(made, fixes=(long,))
     lines = summarize_fixes(made).patch
-    assert (len(lines), lines[-1]) == (11, "... 20 more lines in the report")
-    assert len(list_fixes(made)[0].patch) == 30
+    assert (len(lines), lines[-1]) == (41, "... 20 more lines in the report")
+    assert len(list_fixes(made)[0].patch) == 60
 
 
 def test_a_patch_cannot_move_the_cursor():
@@ -158,7 +158,7 @@ def test_a_patch_cannot_move_the_cursor():
     hostile = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
     fix = list_fixes(replace(made, fixes=(hostile,)))[0]
     assert fix.title == r"\x1b[2J"
-    assert fix.patch == (r"    x\x1b[2J", r"y\u202e")
+    assert fix.patch == ("\tx\\x1b[2J", r"y\u202e")
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_an_unknown_kind_is_refused():
 @pytest.mark.parametrize("kind", ["exponents", "samples"])
 def test_what_only_a_per_sample_counts_asks_for_one(kind):
     with pytest.raises(NanDoctorError) as caught:
-        draw(factory.healthy(), kind)
-    assert "--per-sample" in caught.value.remedy
+        draw(replace(factory.healthy(), arguments=("NaN.pth",)), kind)
+    assert f"nandoctor plot NaN.pth --kind {kind}" in caught.value.remedy
 
 
 def test_divergence_names_the_layer_that_makes_the_error():

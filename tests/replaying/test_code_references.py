@@ -137,7 +137,7 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     (project / "script_of_the_test.imported").unlink()
     loss, (note,) = find_loss(reference, OWN)
     assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
-    assert note == "script_of_the_test.py has changed since the training, and holds the loss."
+    assert note == "script_of_the_test.py has changed since the training."
 
 
 def test_a_changed_loss_of_another_folder_is_not_run(project):
@@ -182,7 +182,7 @@ def test_what_changed_since_the_training_is_told(project):
     structure = str(find_model(script(arguments={"dropout": 0.5}), DUMP, OWN)())
     notes = describe_change(script(sha256="0" * 64, structure=structure), model)
     assert notes == [
-        "script_of_the_test.py has changed since the training, by its sha256.",
+        "script_of_the_test.py has changed since the training.",
         "The model is not built as it was in the training: (dropout): Dropout(p=0.5, inplace=False) is now "
         "(dropout): Dropout(p=0.1, inplace=False).",
     ]

@@ -20,6 +20,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
+from nandoctor.renderers.commands import plot_command
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE, SKY
@@ -54,7 +55,7 @@ def draw_samples(report: Report) -> Figure:
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} does not tell the samples apart.",
-            remedy="Count them with `nandoctor plot DUMP --kind samples`, or replay with --per-sample.",
+            remedy=f"Count them: {plot_command(report, 'samples') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
     under = describe_run(report.runs.autocast.policy, low)

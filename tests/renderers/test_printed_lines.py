@@ -1,0 +1,77 @@
+"""Lines as a terminal or a pipe gets them: no blanks at the end, within the width, and code that can be copied."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import subprocess
+from dataclasses import replace
+
+import factory
+import pytest
+from rich.console import Console
+
+from nandoctor.causes.registry import list_pages
+from nandoctor.diagnosis.compare_reports import compare
+from nandoctor.evidence.verification import FixChoice
+from nandoctor.renderers.diff import print_comparison
+from nandoctor.renderers.eps import print_uses
+from nandoctor.renderers.explain import print_catalogue, print_page
+from nandoctor.renderers.fix import print_fix
+from nandoctor.renderers.inspect_dump import print_inspection
+from nandoctor.renderers.terminal import print_report
+
+TITLE = "Compute the whole of a line with a rather long name in model_of_the_encoder.py in fp32, and its block too"
+
+
+def long_fix():
+    made = factory.fixable()
+    return replace(made, fixes=(replace(made.fixes[0], title=TITLE), *made.fixes[1:]))
+
+
+def choice(report):
+    return FixChoice(dump="NaN.pth", headline=report.headline, pick=1, num_verified=1, fix=report.fixes[0])
+
+
+PRINTED = {
+    "precision": lambda console: print_report(factory.precision(), console),
+    "fixable": lambda console: print_report(long_fix(), console),
+    "healthy": lambda console: print_report(factory.healthy(), console),
+    "state": lambda console: print_report(factory.state(), console),
+    "not reproduced": lambda console: print_report(factory.not_reproduced(), console),
+    "fix": lambda console: print_fix(choice(long_fix()), long_fix(), console),
+    "diff": lambda console: print_comparison(compare(factory.fixable(), factory.healthy()), console),
+    "inspect": lambda console: print_inspection(factory.dump(), console),
+    "eps": lambda console: print_uses(factory.fixable().eps_audit, console),
+    "causes": lambda console: print_catalogue(list_pages(), console),
+    "a cause": lambda console: print_page(list_pages()[0], console),
+}
+
+
+def lines(show, width):
+    console = Console(file=io.StringIO(), width=width)
+    show(console)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("show", PRINTED.values(), ids=PRINTED)
+def test_lines_fit_and_end_where_they_end(show, width):
+    printed = lines(show, width)
+    assert [line for line in printed if line != line.rstrip()] == []
+    code = {line for fix in factory.fixable().fixes for line in fix.patch.splitlines()}
+    assert [line for line in printed if len(line) > width and line not in code and "nandoctor " not in line] == []
+
+
+@pytest.mark.parametrize("show", ["report", "fix"])
+def test_a_diff_on_the_screen_can_be_pasted(show, tmp_path):
+    before = "class Norm:\n\tdef forward(self, x):\n\t\t# centred\n\n\t\treturn x / (x.std() + 1e-8)\n\n\nx = 1\n"
+    after = before.replace("1e-8", "1e-4")
+    (tmp_path / "net.py").write_text(before)
+    patch = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/net.py", "b/net.py"))
+    made = factory.fixable()
+    made = replace(made, fixes=(replace(made.fixes[0], patch=patch),))
+    shown = {"report": lambda to: print_report(made, to), "fix": lambda to: print_fix(choice(made), made, to)}
+    screen = "\n".join(lines(shown[show], 80)) + "\n"
+    subprocess.run(["git", "apply", "-"], input=screen, text=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "net.py").read_text() == after
