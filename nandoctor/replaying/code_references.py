@@ -16,6 +16,7 @@ import importlib.metadata
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,31 +93,31 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     if reference is None:
         return None, []
     command = f"to replay the backward pass, add --loss {shlex.quote(brief(spec_of(reference)))}"
-    path, problem = _loss_source(reference, provenance)
-    if path is None:
+    source = _find_source(reference)
+    problem = _why_no_loss(reference, source, provenance)
+    if source is None or problem:
         return None, [f"{problem}; {command}."]
-    directory, spec = _from_file(reference, path)
+    directory, spec = _from_file(reference, source.path)
     found = find_attribute(spec, directory=directory)
     if isinstance(found, type):
         if not issubclass(found, nn.Module):
             return None, [f"{brief(spec_of(reference))} is no function; {command}."]
         found = build_model(found, {})
-    changed = hash_of(path) != reference.sha256
-    return found, [f"{brief(reference.file)} has changed since the training."] if changed else []
+    note = f"{brief(reference.file)} has changed since the training."
+    return found, [note] if source.changed else []
 
 
-def _loss_source(reference: Reference, provenance: Provenance) -> tuple[Path | None, str]:
-    """The file that defines the loss, or None and why it is not imported."""
-    path = own_source(reference.file)
+def _why_no_loss(reference: Reference, source: _Source | None, provenance: Provenance) -> str:
+    """Why the loss is not imported; "" where it is."""
     if not provenance.own:
-        return None, f"The loss that the file names was not run, for {provenance.detail}"
-    if path is None or not reference.name.isidentifier():
-        return None, "The loss function is not in the working directory"
-    if not _defines(path, reference.name, (ast.FunctionDef, ast.ClassDef)):
-        return None, f"{brief(reference.file)} defines no function {brief(reference.name)}"
-    if not provenance.here and hash_of(path) != reference.sha256:
-        return None, f"{brief(reference.file)} has changed since the training, and holds the loss"
-    return path, ""
+        return f"The loss that the file names was not run, for {provenance.detail}"
+    if source is None or not reference.file or not reference.name.isidentifier():
+        return "The loss function is not in the working directory"
+    if not _defines(source.path, reference.name, (ast.FunctionDef, ast.ClassDef)):
+        return f"{brief(reference.file)} defines no function {brief(reference.name)}"
+    if source.changed and not provenance.here:
+        return f"{brief(reference.file)} has changed since the training, and holds the loss"
+    return ""
 
 
 def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
@@ -124,8 +125,8 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
     if reference is None:
         return []
     notes = []
-    path = own_source(reference.file) if reference.file else _installed_source(reference.module)
-    if reference.sha256 and path is not None and path.is_file() and hash_of(path) != reference.sha256:
+    source = _find_source(reference)
+    if reference.sha256 and source is not None and source.changed:
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
@@ -138,26 +139,40 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     """The class; of the project's own files also a function at the top level, which the training built the model by."""
     if not reference.file:
         return _import_installed(reference, reference.spec, dump)
-    path = own_source(reference.file)
-    if path is None:
+    source = _find_source(reference)
+    if source is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
-    if not _defines(path, reference.name, kinds):
-        raise _undecided(reference, dump, f"{path.name} defines no class of that name")
-    if not provenance.here and hash_of(path) != reference.sha256:
+    if not _defines(source.path, reference.name, kinds):
+        raise _undecided(reference, dump, f"{source.path.name} defines no class of that name")
+    if source.changed and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
         raise _undecided(reference, dump, why)
-    directory, spec = _from_file(reference, path)
+    directory, spec = _from_file(reference, source.path)
     return find_attribute(spec, directory=directory)
 
 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
-    path = _installed_source(spec.partition(":")[0])
-    if path is None or not path.is_file():
+    path = _installed_path(spec.partition(":")[0])
+    if path is None:
         raise _undecided(reference, dump, "no installed package has it")
     if not _defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
         raise _undecided(reference, dump, f"{path.name} defines no class of that name")
     return find_attribute(spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A source file that a reference names, and whether it has changed since: true too where no hash was recorded."""
+
+    path: Path
+    changed: bool
+
+
+def _find_source(reference: Reference) -> _Source | None:
+    """The file in the working directory, or in an installed package where the reference names none."""
+    path = own_source(reference.file) if reference.file else _installed_path(reference.module)
+    return _Source(path=path, changed=hash_of(path) != reference.sha256) if path is not None else None
 
 
 def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
@@ -170,7 +185,7 @@ def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
     return path.parent, f"{path.name}:{reference.name}"
 
 
-def _installed_source(module: str) -> Path | None:
+def _installed_path(module: str) -> Path | None:
     """The source of a module of an installed distribution, found without importing its packages."""
     top, *parts = module.split(".")
     if top not in importlib.metadata.packages_distributions() or not all(p.isidentifier() for p in [top, *parts]):
@@ -179,10 +194,9 @@ def _installed_source(module: str) -> Path | None:
     found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
     if found is None or found.origin is None:
         return None
-    if not parts:
-        return Path(found.origin)
     base = Path(found.origin).parent.joinpath(*parts)
-    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+    places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
+    return next((place for place in places if place.is_file()), None)
 
 
 def _defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
