@@ -28,6 +28,7 @@ from nandoctor.evidence.edits import (
     ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
+from nandoctor.replaying.module_state import state_in
 from nandoctor.replaying.op_edits import LOW, OpEdits, widen
 from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner
@@ -223,16 +224,3 @@ def _autocast_depth() -> int:
     """How many autocast regions are open in this thread."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
-
-
-@contextmanager
-def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """A context in which these weights and buffers are held in another dtype; their own values come back after it."""
-    saved = [(tensor, tensor.data) for tensor in tensors]
-    for tensor, data in saved:
-        tensor.data = data.to(dtype)
-    try:
-        yield
-    finally:
-        for tensor, data in saved:
-            tensor.data = data

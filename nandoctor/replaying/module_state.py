@@ -1,17 +1,19 @@
-"""A model's weights and buffers as a run meets them: their names, and which of them are non-finite.
+"""A model's weights and buffers as a run meets them: their names, their format, and which of them are non-finite.
 
 In: a model, and the calls of its modules. Out: named tensors for the op tracer; the calls with their non-finite state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.torch_compat import is_running_norm
@@ -55,3 +57,33 @@ def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[Tens
 def _writes_only(module: nn.Module) -> bool:
     """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
     return is_running_norm(module) and module.training
+
+
+def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
+    """The model's tensors in the format of a reference, which half-precision ones would round."""
+    return state_in([tensor for tensor in state if _is_narrower(tensor, policy)], torch_dtype(policy.format))
+
+
+def widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
+    """The tensor in the format of a reference."""
+    return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
+
+
+def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
+    """Tell whether a reference widens this tensor: fp32 half precision, fp64 everything."""
+    if is_lazy(tensor):
+        return False
+    return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
+
+
+@contextmanager
+def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """A context in which these weights and buffers are held in another dtype; their own values come back after it."""
+    saved = [(tensor, tensor.data) for tensor in tensors]
+    for tensor, data in saved:
+        tensor.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, data in saved:
+            tensor.data = data

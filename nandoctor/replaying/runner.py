@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, apply_policy, torch_dtype
+from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError
@@ -33,7 +32,7 @@ from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.model_loading import place_of
-from nandoctor.replaying.module_state import known_tensors, with_nonfinite_state
+from nandoctor.replaying.module_state import known_tensors, state_widened, widened, with_nonfinite_state
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
@@ -241,31 +240,25 @@ def _run(run: _Run) -> Outcome:
 
 def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
-    step, policy = run.step, run.policy
+    step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
-    batch = {name: _widened(tensor, policy).clone() for name, tensor in chosen.items()}
+    batch = {name: widened(tensor, run.policy).clone() for name, tensor in chosen.items()}
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
-        with ExitStack() as stack:
-            state = stack.enter_context(restored(step.model))
-            stack.enter_context(printed_changes(run.printed, step.model))
-            stack.enter_context(_state_widened(state, policy))
-            draws = stack.enter_context(seeded(step.seed, step.device, step.rng_states, step.recorded))
+        with _as_changed(run) as draws:
             observers = _Observers(run, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
-            stack.enter_context(recorded_backends(step.recorded, step.device))
-            stack.enter_context(apply_policy(policy, step.device))
-            stack.enter_context(interventions.intervene(run.edits, step.model, step.device, observers.modules.owner))
-            result = _execute(run, batch, observers)
-            output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
+            with _under_policy(run, observers):
+                result = _execute(run, batch, observers)
+                output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             with plain_torch():
                 unread = list_unread(result.output)
             drew_random = draws()
         calls = with_nonfinite_state(observers.modules.calls(), step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
-        policy=policy.label,
-        format=policy.format,
+        policy=run.policy.label,
+        format=run.policy.format,
         training=step.training,
         seed=step.seed,
         calls=calls,
@@ -288,21 +281,31 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     return outcome, result.raised
 
 
-def _state_widened(state: Sequence[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
-    """The model's tensors in the format of a reference, which half-precision ones would round."""
-    narrower = [tensor for tensor in state if _is_narrower(tensor, policy)]
-    return interventions.state_in(narrower, torch_dtype(policy.format))
+@contextmanager
+def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
+    """The model as printed changes make it, in the reference's format, and seeded; all of it is put back.
+
+    Gives what tells whether random numbers were drawn.
+    """
+    step = run.step
+    with (
+        restored(step.model) as state,
+        printed_changes(run.printed, step.model),
+        state_widened(state, run.policy),
+        seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
+    ):
+        yield draws
 
 
-def _widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
-
-
-def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
-    """Tell whether a reference widens this tensor: fp32 half precision, fp64 everything."""
-    if is_lazy(tensor):
-        return False
-    return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
+@contextmanager
+def _under_policy(run: _Run, observers: _Observers) -> Iterator[None]:
+    step = run.step
+    with (
+        recorded_backends(step.recorded, step.device),
+        apply_policy(run.policy, step.device),
+        interventions.intervene(run.edits, step.model, step.device, observers.modules.owner),
+    ):
+        yield
 
 
 def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
@@ -310,13 +313,8 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     result, step = _Result(), run.step
     started = time.perf_counter()
     try:
-        in_files = kept_in_files(run.grad and is_large(step.model))
-        with kept_running(), observers.watching_forward(), torch.set_grad_enabled(run.grad), in_files:
-            result.output = step.forward(batch)
-            if step.loss is not None:
-                observers.begin_loss()
-                with interventions.loss_in_fp32(run.edits, step.device) as widen:
-                    result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
+        with kept_running(), kept_in_files(run.grad and is_large(step.model)):
+            _run_forward(run, batch, observers, result)
         if run.watch.backward and result.loss is not None:
             with kept_running(), torch.autocast(step.device.type, enabled=False):
                 result.bad_gradients, result.gradients = run_backward(
@@ -329,6 +327,17 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
             observers.gradients.close()
     result.elapsed_s = time.perf_counter() - started
     return result
+
+
+def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result) -> None:
+    """Fill in output and loss; where the loss raises, the output stays."""
+    step = run.step
+    with observers.watching_forward(), torch.set_grad_enabled(run.grad):
+        result.output = step.forward(batch)
+        if step.loss is not None:
+            observers.begin_loss()
+            with interventions.loss_in_fp32(run.edits, step.device) as widen:
+                result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
 
 
 def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -> torch.Tensor:
