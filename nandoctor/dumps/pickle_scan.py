@@ -104,11 +104,7 @@ def unknown_globals(container: Container) -> list[str]:
         for stream in _pickles(container):
             machine = _Machine(len(container.pickle) * _WORK_PER_BYTE + _WORK_FLOOR)
             machines.append(machine)
-            for opcode, argument in _instructions(stream):
-                machine.step(opcode, argument)
-                num_left -= 1
-                if num_left < 0:
-                    raise _hostile(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
+            num_left -= _run(machine, stream, num_left)
             _check_storages(machine.storages, container)
     except (ValueError, LookupError, EOFError) as error:
         raise damaged("its table of contents breaks off or makes no sense") from error
@@ -129,13 +125,20 @@ def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
     """
     machine = _Machine(len(pickled) * _WORK_PER_BYTE + _WORK_FLOOR, hashed_by_identity=True)
     try:
-        for number, (opcode, argument) in enumerate(_instructions(BytesIO(pickled))):
-            machine.step(opcode, argument)
-            if number > max_instructions:
-                raise _hostile(f"it has more than {max_instructions:,} instructions")
+        _run(machine, BytesIO(pickled), max_instructions)
     except (ValueError, LookupError, EOFError) as error:
         raise damaged("its table of contents breaks off or makes no sense") from error
     return machine.globals
+
+
+def _run(machine: _Machine, stream: IO[bytes], most: int) -> int:
+    """Give the machine the instructions of one pickle, and tell how many they were."""
+    count = 0
+    for count, (opcode, argument) in enumerate(_instructions(stream), 1):
+        if count > most:
+            raise _hostile(f"it has more than {most:,} instructions")
+        machine.step(opcode, argument)
+    return count
 
 
 def _unreadable(protocol: int) -> DumpError:

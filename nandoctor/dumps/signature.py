@@ -76,9 +76,7 @@ def sign(file: IO[bytes]) -> bool:
         mac = _start(key, where)
         for name in sorted(members):
             _add_name(mac, name, members[name].file_size)
-            with archive.open(name) as stream:
-                while chunk := stream.read(_CHUNK_NBYTES):
-                    mac.update(chunk)
+            _add_content(mac, archive, name)
         archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac.hexdigest()}\n")
     file.seek(0, os.SEEK_END)
     return True
@@ -165,6 +163,12 @@ def _add_name(mac: hmac.HMAC, name: str, nbytes: int) -> None:
     encoded = name.encode("utf-8", "surrogatepass")
     mac.update(f"{_HEADER} {len(encoded)} {nbytes}\n".encode())
     mac.update(encoded)
+
+
+def _add_content(mac: hmac.HMAC, archive: zipfile.ZipFile, name: str) -> None:
+    with archive.open(name) as stream:
+        while chunk := stream.read(_CHUNK_NBYTES):
+            mac.update(chunk)
 
 
 def _directory_tag(key: bytes) -> str:

@@ -46,6 +46,13 @@ class _Fill:
         """All that it holds memory by."""
         return [self.target] if self.source is None else [self.target, self.source]
 
+    def make(self) -> None:
+        """Do what was put off."""
+        if self.source is not None:
+            self.target.copy_(self.operation(self.source, *self.args, **self.kwargs))
+        else:
+            self.operation(self.target, *self.args, **self.kwargs)
+
 
 class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode for building a model; `finish` has to be called when its weights are loaded, before it is used."""
@@ -86,10 +93,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if fill.state is not None and fill.state is not before:
                         torch.set_rng_state(fill.state)
                         before = fill.state
-                    if fill.source is not None:
-                        fill.target.copy_(fill.operation(fill.source, *fill.args, **fill.kwargs))
-                    else:
-                        fill.operation(fill.target, *fill.args, **fill.kwargs)
+                    fill.make()
             if moved:
                 torch.set_rng_state(now)
         finally:
