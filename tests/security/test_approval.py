@@ -179,7 +179,7 @@ def test_extra_states_stay_in_a_strangers_file(project):
     state = {**plain["state_dict"], "_extra_state": torch.zeros(1)}
     case = replay(strangers(project, state_dict=state), "train.py:Net", model_args={"width": 3}, fixes=False)
     assert "extra state" not in canaries(project)
-    assert any("_extra_state were not handed to the model" in note for note in case.report.notes)
+    assert any("_extra_state (1 module) was not handed to the model" in note for note in case.report.notes)
     sys.modules.pop("train", None)
     replay(recorded(project, state_dict=state), fixes=False)
     assert "extra state" in canaries(project)
