@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -24,6 +28,11 @@ def count_cores() -> int:
 def available_memory() -> int | None:
     """Bytes that can be allocated before the machine, or the container, runs out."""
     return min(_limits(), default=None)
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes that the elements of these tensors take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def anonymous_memory() -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nandoctor.dumps.weight_samples import describe_samples, sample_weights
 from nandoctor.dumps.writer import fit_into
+from nandoctor.machine import memory_of
 
 LOG = logging.getLogger("nandoctor")
 
@@ -33,7 +34,7 @@ def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max
     buffers = {name: state[name] for name in contents["buffers"]}
     weights = {name: tensor for name, tensor in state.items() if name not in buffers}
     whole = {name: tensor for name, tensor in weights.items() if name not in contents["shards"]}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    size = memory_of(weights.values())
     return {
         **contents,
         "state_dict": buffers,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.sharding import is_sharded, local_part
+from nandoctor.machine import memory_of
 from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 
 UNDO_NBYTES = 1 << 30
@@ -169,7 +170,7 @@ def _count(optimizer: Optimizer) -> int:
 
 def _make_copies(parameters: Sequence[torch.Tensor], undo_nbytes: int) -> list[torch.Tensor] | None:
     parts = [local_part(parameter) for parameter in parameters]
-    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    nbytes = memory_of(parts)
     if nbytes > min([undo_nbytes, *(_UNDO_SHARE * _memory_of(device) for device in {part.device for part in parts})]):
         return None
     try:

@@ -42,13 +42,14 @@ def checkup(
 
     from nandoctor.margins import checkup as run_checkup
     from nandoctor.renderers.atomic_write import write_text
-    from nandoctor.renderers.checkup import checkup_json, checkup_page, print_checkup
+    from nandoctor.renderers.checkup import checkup_page, print_checkup
+    from nandoctor.renderers.jsonfile import dumps
 
     found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
     if as_json:
-        click.echo(checkup_json(found))
+        click.echo(dumps(found))
     else:
         print_checkup(found, Console())
     if file is not None:
-        write_text(checkup_page(found) if file.suffix == ".html" else checkup_json(found) + "\n", file)
+        write_text(checkup_page(found) if file.suffix == ".html" else dumps(found) + "\n", file)
         click.echo(f"Wrote {file}", err=True)

@@ -227,12 +227,13 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
     from nandoctor.diagnosis.compare_reports import compare
-    from nandoctor.renderers.diff import comparison_json, print_comparison
+    from nandoctor.renderers.diff import print_comparison
+    from nandoctor.renderers.jsonfile import dumps
 
     reports = (_read_or_replay(source, options) for source in (before, after))
     comparison = compare(*reports)
     if as_json:
-        click.echo(comparison_json(comparison))
+        click.echo(dumps(comparison))
     else:
         print_comparison(comparison, console())
 

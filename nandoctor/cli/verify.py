@@ -61,11 +61,12 @@ def verify(dump: Path, as_json: bool, changed: tuple[Path, ...], **options: Any)
 
     Exit: 0 fixed, 1 still fails, 125 cannot tell.
     """
-    from nandoctor.renderers.verification import print_verification, verification_json
+    from nandoctor.renderers.jsonfile import dumps
+    from nandoctor.renderers.verification import print_verification
 
     verification = _verify(dump, changed, options)
     if as_json:
-        click.echo(verification_json(verification))
+        click.echo(dumps(verification))
     else:
         print_verification(verification, console())
     sys.exit(verification.exit_code)
@@ -204,11 +205,12 @@ def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str
 
 
 def _show(choice: FixChoice, report: Report, *, as_json: bool) -> None:
-    from nandoctor.renderers.fix import fix_json, print_fix
+    from nandoctor.renderers.fix import print_fix
+    from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.verification import print_verification
 
     if as_json:
-        click.echo(fix_json(choice))
+        click.echo(dumps(choice))
         return
     print_fix(choice, report, console())
     if choice.verification is not None:

@@ -51,6 +51,11 @@ def is_loss(name: str) -> bool:
     return bool(words & {"loss", "losses"}) and not words & {"scale", "scaler", "weight", "best", "min"}
 
 
+def is_extra_state(name: object) -> bool:
+    """Tell whether this is what nn.Module.state_dict calls the result of get_extra_state."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+
+
 def is_bookkeeping(name: str) -> bool:
     """Whether this names the state of an optimizer, scheduler, random generator or trainer: no part of a batch."""
     return any(_BOOKKEEPING.intersection(part.split("_")) for part in _parts(name))

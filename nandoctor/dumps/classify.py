@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state
+from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
 from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
@@ -33,7 +33,6 @@ _STATE_NAMES = (
 )
 _AVERAGE_WORDS = ("ema", "average", "averaged", "swa", "teacher", "shadow")
 _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight"})
-_EXTRA_STATE = "_extra_state"
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_DEPTH = 16
@@ -245,7 +244,7 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     """Whether this maps parameter names to tensors: by its own name, else by the names in it."""
-    others = [key for key, item in mapping.items() if not is_array(item) and not _is_extra_state(key)]
+    others = [key for key, item in mapping.items() if not is_array(item) and not is_extra_state(key)]
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
         texts = [key if isinstance(key, str) else _describe(key) for key in others]
         raise DumpError(
@@ -258,10 +257,6 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
         return True
     parameters = [key for key in mapping if isinstance(key, str) and ("." in key or key in _PARAMETER_NAMES)]
     return 2 * len(parameters) > len(mapping)
-
-
-def _is_extra_state(key: object) -> bool:
-    return isinstance(key, str) and key.endswith(_EXTRA_STATE)
 
 
 def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) -> dict[str, torch.Tensor]:

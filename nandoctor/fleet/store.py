@@ -14,10 +14,11 @@ from pathlib import Path
 
 from nandoctor import __version__
 from nandoctor.errors import NanDoctorError, ReportError
-from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.serialization import from_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Answer, unchanged
 from nandoctor.renderers.atomic_write import is_replaceable, write_text
+from nandoctor.renderers.jsonfile import dumps
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
 
@@ -82,8 +83,7 @@ class Store:
             result = replace(result, report=f"{name}.json")
         if answer.page:
             write_text(answer.page, self.page_of(result.key))
-        plain = json.dumps(to_plain(result), indent=1, allow_nan=False)
-        write_text(plain + "\n", self.folder / _RESULTS / f"{result.key}.json")
+        write_text(dumps(result) + "\n", self.folder / _RESULTS / f"{result.key}.json")
         return result
 
     def page_of(self, key: str) -> Path:

@@ -5,7 +5,6 @@ In: a `Checkup`. Out: text on a rich console, JSON, or the text of an HTML page.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -15,7 +14,6 @@ from rich.text import Text
 from nandoctor.diagnosis.ranges import by_headroom
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.renderers.templating import render
 from nandoctor.text import bits_text, number, percent, plural, shorten
@@ -29,11 +27,6 @@ RANGE_ONLY = (
     "Range alone: what rounding costs is not judged. Shares are estimated from at most 1,024 elements of each tensor; "
     "softmax may lose small values without harm."
 )
-
-
-def checkup_json(checkup: Checkup) -> str:
-    """The checkup as JSON text, ASCII only."""
-    return json.dumps(to_plain(checkup), indent=1, allow_nan=False)
 
 
 def checkup_page(checkup: Checkup) -> str:

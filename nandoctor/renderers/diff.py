@@ -5,7 +5,6 @@ In: a `Comparison`. Out: text on a rich console, or JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report_diff import Comparison, LayerChange
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
@@ -24,11 +22,6 @@ _MIN_NAME_WIDTH = 16
 _NUMBERS_WIDTH = 44
 _TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken": FAILED, "moved": FAILED}
 _NONE = "none"
-
-
-def comparison_json(comparison: Comparison) -> str:
-    """The comparison as JSON text, ASCII only."""
-    return json.dumps(to_plain(comparison), indent=1, allow_nan=False)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

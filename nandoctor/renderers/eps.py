@@ -5,7 +5,6 @@ In: `RoundedConstant`s and `EpsUse`s. Out: text on a rich console, or JSON text.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 
@@ -16,8 +15,8 @@ from rich.text import Text
 from nandoctor.diagnosis.eps_advice import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.console import Encodable, literal
+from nandoctor.renderers.jsonfile import dumps
 from nandoctor.text import brief, constant, file_line, number, percent, printable, shorten
 
 SCHEMA = "nandoctor.eps/1"
@@ -28,9 +27,7 @@ _WARNING = {"zero": "red", "overflow": "red", "subnormal": "yellow"}
 
 def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUse]) -> str:
     """Both lists as JSON text."""
-    return json.dumps(
-        to_plain({"schema": SCHEMA, "values": [*rounded_constants], "uses": [*uses]}), indent=1, allow_nan=False
-    )
+    return dumps({"schema": SCHEMA, "values": [*rounded_constants], "uses": [*uses]})
 
 
 def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:

@@ -5,7 +5,6 @@ In: a `FixChoice`. Out: text on a rich console, or JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.console import CodeLine, Encodable, diff_style, labelled, literal
@@ -28,11 +26,6 @@ _PLACES: Mapping[str, str] = {
     "advice": "no code to run: change it by hand",
 }
 _MAX_OTHERS = 3
-
-
-def fix_json(choice: FixChoice) -> str:
-    """The choice as JSON text, ASCII only."""
-    return json.dumps(to_plain(choice), indent=1, allow_nan=False)
 
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:

@@ -1,6 +1,6 @@
-"""Reports as JSON files, the contract `nandoctor.report/2` that other tools read.
+"""Records as JSON, and reports as files of it, the contract `nandoctor.report/2` that other tools read.
 
-In: a `Report`, or the path of a saved one. Out: the file, or the same `Report` again.
+In: a record, or the path of a saved report. Out: text, the file, or the same `Report` again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.renderers.atomic_write import write_text
 
 
-def dumps(report: Report) -> str:
-    """The report as JSON text, ASCII only: names in a dump may hold what no terminal or encoding can take."""
-    return json.dumps(to_plain(report), indent=1, allow_nan=False)
+def dumps(record: Any) -> str:
+    """A report or another record as JSON text, ASCII only: names may hold what no terminal or encoding can take."""
+    return json.dumps(to_plain(record), indent=1, allow_nan=False)
 
 
 def report_schema() -> dict[str, Any]:

@@ -5,13 +5,11 @@ In: a `Verification`. Out: text on a rich console, one line, a short story, or J
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
 
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.verification import CodeState, GradientCheck, Verification, VerificationOutcome
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR, Tone
@@ -25,11 +23,6 @@ _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
 }
 _MAX_CHANGES = 4
 _SINCE = "since the dump was written"
-
-
-def verification_json(verification: Verification) -> str:
-    """The verification as JSON text, ASCII only."""
-    return json.dumps(to_plain(verification), indent=1, allow_nan=False)
 
 
 def print_verification(verification: Verification, console: Console) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.code_request import approving_command, code_rows
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import plural
 
-_EXTRA_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
 _OWN_METHODS = ("", "training_step")
 
 
@@ -69,11 +69,11 @@ def state_to_load(dump: Dump) -> tuple[Mapping[str, torch.Tensor], list[str]]:
 
     A module may do anything with its extra state, and some of the installed ones unpickle it.
     """
-    extra = [name for name in dump.state if name.rpartition(".")[2] == _EXTRA_STATE]
+    extra = [name for name in dump.state if is_extra_state(name)]
     if dump.provenance.own or not extra:
         return dump.state, []
     note = (
-        f"{_EXTRA_STATE} ({plural(len(extra), 'module')}) was not handed to the model: the dump is not your recorder's."
+        f"_extra_state ({plural(len(extra), 'module')}) was not handed to the model: the dump is not your recorder's."
     )
     return {name: tensor for name, tensor in dump.state.items() if name not in extra}, [note]
 

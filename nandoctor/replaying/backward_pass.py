@@ -15,6 +15,7 @@ from torch import nn
 from nandoctor.errors import LossError
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.file_memory import map_empty
+from nandoctor.machine import memory_of
 from nandoctor.tracing.gradient_tracer import bad_gradients
 from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
 
@@ -24,8 +25,7 @@ LARGE_NBYTES = 256 << 20
 
 def is_large(model: nn.Module) -> bool:
     """Tell whether the weights on the CPU are worth the trouble."""
-    weights = (tensor for tensor in model.parameters() if tensor.device.type == "cpu")
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights) >= LARGE_NBYTES
+    return memory_of(tensor for tensor in model.parameters() if tensor.device.type == "cpu") >= LARGE_NBYTES
 
 
 def run_backward(

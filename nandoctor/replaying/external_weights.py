@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import WeightSample
 from nandoctor.dumps.weight_samples import sample_weights
@@ -21,8 +22,6 @@ from nandoctor.file_memory import map_empty
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, number, plural
-
-_EXTRA_STATE = "_extra_state"
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -37,7 +36,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         return dump
     path = settings.directory / settings.weights
     known, kept = _known_samples(dump), {} if dump.holds_weights else dump.state
-    state = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(_EXTRA_STATE)}
+    state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
     state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
     state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}
     match = _compare(state, known)

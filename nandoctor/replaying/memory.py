@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
+from nandoctor.machine import memory_of
 from nandoctor.text import byte_size
 from nandoctor.torch_compat import TorchDispatchMode
 
@@ -30,7 +31,7 @@ def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tens
     Raises:
         ModelError: it asks for more.
     """
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    nbytes = memory_of(weights.values())
     with _Allowance(_TIMES_WEIGHTS * nbytes + _FLOOR_NBYTES, weights_nbytes=nbytes):
         return make()
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.errors import ModelError
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.memory import is_out_of_memory
@@ -122,7 +123,7 @@ def load_state(
         ModelError: names or shapes disagree and `strict` is set, or nothing at all fits.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    own = {name: tensor for name, tensor in own.items() if name in state or not name.endswith("_extra_state")}
+    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
     state, notes = fit_prefix(state, own)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]

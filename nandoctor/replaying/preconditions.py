@@ -5,12 +5,12 @@ In: a device's name, torch's modes, a dump's tensors. Out: the device, or an err
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.machine import available_memory
+from nandoctor.machine import available_memory, memory_of
 from nandoctor.text import byte_size
 
 
@@ -59,8 +59,8 @@ def require_memory(
         ModelError: they do not; the message has both figures.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    weights, batch = _nbytes(state.values()), _nbytes(arrays.values())
-    gradients = _nbytes(tensor for tensor in state.values() if tensor.is_floating_point()) if backward else 0
+    weights, batch = memory_of(state.values()), memory_of(arrays.values())
+    gradients = memory_of(tensor for tensor in state.values() if tensor.is_floating_point()) if backward else 0
     if free is None or weights + batch + gradients <= free:
         return
     parts = [f"weights {byte_size(weights)}", f"batch {byte_size(batch)}"]
@@ -70,7 +70,3 @@ def require_memory(
         f"the layers give), and {byte_size(free)} are free on {device.type}. Nothing was built.",
         remedy="Run it where there is more memory, or end what else runs there.",
     )
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -20,6 +20,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import stored_values
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError
+from nandoctor.machine import memory_of
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
@@ -196,7 +197,7 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
 
 def _is_large(dump: Dump) -> bool:
     """Tell whether the weights are worth being neither drawn nor copied."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in dump.state.values()) >= LARGE_NBYTES
+    return memory_of(dump.state.values()) >= LARGE_NBYTES
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:

@@ -14,7 +14,8 @@ from nandoctor.diagnosis.compare_reports import compare
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.serialization import from_plain
-from nandoctor.renderers.diff import comparison_json, print_comparison
+from nandoctor.renderers.diff import print_comparison
+from nandoctor.renderers.jsonfile import dumps
 
 
 def test_a_report_does_not_differ_from_itself():
@@ -112,6 +113,6 @@ def test_hostile_names_do_not_reach_the_terminal():
 
 def test_json_comes_back_as_the_comparison():
     comparison = compare(factory.fixable(), factory.healthy())
-    data = json.loads(comparison_json(comparison))
+    data = json.loads(dumps(comparison))
     assert data["schema"] == "nandoctor.comparison/2"
     assert from_plain(Comparison, data) == comparison
