@@ -32,7 +32,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, Picture
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
@@ -48,7 +48,7 @@ from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
-from nandoctor.text import are, join_first, part_of
+from nandoctor.text import are, file_line, join_first, part_of, plural
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import collect, measure
 
@@ -176,6 +176,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *notes,
             *findings.notes,
             *_describe_blindness(trace),
+            *_describe_narrow_reference(reference, step.low),
             *describe_error_source(runs.autocast.modules),
         ),
         next_steps=advise(verdict, summary, findings.gaps),
@@ -199,6 +200,18 @@ def _describe_blindness(trace: Trace) -> tuple[str, ...]:
     if "INTERNAL ASSERT" in trace.blinded:  # torch's own remark on operations that its dispatcher does not hand over
         reason = "the model computes with a tensor class whose operations torch does not show"
     return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
+
+
+def _describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
+    """What a non-finite reference computed in half precision all the same, so that precision may be to blame."""
+    narrow = [op for op in reference.ops if any(stats.dtype is low for stats in op.outputs)]
+    if low is FP32 or reference.finite or not narrow:
+        return ()
+    line = f", {file_line(narrow[0].source.file, narrow[0].source.line)}" if narrow[0].source else ""
+    return (
+        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {low} (first: {narrow[0].op}{line}), "
+        "which could not be widened: what fails in both runs may be a matter of precision all the same.",
+    )
 
 
 def describe_environment(device: torch.device) -> Environment:

@@ -189,6 +189,11 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _find("torch._ops.OpOverload.decompose")(op, *args, **kwargs)
 
 
+def convolve(*args: Any) -> Any:
+    """What `convolution` runs on a CPU, where another kernel stands in its place; the arguments are its own."""
+    return _find("torch.ops.aten._convolution")(*args, False, False, False, False)  # switches of cuDNN
+
+
 @contextmanager
 def without_jit_autocast() -> Iterator[None]:
     """Keep TorchScript's own autocast pass, whose lists differ, out of its graphs; process-wide."""

@@ -17,6 +17,8 @@ NEEDED: dict[str, str] = {
     "torch.library.Library.fallback": "watching operations",
     "torch._ops.OpOverload.redispatch": "watching operations",
     "torch._ops.OpOverload.decompose": "emulating CUDA's autocast for ops that hold several products",
+    # A kernel that takes the place of `convolution` cannot call what it took the place of.
+    "torch.ops.aten._convolution": "keeping non-finite weights in convolutions",
     # Which argument is which: the public `torch.library.infer_schema` is for new ops only.
     "torch.ops.aten.add.Tensor._schema": "reading the arguments of operations",
     # What the CPU's own autocast casts has to be known to be switched off; torch publishes no list.

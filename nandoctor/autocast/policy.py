@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.autocast.attention import keep_nan_in_attention
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.kernels import install_kernels
+from nandoctor.autocast.nan_keeping import keep_nonfinite
+from nandoctor.autocast.wide_literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared
@@ -31,9 +32,9 @@ class Policy:
     """What the matrix products of a run compute in, and by whose lists.
 
     "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
-    autocast stays on, so that a model which asks takes the same path, but rounds nothing. "fp64" has autocast off, and
-    is for a model and a batch in float64. Where `ambient` is False the lists hold only within the regions that the
-    model opens itself.
+    autocast stays on, so that a model which asks takes the same path, but rounds nothing, and half precision that the
+    code asks for by name is fp32. "fp64" has autocast off, and is for a model and a batch in float64. Where `ambient`
+    is False the lists hold only within the regions that the model opens itself.
     """
 
     name: PolicyName
@@ -102,18 +103,36 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
         if device.type != "cuda" or policy.name in ("fp32", "fp64"):
             stack.enter_context(cuda_code(device))
         if device.type == "cpu" and policy.name != "native":
-            stack.enter_context(keep_nan_in_attention)
+            stack.enter_context(keep_nonfinite)
         if policy.name == "fp64":
             stack.enter_context(_default_dtype(dtype))
+            stack.enter_context(WideLiterals(FP64_FOR_ALL))
+            stack.enter_context(_without_fast_path)
             stack.enter_context(torch.autocast(device.type, enabled=False))
             yield
             return
+        if policy.name == "fp32":
+            stack.enter_context(WideLiterals(FP32_FOR_HALF))
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
             stack.enter_context(exact_products(device.type))
             stack.enter_context(install_kernels(device.type))
         if policy.ambient:
             stack.enter_context(_autocast_region(device.type, dtype))
         yield
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    """No fused layers of nn.TransformerEncoder: autocast keeps it off them, and padded rows are NaN there."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_without_fast_path = Shared(_fast_path_off)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Attention on a CPU hands every NaN on, and is the fused kernel's where there is none."""
+"""Attention and convolutions on a CPU hand every NaN on, and are the fused kernels' where there is none."""
 
 import pytest
 import torch
@@ -108,3 +108,39 @@ def test_a_model_under_vmap_and_in_a_graph_still_runs():
     with apply_policy(REFERENCE, CPU):
         made = torch.vmap(attend)(x)
     assert made.isnan().flatten(1).any(1).tolist() == [False, True, False]
+
+
+CONVOLUTIONS = {
+    "1d": (F.conv1d, (4,)),
+    "2d": (F.conv2d, (4, 5)),
+    "3d": (F.conv3d, (3, 4, 2)),
+    "one pixel": (F.conv2d, (1, 1)),
+    "transposed": (F.conv_transpose2d, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{p.format}-{p.ambient}")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_weight_that_meets_padding_reaches_the_output(kind, value, policy):
+    torch.manual_seed(0)
+    convolve, size = CONVOLUTIONS[kind]
+    dtype = torch.float64 if policy is EXACT else torch.float32
+    image, weight = torch.randn(2, 4, *size, dtype=dtype), torch.randn(4, 4, *[3] * len(size), dtype=dtype)
+    weight.view(-1)[0] = value
+    expected = convolve(image.double(), weight.double(), padding=1)  # oneDNN has no double precision
+    with apply_policy(policy, CPU):
+        made = convolve(image, weight, padding=1)
+    assert torch.equal(made.isfinite(), expected.isfinite())
+    assert not made.isfinite().all()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_finite_convolution_is_that_of_the_cpu(groups):
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=groups)
+    image = torch.randn(2, 4, 9, 9, requires_grad=True)
+    expected = torch.autograd.grad(convolution(image).sum(), image)[0]
+    with apply_policy(REFERENCE, CPU):
+        made = torch.autograd.grad(convolution(image).sum(), image)[0]
+    assert torch.equal(made, expected)

@@ -1,0 +1,53 @@
+"""Kernels of a CPU that keep every NaN and Inf, as those of a GPU do.
+
+In: nothing. Out: `keep_nonfinite`, a context in which attention and convolutions with a non-finite operand are computed
+by torch's reference math. With finite operands the kernels are the usual ones.
+
+The fused attention of the CPU takes the largest score of a row by comparisons that a NaN loses, and so returns finite
+values for a query that is NaN (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). oneDNN's convolutions leave out the
+products with padding, and with them a weight that is NaN or Inf: `0 * NaN` is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nandoctor.process_wide import Shared
+from nandoctor.torch_compat import convolve, decompose, kernel_library
+
+# The op is a composite and has no kernel of its own under these keys; the second is asked in inference mode.
+_ATTENTION_KEYS = ("AutogradCPU", "CPU")
+_by_reference_math = Shared(partial(sdpa_kernel, SDPBackend.MATH))
+_IN_ONEDNN = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    is_finite = all(bool(torch.isfinite(tensor).all()) for tensor in (query, key, value))
+    with nullcontext() if is_finite else _by_reference_math:
+        return decompose(torch.ops.aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
+
+
+def _convolve(tensor: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Any:
+    if weight.dtype not in _IN_ONEDNN or bool(torch.isfinite(weight).all()):
+        return convolve(tensor, weight, bias, *args)
+    wide = [None if operand is None else operand.double() for operand in (tensor, weight, bias)]
+    return convolve(*wide, *args).to(tensor.dtype)
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    with kernel_library("aten") as library:
+        for key in _ATTENTION_KEYS:
+            library.impl("scaled_dot_product_attention", _attend, key)  # type: ignore[no-untyped-call]
+        library.impl("convolution", _convolve, "CPU")  # type: ignore[no-untyped-call]
+        yield
+
+
+keep_nonfinite = Shared(_registered)
