@@ -68,10 +68,10 @@ def main() -> None:
     members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]
     members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
     blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
-    for name, guess in (("without a guess", []), ("with the diagnosis as a guess", blamed)):
+    for name, guesses in (("without a guess", []), ("with the diagnosis as a guess", [blamed])):
         trials = Trials(step, TrialBudget(), numerics=False)
         started = time.perf_counter()
-        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guess=guess)
+        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guesses=guesses)
         elapsed_s = time.perf_counter() - started
         bound = 4 * len(first) * math.log2(len(members))
         print(

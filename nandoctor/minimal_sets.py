@@ -11,26 +11,36 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_SETS = 3
+_FEW = 8
+"""So many members are left out one by one as quickly as by halves."""
 
 
 def find_minimal_sets(
-    members: Sequence[T], holds: Callable[[tuple[T, ...]], bool], *, guess: Sequence[T] = ()
+    members: Sequence[T], holds: Callable[[tuple[T, ...]], bool], *, guesses: Sequence[Sequence[T]] = ()
 ) -> Iterator[tuple[T, ...]]:
     """Minimal sets of `members` that hold, disjoint, at most `MAX_SETS`; none where all members together do not.
 
-    A `guess` that holds saves the search.
+    The first of the `guesses` that holds saves the search; the likeliest and smallest should come first.
     """
-    left = list(members)
-    for _ in range(MAX_SETS):
-        start = [member for member in guess if member in left]
-        if start and holds(tuple(start)):
-            found = _without_needless(start, holds)
-        elif left and holds(tuple(left)):
-            found = minimise(left, holds)
-        else:
+    left = tuple(members)
+    for number in range(MAX_SETS):
+        # Most of the time there is one set alone, and what is left of a guess need not be asked.
+        found = _find_one(left, holds, guesses) if number == 0 or (left and holds(left)) else ()
+        if not found:
             return
         yield tuple(member for member in members if member in found)
-        left = [member for member in left if member not in found]
+        left = tuple(member for member in left if member not in found)
+
+
+def _find_one(
+    members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], guesses: Sequence[Sequence[T]]
+) -> tuple[T, ...]:
+    """A minimal set within the first guess that holds, else within all members; () where these do not."""
+    starts = [tuple(member for member in guess if member in members) for guess in guesses]
+    start = next((start for start in starts if start and holds(start)), ())
+    if 0 < len(start) <= _FEW:
+        return _without_needless(start, holds)
+    return minimise(start or members, holds) if start or (members and holds(members)) else ()
 
 
 def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
@@ -56,8 +66,10 @@ def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], know
 
 def _without_needless(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
     """The members of which none can be left out any more."""
+    kept = tuple(members)
     for member in members:
-        rest = tuple(other for other in members if other != member)
+        rest = tuple(other for other in kept if other != member)
         if rest and holds(rest):
-            return _without_needless(rest, holds)
-    return tuple(members)
+            kept = rest
+    # A member that was needed beside others may not be once they are gone.
+    return kept if len(kept) == len(members) else _without_needless(kept, holds)

@@ -53,13 +53,13 @@ def test_probes_stay_within_the_bound(n, needed):
 
 def test_a_good_guess_saves_the_search():
     oracle = Oracle((13, 47))
-    (found,) = find_minimal_sets(range(60), oracle, guess=(47, 13))
+    (found,) = find_minimal_sets(range(60), oracle, guesses=[(13,), (47, 13)])
     assert set(found) == {13, 47}
-    assert len(oracle.asked) == 4  # the guess, each member left out, and whether the others pass as well
+    assert len(oracle.asked) == 4  # both guesses, the second without 13, and whether the others pass as well
 
 
 def test_a_guess_with_more_than_is_needed_is_cut_down():
-    (found,) = find_minimal_sets(range(20), Oracle((4,)), guess=(3, 4, 5))
+    (found,) = find_minimal_sets(range(20), Oracle((4,)), guesses=[(3, 4, 5)])
     assert found == (4,)
 
 

@@ -1,4 +1,4 @@
-"""What is worth trying on a failing step: changes of the operation, modules in fp32, another format, fewer samples.
+"""What is worth trying on a failing step: changes of the operation, modules in fp32, fewer samples.
 
 In: the step, the findings and the trials so far. Out: `Candidate`s, each a change in several strengths.
 """
@@ -27,10 +27,8 @@ from nandoctor.evidence.edits import (
     SetAttribute,
     SingleEdit,
     Together,
-    UseFormat,
     ZeroWeights,
 )
-from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import LOSS, Trace
 from nandoctor.fixes.verify import Trials
 
@@ -60,8 +58,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
             yield (KeepModule(module=LOSS),)
-        if trials.step.low is FP16:
-            yield (UseFormat(format=BF16),)
 
 
 def _distinct_leads(findings: Findings, model: nn.Module) -> list[Suspect]:

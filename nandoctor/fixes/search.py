@@ -5,9 +5,9 @@ In: the failing step, the findings and a budget. Out: `FixSearch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nandoctor.causes.base import Candidate, site_of
 from nandoctor.diagnosis.findings import Findings
@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import (
     Together,
     UseFormat,
 )
+from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import (
     Check,
     Counterfactual,
@@ -43,11 +44,14 @@ from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.minimal_sets import find_minimal_sets
+from nandoctor.ops import PRODUCTS
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first, plural
 
 _CHANGES = "changes of the operation"
+_FOR_THE_REST = 0.2
+"""The share of the budget that the search for sets leaves, among thousands of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,36 +85,36 @@ def search_fixes(
     )
     if _blames_optimizer(findings):
         return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
-    writer = ChangeWriter(step.model, findings.trace.ops)
     guilty = guilty_samples(findings)
-    verifier = Verifier(trials, guilty=guilty, random=findings.random)
-    tried: list[Fix] = []
-    from_fp32_sets: list[Fix] = []
+    attempts = _Attempts(
+        trials=trials,
+        writer=ChangeWriter(step.model, findings.trace.ops),
+        verifier=Verifier(trials, guilty=guilty, random=findings.random),
+        told=lambda best: listener.searched(budget.num_run, budget.max_trials, best),
+    )
     varied: list[Counterfactual] = []
     search = None
     untried = [_CHANGES, "sets of modules in fp32", "other settings"]
     with suppress(BudgetSpent), _ending_gently(listener):
-        for candidate in propose(findings, trials):
-            tried += _try(candidate, writer, trials, verifier)
-            listener.searched(budget.num_run, budget.max_trials, _best(tried))
+        attempts.make(propose(findings, trials))
         untried.remove(_CHANGES)
-        if findings.verdict == "numerics" and not any(item.verified for item in tried):
-            for candidate in without_guilty(findings, step.num_samples):
-                tried += _try(candidate, writer, trials, verifier)
+        if findings.verdict == "numerics" and not attempts.succeeded:
+            attempts.make(without_guilty(findings, step.num_samples))
         if findings.verdict in ("precision", "silent"):
-            search, found = _search_fp32_sets(findings, trials)
+            with budget.holding_back(_FOR_THE_REST):
+                search, found = _search_fp32_sets(findings, trials)
             # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
-            enough = any(item.verified for item in tried)
-            for kept in [kept for kept in found if not (enough and _is_only_upstream(join(kept), findings))]:
-                from_fp32_sets += _try((_refine(kept, findings, trials),), writer, trials, verifier)
-                listener.searched(budget.num_run, budget.max_trials, _best(tried))
+            of_use = (kept for kept in found if not (attempts.succeeded and _is_only_upstream(join(kept), findings)))
+            attempts.make(((_refine(kept, findings, trials),) for kept in of_use), from_fp32_sets=True)
+            if step.low is FP16 and not attempts.succeeded:  # the last resort: it costs precision everywhere
+                attempts.make([(UseFormat(format=BF16),)])
         if search is None or search.complete:
             untried.remove("sets of modules in fp32")
         for outcome in vary_settings(trials, guilty, random=findings.random):
             varied.append(outcome)
-            listener.searched(budget.num_run, budget.max_trials, _best(tried))
+            attempts.tell()
         untried.remove("other settings")
-    ranked = _rank(tried, from_fp32_sets, findings)
+    ranked = _rank(attempts.tried, attempts.from_fp32_sets, findings)
     left = [] if listener.interrupted else untried
     notes = _notes(findings, ranked, left, out_of_memory=budget.out_of_memory)
     return FixSearch(
@@ -130,11 +134,6 @@ def _ending_gently(listener: Listener) -> Iterator[None]:
         if not listener.stops_gently:
             raise
         listener.interrupted = True
-
-
-def _best(tried: Sequence[Fix]) -> str:
-    """The title of the first fix that was verified, "" before there is one."""
-    return next((item.title for item in tried if item.verified), "")
 
 
 def _notes_of_interrupt(listener: Listener, untried: Sequence[str]) -> Iterator[str]:
@@ -198,20 +197,47 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
         yield _make_fix(edit, written, proof, (stepped,))
 
 
-def _try(candidate: Candidate, writer: ChangeWriter, trials: Trials, verifier: Verifier) -> list[Fix]:
-    """The first strength that passes as a probe and again as the text that is printed; else the last that was tried."""
-    last: list[Fix] = []
-    for edit in candidate:
-        probe = trials.judge(edit)
-        written = list(writer.write(edit))
-        last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
-        # The probe cannot widen an op that writes to its argument; the text can.
-        for text in written if probe.passes or isinstance(edit, KeepOp) else ():
-            proof, checks = verifier.verify(text, edit)
-            last = [_make_fix(edit, text, proof, checks)]
-            if proof.passes:
-                return last
-    return last
+@dataclass(slots=True, kw_only=True)
+class _Attempts:
+    """The changes that were tried; `told` hears the title of the best after each."""
+
+    trials: Trials
+    writer: ChangeWriter
+    verifier: Verifier
+    told: Callable[[str], None]
+    tried: list[Fix] = field(default_factory=list)
+    from_fp32_sets: list[Fix] = field(default_factory=list)
+
+    @property
+    def succeeded(self) -> bool:
+        """Tell whether a fix was verified."""
+        return any(fix.verified for fix in (*self.tried, *self.from_fp32_sets))
+
+    def make(self, candidates: Iterable[Candidate], *, from_fp32_sets: bool = False) -> None:
+        """Try one candidate after the other; raises BudgetSpent where nothing more may be run."""
+        attempted = self.from_fp32_sets if from_fp32_sets else self.tried
+        for candidate in candidates:
+            attempted += self._try(candidate)
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the title of the first fix that was verified, "" before there is one."""
+        self.told(next((fix.title for fix in (*self.tried, *self.from_fp32_sets) if fix.verified), ""))
+
+    def _try(self, candidate: Candidate) -> list[Fix]:
+        """The first strength that passes as a probe and again as the text that is printed; else the last one tried."""
+        last: list[Fix] = []
+        for edit in candidate:
+            probe = self.trials.judge(edit)
+            written = list(self.writer.write(edit))
+            last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
+            # The probe cannot widen an op that writes to its argument; the text can.
+            for text in written if probe.passes or isinstance(edit, KeepOp) else ():
+                proof, checks = self.verifier.verify(text, edit)
+                last = [_make_fix(edit, text, proof, checks)]
+                if proof.passes:
+                    return last
+        return last
 
 
 def _advice(edit: Edit) -> WrittenChange:
@@ -254,15 +280,20 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
     """The smallest sets of modules in fp32; a budget may end the search early."""
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
-    guess = [member for member in members if member.module in blamed]
-    wide = [member for member in members if member in guess or _exceeds(member, findings)]
+    products = _overflowing_products(findings)
+    guesses = [
+        [member for member in members if member.module in blamed],
+        [member for member in members if member.module in blamed | products],
+        [member for member in members if member.module in blamed or _exceeds(member, findings)],
+    ]
     before, found, complete = trials.num_judged, [], True
 
     def passes(kept: tuple[KeepModule, ...]) -> bool:
         return trials.passes(*kept)
 
     try:
-        for kept in find_minimal_sets(members, passes, guess=guess if guess and passes(tuple(guess)) else wide):
+        enough = guesses[0] and passes(tuple(guesses[0]))
+        for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
             found.append(kept)
     except BudgetSpent:
         complete = False
@@ -273,6 +304,12 @@ def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch
         complete=complete,
     )
     return search, found
+
+
+def _overflowing_products(findings: Findings) -> set[str]:
+    """The modules with a product, which autocast computes in low precision, that passes the format's limit in fp32."""
+    ops = (op for op in findings.reference.ops if op.op in PRODUCTS)
+    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
 
 
 def _exceeds(member: KeepModule, findings: Findings) -> bool:
@@ -313,10 +350,10 @@ def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) ->
     ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
     blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
-    guess = [line for line in lines if line.site in blamed]
+    guesses = [[line for line in lines if line.site in blamed]]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
-        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guess=guess)
+        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -22,6 +23,7 @@ from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
 from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.memory import is_out_of_memory
@@ -68,6 +70,19 @@ class TrialBudget:
             raise BudgetSpent
         self.num_run += 1
 
+    @contextmanager
+    def holding_back(self, share: float) -> Iterator[None]:
+        """A context that may spend all that is left but this share of it."""
+        whole = self.max_trials, self._time_s
+        if self.max_trials is not None:
+            self.max_trials -= int(share * max(self.max_trials - self.num_run, 0))
+        if self._time_s is not None:
+            self._time_s -= share * max(self._time_s - (time.monotonic() - self._started), 0.0)
+        try:
+            yield
+        finally:
+            self.max_trials, self._time_s = whole
+
 
 class Trials:
     """The trials of one failing step.
@@ -88,6 +103,7 @@ class Trials:
         self._judgements: dict[frozenset[Change], Judgement] = {}
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {}
         self._references: dict[frozenset[Change], Result] = {}
+        self._shares_references = True
 
     @cached_property
     def with_gradients(self) -> Trials:
@@ -97,6 +113,7 @@ class Trials:
     def on(self, step: FailingStep) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
         made = Trials(step, self._budget, numerics=self.numerics)
+        made._shares_references = False
         made._is_own_batch = made._is_own_batch and self._is_own_batch and step.batch is self.step.batch
         return made
 
@@ -106,6 +123,7 @@ class Trials:
             return self
         step = replace(self.step, training=training, seed=seed)
         made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
+        made._shares_references = False
         made._writes_infinities = self._writes_infinities
         return made
 
@@ -143,13 +161,14 @@ class Trials:
     def _look(self, edits: tuple[Change, ...]) -> TrialOutcome | None:
         plain = [edit for edit in edits if isinstance(edit, UseFormat) and edit.format in (FP32, FP64)]
         made = self.reference(*(edit for edit in plain if edit.format is FP64)) if plain else self.run(*edits)
+        if not made.ran:
+            return None
+        if not made.values_finite and (made.has_nan or not self._writes_infinities):
+            return TrialOutcome(finite=False, max_rel_err=None)
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
         reference = self.reference(*samples)
         comparison = compare(made, reference)
-        if not made.ran:
-            return None
         finite = comparison.finite and gradients_finite(made, reference) and (made.finite or not self.numerics)
-        finite = finite and (made.values_finite or (self._writes_infinities and not made.has_nan))
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
     def judge(self, *edits: Change) -> Judgement:
@@ -224,14 +243,17 @@ class Trials:
         """The step in fp32 with `edits`; it is run once."""
         key = _key(edits)
         if key not in self._references:
-            shared = self.with_gradients if self.with_gradients is not self else None
-            known = None if shared is None else shared.known_reference(key)
-            self._references[key] = known or self._execute(edits, "fp32")
+            self._references[key] = self._shared_reference(key) or self._execute(edits, "fp32")
         return self._references[key]
 
-    def known_reference(self, key: frozenset[Change]) -> Result | None:
-        """A reference that was run already."""
-        return self._references.get(key)
+    def _shared_reference(self, key: frozenset[Change]) -> Result | None:
+        """The same reference with gradients: the unchanged step's is needed to verify any fix, others may be known."""
+        if not self._shares_references:
+            return None
+        if not key and not is_large(self.step.model):
+            reference = self.with_gradients.reference()
+            return reference if reference.ran else None
+        return self.with_gradients._references.get(key)
 
     def run(self, *edits: Change) -> Result:
         """The step as it failed, with `edits`; it is run again each time."""
