@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from wording import words
 
-from nandoctor.causes.registry import list_pages
-from nandoctor.renderers.explain import catalogue_markdown, table_markdown
 from nandoctor.replaying.settings import options_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -117,13 +115,6 @@ def run_each(body, workplace):
             assert "nandoctor: " not in printed, (command, printed)
 
 
-def test_the_page_of_causes_is_made_from_the_rules():
-    made = catalogue_markdown(list_pages())
-    if os.environ.get("UPDATE_README"):
-        (ROOT / "docs" / "causes.md").write_text(made, encoding="utf-8")
-    assert (ROOT / "docs" / "causes.md").read_text(encoding="utf-8") == made
-
-
 def test_the_table_of_options_is_made_from_the_settings():
     path = ROOT / "docs" / "options.md"
     if os.environ.get("UPDATE_README"):
@@ -159,11 +150,3 @@ def test_every_file_that_is_linked_to_is_there(document):
 def test_every_document_can_be_reached_from_the_readme():
     linked = set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text(encoding="utf-8")))
     assert {path.name for path in DOCUMENTS[1:]} <= linked
-
-
-def test_table_of_causes_is_made_from_the_registry():
-    text, made = README.read_text(encoding="utf-8"), table_markdown(list_pages(), "docs/causes.md")
-    table = re.search(r"\| cause \| what happens \|\n(\|.*\n)+", text)[0]
-    if os.environ.get("UPDATE_README"):
-        README.write_text(text.replace(table, f"{made}\n"), encoding="utf-8")
-    assert f"\n\n{made}\n\n" in README.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ Why it happens
 Fix
     Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`; `std(correction=0)`.
 When it is wrong
-    None.
+    Only the empty average is seen, not what emptied it: look at the mask or the labels that select its values.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Why it happens
 Fix
     Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax only hides it.
 When it is wrong
-    None.
+    A row that is masked on purpose, and whose NaN is replaced later, is not reported: only what reaches the output,
+    the loss or a gradient is.
 """
 
 from __future__ import annotations

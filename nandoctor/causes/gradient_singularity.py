@@ -14,7 +14,7 @@ Fix
     Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
     `cosine.clamp(-1 + 1e-6, 1 - 1e-6)`; torch.linalg.vector_norm and F.normalize take care of zero themselves.
 When it is wrong
-    None.
+    Where a `where` hides the value at that point, where-gradient-trap says so first.
 """
 
 from __future__ import annotations

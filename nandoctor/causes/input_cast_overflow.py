@@ -13,7 +13,7 @@ Why it happens
 Fix
     Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside of autocast.
 When it is wrong
-    None.
+    Values that fp16 holds, and whose products it does not hold, are matmul-overflow.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Why it happens
 Fix
     Clamp to the domain: `x.clamp(min=0).sqrt()`, `cosine.clamp(-1 + 1e-6, 1 - 1e-6).acos()`.
 When it is wrong
-    None.
+    Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Fix
     Work with logits: F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits; or clamp the probability to an
     eps that the format holds on both sides. Never mask what a label can name; F.ctc_loss(..., zero_infinity=True).
 When it is wrong
-    None.
+    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Why it happens
 Fix
     Mend the loading and the normalisation; refuse such samples where they are loaded.
 When it is wrong
-    None.
+    What wrote it into the batch is not in the file.
 """
 
 from __future__ import annotations

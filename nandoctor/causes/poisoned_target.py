@@ -11,7 +11,7 @@ Why it happens
 Fix
     Leave such samples out of the loss by selection (`loss[mask].mean()`), or mend the annotation.
 When it is wrong
-    None.
+    Any array that only the loss reads is called a target, weights of the samples too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Why it happens
 Fix
     Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.
 When it is wrong
-    None.
+    A sum past the limit of fp32 is reported as well: there a mean helps, and more precision does not.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Why it happens
 Fix
     Make the argument safe before the function: `safe = torch.where(x > 0, x, 1.0); torch.where(x > 0, safe.log(), 0)`.
 When it is wrong
-    None.
+    A NaN gradient that a later op multiplies away leaves those of the parameters finite: a note says so, and nothing
+    is blamed.
 """
 
 from __future__ import annotations

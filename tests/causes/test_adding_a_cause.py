@@ -18,12 +18,10 @@ REGISTRY = "nandoctor/causes/registry.py"
 
 ASK = """
 from nandoctor.causes.registry import CAUSES, list_pages
-from nandoctor.renderers.explain import catalogue_markdown, table_markdown
 from nandoctor.renderers.jsonfile import report_schema
 
 CODE = "empty-reduction"
-print(CODE in table_markdown(list_pages()))
-print(f"## {CODE}" in catalogue_markdown(list_pages()))
+print(CODE in [page.code for page in list_pages()])
 print(CODE in report_schema()["$defs"]["Cause"]["properties"]["code"]["examples"])
 print([cause.CODE for cause in CAUSES].index(CODE) > [cause.CODE for cause in CAUSES].index("division-by-zero"))
 """
@@ -86,7 +84,7 @@ def test_following_the_page_adds_the_cause(house):
     assert "There is no cause" in python(house, "-m", "nandoctor", "explain", "empty-reduction")
     follow(house)
     assert "What it is" in python(house, "-m", "nandoctor", "explain", "empty-reduction")
-    assert python(house, "-c", ASK).split() == ["True"] * 4
+    assert python(house, "-c", ASK).split() == ["True"] * 3
 
 
 def test_a_cause_that_is_not_wired_in_is_missed(house):

@@ -59,7 +59,7 @@ def test_phases_are_known(cause):
 @every_page
 def test_page_has_the_fixed_sections(page):
     assert tuple(heading for heading, _ in page.sections) == SECTIONS
-    assert all(paragraph.endswith(".") for _, paragraph in page.sections)
+    assert all(paragraph.endswith(".") and paragraph != "None." for _, paragraph in page.sections)
     assert page.summary.endswith(".")
 
 

@@ -1,0 +1,19 @@
+"""The variance is computed in fp32."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x):
+        x = self.mix(x)
+        return x.float().var(dim=(2, 3))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.save({"state_dict": Net().state_dict(), "x": 800 * torch.randn(2, 3, 64, 64)}, "step.pth")

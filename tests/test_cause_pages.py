@@ -1,0 +1,93 @@
+"""docs/causes: each page is made from its cause and two programs; the failing one fails so, the fixed one is healthy.
+
+`python docs/cause_pages.py` writes the pages; UPDATE_README=1 the table in the README.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nandoctor
+from nandoctor.causes.registry import list_pages
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CODES = [page.code for page in list_pages()]
+each_cause = pytest.mark.parametrize("code", CODES)
+
+
+def load_pages():
+    spec = importlib.util.spec_from_file_location("cause_pages", DOCS / "cause_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGES = load_pages()
+
+
+def test_every_page_is_made_from_its_cause_and_programs():
+    for name, text in PAGES.documents().items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, "python docs/cause_pages.py"
+    assert {path.stem for path in (DOCS / "causes").glob("*.md")} == set(CODES)
+
+
+def test_the_table_of_the_readme_is_made_from_the_registry():
+    path, made = ROOT / "README.md", PAGES.table(list_pages(), "docs/causes")
+    text = path.read_text(encoding="utf-8")
+    if os.environ.get("UPDATE_README"):
+        table = re.search(r"\| cause \| what happens \|\n(\|.*\n)+", text)[0]
+        path.write_text(text.replace(table, f"{made}\n"), encoding="utf-8")
+    assert f"\n\n{made}\n\n" in path.read_text(encoding="utf-8")
+
+
+@each_cause
+def test_programs_are_short_and_differ_in_few_lines(code):
+    failing, fixed = (PAGES.without_docstring(PAGES.program(code, name)) for name in ("failing", "fixed"))
+    assert len(failing) <= 40
+    assert 1 <= len(set(fixed) ^ set(failing)) <= 7
+
+
+@pytest.fixture
+def replayed(tmp_path, monkeypatch):
+    """Runs a program in a folder of its own, and replays the step that it wrote."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code, name):
+        file = shutil.copy(DOCS / "causes" / code / f"{name}.py", tmp_path)
+        if "Recorder" in PAGES.program(
+            code, name
+        ):  # names its model's file, which is the program that Python began with
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run([sys.executable, file], check=True, cwd=tmp_path, env=environment)
+        else:
+            runpy.run_path(file, run_name="__main__")
+        (step,) = tmp_path.rglob("*.pth")
+        options = PAGES.replay_options(Path(file).read_text(encoding="utf-8"))
+        given = {key: value.format(file=file) for key, value in options.items()}
+        return nandoctor.replay(step, fixes=False, **given).report
+
+    return run
+
+
+@pytest.mark.slow
+@each_cause
+def test_the_failing_program_is_diagnosed_with_its_cause(code, replayed):
+    report = replayed(code, "failing")
+    assert report.cause is not None
+    assert report.cause.code == code
+
+
+@pytest.mark.slow
+@each_cause
+def test_the_fixed_program_is_healthy(code, replayed):
+    assert replayed(code, "fixed").verdict == "healthy"
