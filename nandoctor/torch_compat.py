@@ -227,12 +227,10 @@ CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"
 
 
-def fsdp_parameter_dtype(module: nn.Module) -> torch.dtype | None:
-    """What FSDP2's MixedPrecisionPolicy casts the module's parameters to; None without one, or in another torch."""
+def fsdp_policy(module: nn.Module) -> Any:
+    """FSDP2's MixedPrecisionPolicy of a module that `fully_shard` was called on, else None; also in another torch."""
     read = getattr(module, "_get_fsdp_state", None)
-    policy = None if read is None else getattr(read(), "_mp_policy", None)
-    dtype = getattr(policy, "param_dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return None if read is None else getattr(read(), "_mp_policy", None)
 
 
 # Tensors and containers

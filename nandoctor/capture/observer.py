@@ -74,7 +74,7 @@ class Observer:
             "buffers": [name for name in self._buffers.names if name in state],
             "training": dict(zip(self._paths, before.training, strict=True)),
             "rng": before.random.to_plain(),
+            "mixed_precision": describe_mixed_precision(self.model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
-        notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
-        return contents, notes + describe_mixed_precision(self.model)
+        return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]

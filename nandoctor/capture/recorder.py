@@ -24,6 +24,7 @@ from nandoctor.capture.dump_contents import ModelSources, Training, describe
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.rebuild import plan_rebuild
+from nandoctor.capture.sharding import refuse_flat_weights
 from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, unwrap_model
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
@@ -111,6 +112,7 @@ class Recorder(RecorderSettings):
     def __post_init__(self) -> None:
         stop_import()
         super().__post_init__()
+        refuse_flat_weights(self.model)
         enabled = getattr(self.scaler, "is_enabled", lambda: True)()
         scaler = self.scaler if enabled else None  # a disabled one scales nothing, and lets every update pass
         self._observer = Observer(unwrap_model(self.model))

@@ -7,13 +7,14 @@ talks to another rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from nandoctor.torch_compat import fsdp_parameter_dtype
+from nandoctor.errors import NanDoctorError
+from nandoctor.torch_compat import fsdp_policy
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -21,6 +22,21 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     # Who never imported the module has none, and it takes a second to import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_flat_weights(model: nn.Module) -> None:
+    """Refuse the first FSDP, which keeps the weights of many layers in one flat tensor on each rank.
+
+    Raises:
+        NanDoctorError: a part of the model is wrapped in it.
+    """
+    package = sys.modules.get("torch.distributed.fsdp")
+    if package is not None and any(isinstance(module, package.FullyShardedDataParallel) for module in model.modules()):
+        raise NanDoctorError(
+            "FullyShardedDataParallel (FSDP1) keeps weights in flat pieces, of which no replay can make a model.",
+            remedy="Shard with FSDP2 instead: `for block in model.blocks: fully_shard(block)`, then "
+            "`fully_shard(model)` and Recorder(model), with fully_shard from torch.distributed.fsdp.",
+        )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,8 +50,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def describe_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Of each sharded tensor its whole shape, the mesh of ranks, and its placement along each dimension of the mesh.
 
-    A placement is the dimension that the tensor is split along, or None where every rank has it whole. Any other (a sum
-    that is still to be made, a split by strides) is given by its name, and cannot be joined.
+    A placement is the dimension that the tensor is split along, or None where every rank has it whole; or a list of the
+    dimension and a number of chunks, each of which is split by itself (FSDP over tensor parallelism). Any other (a sum
+    that is still to be made) is given by its name, and cannot be joined.
     """
     return {name: _describe(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
@@ -48,13 +65,43 @@ def _describe(tensor: Any) -> dict[str, Any]:
     }
 
 
-def _describe_placement(placement: Any) -> int | str | None:
+def _describe_placement(placement: Any) -> int | list[int] | str | None:
     if placement.is_replicate():
         return None
+    if type(placement).__name__ == "_StridedShard":
+        return [int(placement.dim), int(placement.split_factor)]
     return int(placement.dim) if type(placement).__name__ == "Shard" else str(placement)
 
 
-def describe_mixed_precision(model: nn.Module) -> list[str]:
-    """What a replay does not repeat: FSDP2 may cast weights and inputs by a policy of its own, without autocast."""
-    names = {str(dtype).removeprefix("torch.") for module in model.modules() if (dtype := fsdp_parameter_dtype(module))}
-    return [f"mixed precision: FSDP's policy cast the weights to {name}, which a replay does not" for name in names]
+def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
+    """What the policies of FSDP2 cast, without autocast: weights by name, and inputs and outputs of modules by path.
+
+    A policy is that of the nearest module above a weight that `fully_shard` was called on; weights that it was told to
+    ignore are not sharded, and not cast.
+    """
+    policies = {path: policy for path, module in model.named_modules() if (policy := fsdp_policy(module)) is not None}
+    owned = [(name, _owner(name, policies)) for name, p in model.named_parameters() if _is_cast(p)] if policies else []
+    cast = {
+        "parameters": {name: policies[path].param_dtype for name, path in owned if path is not None},
+        "inputs": {path: policy.param_dtype for path, policy in policies.items() if policy.cast_forward_inputs},
+        "outputs": {path: policy.output_dtype for path, policy in policies.items()},
+    }
+    return {what: {name: _dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
+
+
+def _is_cast(parameter: nn.Parameter) -> bool:
+    return is_sharded(parameter) and parameter.is_floating_point()
+
+
+def _owner(name: str, paths: Collection[str]) -> str | None:
+    """The nearest of these modules that a weight is in."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if path in paths:
+            return path
+    return None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

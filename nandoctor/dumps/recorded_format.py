@@ -22,6 +22,7 @@ from nandoctor.text import brief
 FORMAT = "nandoctor.dump/1"
 MAX_SAMPLED = 64
 """Values that are kept of a weight which is left to a checkpoint."""
+_CAST_FORMATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_CALLS = 1000
 T = TypeVar("T")
 
@@ -74,6 +75,15 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCasts:
+    """The formats that FSDP2 cast to: weights by name, floating-point inputs and outputs of modules by path."""
+
+    parameters: Mapping[str, str]
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSample:
     """Some values of a weight, and where they stand in it when it is laid out flat."""
 
@@ -114,7 +124,8 @@ class Recorded:
     `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
     place. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
     under torch. `update` is the step's own, where that spoiled the weights. `sources` are the project's files by their
-    paths relative to the directory that the training ran in.
+    paths relative to the directory that the training ran in. `checkpoint` is there where the weights are not, and
+    `module_casts` where FSDP2 had a policy.
     """
 
     calls: tuple[Call, ...]
@@ -133,6 +144,7 @@ class Recorded:
     update: OptimizerUpdate | None = None
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
+    module_casts: ModuleCasts | None = None
 
 
 def is_recorded(saved: object) -> bool:
@@ -185,6 +197,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
             for name, source in get(saved, "sources", dict, {}).items()
         },
         checkpoint=_read_checkpoint(get(saved, "checkpoint", dict, {})),
+        module_casts=_read_casts(get(saved, "mixed_precision", dict, {})),
     )
 
 
@@ -262,6 +275,16 @@ def _read_update(fields: Mapping[str, Any]) -> OptimizerUpdate | None:
 
 def _read_source(fields: Mapping[str, Any]) -> SourceHash:
     return SourceHash(sha256=get(fields, "sha256", str, ""), lines=get(fields, "lines", str, ""))
+
+
+def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
+    casts = {what: get(fields, what, dict, {}) for what in ("parameters", "inputs", "outputs")}
+    if not any(casts.values()):
+        return None
+    for name in (name for of in casts.values() for name in of.values()):
+        if name not in _CAST_FORMATS:
+            raise DumpError(f"FSDP casts to {brief(str(name))} in no training.", remedy="Take the recorder's own file.")
+    return ModuleCasts(**casts)
 
 
 def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:

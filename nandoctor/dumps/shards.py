@@ -114,9 +114,28 @@ def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> t
     if placement is None:
         part = next((part for part in mesh if _holds(part, ranks.own)), mesh[0])
         return _join_along(part, further, name, ranks)
-    if not isinstance(placement, int):
+    parts = [_join_along(part, further, name, ranks) for part in mesh]
+    if type(placement) is list and [type(item) for item in placement] == [int, int]:
+        return _join_chunks(parts, *placement)
+    if type(placement) is not int:
         raise _unfit(name, f"{brief(str(placement))} is no plain split")
-    return torch.cat([_join_along(part, further, name, ranks) for part in mesh], dim=placement)
+    return torch.cat(parts, dim=placement)
+
+
+def _join_chunks(parts: list[torch.Tensor], dim: int, num_chunks: int) -> torch.Tensor:
+    """The tensor that was cut into `num_chunks` first, each of which was then split over the parts."""
+    size = sum(part.shape[dim] for part in parts)
+    if not 0 < num_chunks <= _MAX_RANKS:
+        raise ValueError(num_chunks)
+    split = [_chunk_sizes(chunk, len(parts)) for chunk in _chunk_sizes(size, num_chunks)]
+    pieces = [torch.split(part, [sizes[rank] for sizes in split], dim) for rank, part in enumerate(parts)]
+    return torch.cat([piece[chunk] for chunk in range(num_chunks) for piece in pieces], dim)
+
+
+def _chunk_sizes(size: int, number: int) -> list[int]:
+    """As `torch.chunk` cuts, with empty ones for those that it leaves out."""
+    most = -(-size // number)
+    return [max(min(most, size - most * index), 0) for index in range(number)]
 
 
 def _holds(mesh: Any, rank: int) -> bool:

@@ -29,6 +29,7 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_ca
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
+from nandoctor.replaying.module_casts import add_casts, cast_weights
 from nandoctor.replaying.policy_choice import choose_policies, low_format
 from nandoctor.replaying.preconditions import find_device, require_memory
 from nandoctor.replaying.progress import RunProgress
@@ -86,6 +87,7 @@ def prepare(
         DumpError: the output named in the settings is not in the dump.
         NanDoctorError: torch is in a mode that a replay cannot run in.
     """
+    dump = cast_weights(dump)
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
@@ -167,6 +169,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
     code.model.to(device)
+    add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
 
 

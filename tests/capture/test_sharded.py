@@ -59,13 +59,20 @@ def loss_of(output, batch):
     return torch.log(output).mean()
 
 
+POLICIES = {
+    "mixed": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "half": {"param_dtype": torch.float16},
+}
+MESHES = {"copies": {"mesh_shape": (2, 1), "mesh_dim_names": ("copies", "parts")}}
+
+
 def main(rank, way):
     dist.init_process_group("gloo", init_method="file://" + __file__ + ".meeting", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model, mesh = Net(), init_device_mesh("cpu", (2,))
-    more = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if way == "mixed" else {}
+    model, mesh = Net(), init_device_mesh("cpu", **MESHES.get(way, {"mesh_shape": (2,)}))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **more)
+        policy = {**POLICIES.get(way, {}), **({"output_dtype": torch.float32} if module is model else {})}
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     recorder = nandoctor.Recorder(model, loss=loss_of, in_a_row=1) if way != "off" else None
     torch.manual_seed(rank)
@@ -105,7 +112,7 @@ def train(folder, way):
 
 @needs_gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["on", "mixed"])
+@pytest.mark.parametrize("way", ["on", "mixed", "half", "copies"])
 def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way):
     monkeypatch.chdir(tmp_path)
     said = train(tmp_path, way)
@@ -116,12 +123,7 @@ def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way):
     saved = [read_dump(f"dumps/nan-step000003-rank{rank}.pth") for rank in (0, 1)]
     assert [dump.scalars["nonfinite_ranks"] for dump in saved] == [[1], [1]]
     assert all(torch.equal(saved[0].state[name], value) for name, value in saved[1].state.items())
-    told = [text for text in saved[0].missing if "mixed precision" in text]
-    if way == "mixed":
-        assert told == ["mixed precision: FSDP's policy cast the weights to bfloat16, which a replay does not"]
-    else:
-        assert told == []
-        assert report.reproduction.grade == "exact"
+    assert report.reproduction.grade == "exact"
 
 
 @needs_gloo
@@ -139,6 +141,22 @@ def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch):
 def test_recording_changes_no_bit(tmp_path):
     on, off = train(tmp_path, "on"), train(tmp_path, "off")
     assert on[0].splitlines()[0] == off[0]
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_flat_weights_are_refused_with_the_line_to_change():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu")))
+        with pytest.raises(nandoctor.NanDoctorError, match="FSDP1") as caught:
+            nandoctor.Recorder(model)
+    finally:
+        dist.destroy_process_group()
+    assert "fully_shard(model)" in caught.value.remedy
 
 
 def test_the_class_below_one_made_on_the_fly():

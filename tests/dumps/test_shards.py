@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import placement_types
 
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
@@ -41,6 +42,17 @@ def test_every_rank_reads_whole_weights(tmp_path, shard, parts):
         state = read_dump(path).state
         assert torch.equal(state["weight"], WHOLE)
         assert state["bias"].tolist() == [rank, rank]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 7, 8, 13])
+@pytest.mark.parametrize(("num_chunks", "num_ranks"), [(1, 2), (2, 2), (3, 2), (2, 4)])
+def test_chunks_that_are_split_by_themselves(tmp_path, size, num_chunks, num_ranks):
+    whole = torch.arange(size * 2.0).reshape(size, 2)
+    strided = placement_types._StridedShard(0, split_factor=num_chunks)
+    parts = strided._split_tensor(whole, num_ranks, with_padding=False)[0]
+    shard = {"shape": [size, 2], "ranks": list(range(num_ranks)), "placements": [[0, num_chunks]]}
+    path = write(tmp_path, dict(enumerate(parts)), shard)[0]
+    assert torch.equal(read_dump(path).state["weight"], whole)
 
 
 def test_copies_need_the_files_of_one_group_alone(tmp_path):
