@@ -98,7 +98,7 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
         path=str(dump.path),
         step=_find_step(dump),
         layers=layers,
-        loss_scale=find_loss_scales(layers, step.loss_scale if step.loss_scale != 1.0 else None),
+        loss_scale=find_loss_scales(layers, step.loss_scale),
         run=describe_run(narrow.trace.policy, narrow.trace.format),
         run_finite=narrow.trace.finite,
         notes=(f"Called as {step.description} in {'train' if step.training else 'eval'} mode.", *preparation.notes),

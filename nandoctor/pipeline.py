@@ -295,11 +295,11 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     if not sound or not trace.bad_gradients:
         return replace(findings, notes=describe_removed(trace) if sound else ())
     reference = step.run(REFERENCE, watch).trace
-    fixed = step.loss_scale > 1 and not _gradients_at_scale_one(step, watch)
+    fixed = step.loss_factor > 1 and not _gradients_at_scale_one(step, watch)
     return replace(
         findings,
         verdict=judge_backward(trace, reference, fixed_by_scale=fixed),
-        conclusion=conclude_backward(trace, reference, step.low, loss_scale=step.loss_scale, fixed_by_scale=fixed),
+        conclusion=conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed),
     )
 
 

@@ -206,7 +206,7 @@ def _measure(step: FailingStep) -> tuple[TrialOutcome | None, GradientCheck, lis
     judgement = trials.judge()
     wrong = list(_describe_disagreement(judgement))
     if step.loss is not None:  # the replay has run its backward pass: non-finite gradients would be its verdict
-        return judgement.outcome, GradientCheck(finite=True, surrogate=False, loss_scale=step.loss_scale), wrong
+        return judgement.outcome, GradientCheck(finite=True, surrogate=False, loss_scale=step.loss_factor), wrong
     if not step.training:
         return judgement.outcome, GradientCheck(finite=None, surrogate=True, loss_scale=1.0), wrong
     surrogate = replace(step, loss=surrogate_loss, loss_scale=1.0)
@@ -284,5 +284,5 @@ def _notes(asked: _Asked, gradients: GradientCheck, step: FailingStep) -> Iterat
         )
     if asked.code.basis == "none" and not asked.code.changed:
         yield "What has changed since the dump was written is not known."
-    if step.loss is not None and step.loss_scale == 1 and asked.dump.recorded is None:
+    if step.loss is not None and step.loss_scale is None and asked.dump.recorded is None:
         yield "The dump holds no loss scale; gradients were checked at 1 (--loss-scale)."

@@ -81,11 +81,11 @@ class Dump:
         )
 
     @property
-    def loss_scale(self) -> float:
-        """The saved scale, a plain number or that of GradScaler's state; 1 where there is none, or none that can be."""
+    def loss_scale(self) -> float | None:
+        """The saved scale, a plain number or that of GradScaler's state; None where there is none that can be."""
         saved = [value for name, value in self.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
-        scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else 1.0
-        return scale if math.isfinite(scale) and scale > 0 else 1.0
+        scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else math.nan
+        return scale if math.isfinite(scale) and scale > 0 else None
 
     def _count(self, name: str, default: int) -> int:
         value = self.scalars.get(name)

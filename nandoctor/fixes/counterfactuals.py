@@ -38,7 +38,7 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
     for setting, samples in _selections(guilty, step.num_samples):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:
             yield Counterfactual(group="samples", setting=setting, outcome=outcome)
-    for scale in _scales(step.loss_scale) if step.loss is not None else ():
+    for scale in _scales(step.loss_factor) if step.loss is not None else ():
         if (outcome := trials.look(SetLossScale(value=scale))) is not None:
             yield Counterfactual(group="loss-scale", setting=StepSetting(loss_scale=scale), outcome=outcome)
     first = (step.seed or 0) + 1

@@ -2,9 +2,9 @@
 
 In: the trials of a step with a loss. Out: the run with its gradients, and what is to be said of them.
 
-Where no scale is known it is the one that GradScaler comes to, which begins at 65,536 and lowers it until the gradients
-are finite (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). Too low a scale shows as an error: small
-gradients are then rounded to zero.
+Where no scale is known, or it has come down since GradScaler began with 65,536, the largest one is taken at which the
+gradients are finite (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling), and none below 1. Too low a scale
+shows as an error: small gradients are then rounded to zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import NOISE, Result, gradient_error, gradient_norm
-from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import Change
@@ -28,7 +28,7 @@ Said = tuple[Literal["passed", "failed", "not-checked"], str]
 
 GROWTH = 4.0
 """GradScaler doubles its scale every 2,000 steps: room for two of these."""
-_USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0, 2.0**-4, 2.0**-8)
+_USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 _MOST_NOISE = 1.0
 """The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
 _LARGER = 1.1
@@ -56,11 +56,14 @@ class GradientCheck:
 
     def _scales(self, change: Change) -> tuple[float, ...]:
         step = self._trials.step
-        if scale_set_by(change) is not None or (step.loss_scale == 1 and in_bf16(change, before=step.low is BF16)):
-            return (scale_set_by(change) or 1.0,)
-        if step.loss_scale != 1:
-            return (GROWTH * step.loss_scale, step.loss_scale)
-        return _USUAL_SCALES if step.loss is surrogate_loss else tuple(s for s in _USUAL_SCALES if s >= 1)
+        if (scale := scale_set_by(change)) is not None:
+            return (scale,)
+        narrow = not in_bf16(change, before=step.low is BF16)
+        if step.loss_scale is None:
+            return _USUAL_SCALES if narrow else (1.0,)
+        grown = GROWTH * step.loss_scale
+        larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
+        return (*larger, grown, step.loss_scale)
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
         """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's.
@@ -68,7 +71,7 @@ class GradientCheck:
         Raises:
             BudgetSpent: nothing more may be run.
         """
-        of = "a surrogate loss, for none is known" if self._trials.step.loss is surrogate_loss else "the loss"
+        of = "a stand-in loss only" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
             return "not-checked", "no weight has a gradient"
         if scale is None:
@@ -86,10 +89,12 @@ class GradientCheck:
             BudgetSpent: nothing more may be run.
         """
         step = self._trials.step
-        if step.loss_scale == 1 or scale_set_by(change) is not None:
-            return "not-checked", "the loss scale of the training is not known" if step.loss_scale == 1 else "it is set"
+        if scale_set_by(change) is not None:
+            return "not-checked", "the change sets it"
+        if step.loss_scale is None:
+            return "not-checked", "the loss scale of the training is not known"
         grown = GROWTH * step.loss_scale
-        if scale == grown:
+        if scale is not None and scale >= grown:
             return "passed", f"gradients are finite at loss scale {number(grown)} too"
         if self._overflows_anyway(grown):
             return "not-checked", f"at loss scale {number(grown)} the gradients overflow without the failure too"
@@ -138,7 +143,7 @@ class GradientCheck:
     def _own_error(self) -> float:
         """What the gradients of the samples that were fine are off by, in the format that the step failed in."""
         kept = KeepSamples(samples=self._healthy)
-        scale = self._trials.step.loss_scale if self._trials.step.loss_scale != 1 else _USUAL_SCALES[1]
+        scale = self._trials.step.loss_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
 

@@ -30,8 +30,8 @@ _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
 _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
-_LOWER_SCALES = (1.0, 2.0**-8, 2.0**-16)
-"""On another batch GradScaler may have to lower its scale."""
+_LOWERED = (1.0, 2.0**-8, 2.0**-16)
+"""On another batch GradScaler may have to lower its scale, to 1 at the least."""
 
 
 class Verifier:
@@ -139,8 +139,9 @@ class Verifier:
             return "not-checked", "the change is of this batch alone"
         if varied is None:
             return "not-checked", "the step has no such variation"
-        for lower in _LOWER_SCALES:
-            made = varied.run(*at_scale(change, (scale or 1.0) * lower))
+        highest = scale or 1.0
+        for lowered in dict.fromkeys(max(highest * factor, min(highest, 1.0)) for factor in _LOWERED):
+            made = varied.run(*at_scale(change, lowered))
             if made.gradients_finite or not made.values_finite:
                 break
         if made.finite:

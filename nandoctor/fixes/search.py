@@ -142,15 +142,17 @@ def _notes_of_interrupt(listener: Listener, untried: Sequence[str]) -> Iterator[
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
-    """Verified fixes first: changes at the origin, then sets found by search, then another format or batch; by size.
+    """Verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Last comes what leaves the origin as it is, and helps because its input happens to arrive in fp32.
+    Then comes what leaves the origin as it is, and helps because its input happens to arrive in fp32. Last come samples
+    left out, which is of use to this batch alone.
     """
 
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, int]:
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
         only_upstream = _is_only_upstream(item.edit, findings)
-        return not item.verified, only_upstream, size >= _WHOLE, item.patch not in at_origin, size
+        of_batch = item.kind == "data"
+        return not item.verified, of_batch, only_upstream, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)

@@ -5,7 +5,7 @@ In: a batch or an output. Out: a changed batch, or a scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,37 @@ def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
     It stands in where the loss of the training is not known: the mean of each tensor, weighted by a fixed pattern so
     that a softmax or a norm, whose plain mean is constant, has a gradient too.
     """
-    total = torch.zeros(())
+    return _sum(map(_weighted_mean, _dense_floats(output)))
+
+
+def squared_surrogate(output: Any, _: Batch) -> torch.Tensor:
+    """The same, and half the mean square, whose gradient grows with the output as that of a squared error does.
+
+    It stands in where fp32 fails as well: nothing else says of values that a change made up that they are too large.
+    """
+    leaves = list(_dense_floats(output))
+    finite = (leaf.float().masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves)
+    return _sum([*map(_weighted_mean, leaves), *(0.5 * values.square().mean() for values in finite)])
+
+
+SURROGATES = frozenset({surrogate_loss, squared_surrogate})
+
+
+def _dense_floats(output: Any) -> Iterator[torch.Tensor]:
     for _path, leaf in walk_tensors(output):
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_nested and leaf.layout == torch.strided:
-            pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
-            total = total.to(leaf.device) + (leaf.float() * pattern).mean()
+            yield leaf
+
+
+def _weighted_mean(leaf: torch.Tensor) -> torch.Tensor:
+    pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
+    return (leaf.float() * pattern).mean()
+
+
+def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(())
+    for part in parts:
+        total = total.to(part.device) + part
     return total
 
 

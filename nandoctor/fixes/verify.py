@@ -22,7 +22,7 @@ from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
-from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
@@ -98,8 +98,8 @@ class Trials:
         self.numerics = numerics
         self._budget = budget
         self._backward = backward and step.loss is not None
-        self._is_own_batch = step.loss is not surrogate_loss
-        self._gradient_tolerance = GRADIENT_TOLERANCE if step.loss_scale != 1 else math.inf
+        self._is_own_batch = step.loss not in SURROGATES
+        self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {}
         self._references: dict[frozenset[Change], Result] = {}
@@ -108,7 +108,8 @@ class Trials:
     @cached_property
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
-        return self.on(self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss))
+        stand_in = squared_surrogate if self.numerics else surrogate_loss
+        return self.on(self.step if self.step.loss is not None else replace(self.step, loss=stand_in))
 
     def on(self, step: FailingStep) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
@@ -268,7 +269,7 @@ class Trials:
         try:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
-            return keep(replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome)
+            return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
         except LossError:
             # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
             if self._is_own_batch and not _selects(edits):
@@ -276,7 +277,7 @@ class Trials:
                     raise
                 self.reference()  # raises as well where it is not the change that the loss cannot be computed with
                 return keep(None)
-            if self.step.loss is surrogate_loss and self._backward:
+            if self.step.loss in SURROGATES and self._backward:
                 self._backward = False  # the output depends on no weight that is trained
                 return self._execute(edits, precision)
             return keep(None)

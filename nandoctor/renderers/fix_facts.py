@@ -145,7 +145,7 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
 _WHERE_TO_RUN = {
     "snippet": "run these lines once the model is built and its weights are loaded",
     "state": "run these lines once, after the weights are loaded",
-    "data": "run these lines on each batch, before the step",
+    "data": "run these lines before the step; they were tried on this batch alone, and the next may fail again",
 }
 
 
@@ -181,9 +181,10 @@ def summarize_fixes(report: Report) -> FixSummary | None:
         return FixSummary(heading=f"No fix was verified{more}", patch=(), facts=tried)
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
+    where = " on this batch alone" if first.kind == "data" else ""
     alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
     return FixSummary(
-        heading=f"Fix{of}, verified: {first.title}",
+        heading=f"Fix{of}, verified{where}: {first.title}",
         patch=_shorten_patch(first.patch),
         facts=(*first.facts, *alternatives),
     )

@@ -92,7 +92,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     """
     if reference is None:
         return None, []
-    command = f"to replay the backward pass, add --loss {shlex.quote(brief(spec_of(reference)))}"
+    command = f"to replay the backward pass, {_name_of_loss(reference)}"
     source = _find_source(reference)
     problem = _why_no_loss(reference, source, provenance)
     if source is None or problem:
@@ -107,10 +107,21 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     return found, [note] if source.changed else []
 
 
+def _name_of_loss(reference: Reference) -> str:
+    """What to type for the loss; a lambda, and what another function defines, has no name to be found by."""
+    if all(part.isidentifier() for part in reference.name.split(".")):
+        return f"add --loss {shlex.quote(brief(spec_of(reference)))}"
+    file = brief(reference.file or "FILE.py")
+    spec = shlex.quote(f"{file}:loss_of")
+    return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
+
+
 def _why_no_loss(reference: Reference, source: _Source | None, provenance: Provenance) -> str:
     """Why the loss is not imported; "" where it is."""
     if not provenance.own:
         return f"The loss that the file names was not run, for {provenance.detail}"
+    if "<" in reference.name:
+        return f"The loss {brief(reference.name)} has no name that it could be imported by"
     if source is None or not reference.file or not reference.name.isidentifier():
         return "The loss function is not in the working directory"
     if not _defines(source.path, reference.name, (ast.FunctionDef, ast.ClassDef)):

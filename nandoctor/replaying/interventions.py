@@ -49,7 +49,7 @@ def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:
     return policy
 
 
-def choose_loss_scale(edits: Sequence[SingleEdit], loss_scale: float) -> float:
+def choose_loss_scale(edits: Sequence[SingleEdit], loss_scale: float | None) -> float | None:
     """The loss scale that the edits ask for."""
     return next((edit.value for edit in edits if isinstance(edit, SetLossScale)), loss_scale)
 

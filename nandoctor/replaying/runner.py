@@ -96,12 +96,13 @@ class FailingStep:
 
     `batch` holds every array that may be needed, on `device`; `forward` takes it and returns the model's output,
     reading the arrays in `used`. `loss`, where there is one, makes a scalar of output and batch; the backward pass is
-    that of loss x `loss_scale`. `description` shows the call. `policy` is what the step failed under. Where `training`
-    is the recorded flag of the model its modules have theirs; a `seed` of None means the saved random state:
-    `rng_states` of torch, and what `recorded` has of numpy's and Python's. `recorded` also has torch's switches.
-    `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every tensor is counted in every run
-    that measures. `saved_flags` are what the dump says went wrong. `progress` is told of every run. `project` is the
-    code that the step comes from; while it is open no other step of this process runs.
+    that of loss x `loss_scale`, None where that is not known and the loss goes in as it is. `description` shows the
+    call. `policy` is what the step failed under. Where `training` is the recorded flag of the model its modules have
+    theirs; a `seed` of None means the saved random state: `rng_states` of torch, and what `recorded` has of numpy's and
+    Python's. `recorded` also has torch's switches. `second_moments` and `optimizer_eps` are the optimizer's. With
+    `per_sample` every tensor is counted in every run that measures. `saved_flags` are what the dump says went wrong.
+    `progress` is told of every run. `project` is the code that the step comes from; while it is open no other step of
+    this process runs.
     """
 
     model: nn.Module
@@ -109,7 +110,7 @@ class FailingStep:
     used: frozenset[str]
     forward: Callable[[Batch], Any]
     loss: Loss | None = None
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
     device: torch.device
     description: str
     policy: Policy
@@ -128,6 +129,11 @@ class FailingStep:
     def low(self) -> FloatFormat:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
         return self.policy.format
+
+    @property
+    def loss_factor(self) -> float:
+        """What the loss is multiplied by before the backward pass."""
+        return self.loss_scale if self.loss_scale is not None else 1.0
 
     @property
     def num_samples(self) -> int | None:
@@ -318,7 +324,7 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
         if run.watch.backward and result.loss is not None:
             with kept_running(), torch.autocast(step.device.type, enabled=False):
                 result.bad_gradients, result.gradients = run_backward(
-                    step.model, result.loss, loss_scale=step.loss_scale, keep=run.watch.keep
+                    step.model, result.loss, loss_scale=step.loss_factor, keep=run.watch.keep
                 )
     except Exception as error:
         result.raised = error

@@ -77,7 +77,7 @@ def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
     unchecked = [name for name, check in checks.items() if check.status == "not-checked"]
     assert unchecked == ["loss", "loss scale", "other seed"]
     assert "finite at loss scale" in checks["gradients"].text
-    assert "surrogate" in checks["gradients"].text
+    assert "stand-in loss only" in checks["gradients"].text
 
 
 class Amplifier(nn.Module):
@@ -147,3 +147,35 @@ def test_lost_weights_are_set_to_zero_by_a_snippet(tmp_path):
     model = Net()
     exec(fix.patch, {"model": model, "torch": torch})
     assert bool(model(torch.ones(2, 4)).isfinite().all())
+
+
+class Denoiser(nn.Module):
+    """Divides by the noise level, which is exactly 0 in one sample, [n, 4] and [n] -> [n, 4]."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x, level):
+        return (x - self.net(x)) / level[:, None]
+
+
+def squared_error(output, batch):
+    return (output.float() - batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [None, squared_error])
+def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, tmp_path):
+    torch.manual_seed(0)
+    report = replay(tmp_path, Denoiser, loss=loss, x=torch.randn(4, 4), level=torch.tensor([0.5, 0.0, 0.25, 1.0]))
+    assert report.verdict == "numerics"
+    tiny = [fix for fix in report.fixes if fix.verified and "min=1e-" in fix.patch]
+    assert not [fix.title for fix in tiny if "min=1e-2" not in fix.patch and "min=1e-3" not in fix.patch]
+
+
+def test_a_recorded_loss_scale_of_one_is_known(tmp_path):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    report = replay(tmp_path, Amplifier, loss=lambda output, _: (output[:, 0]).float().mean(), loss_scale=1.0, x=x)
+    checks = {check.name: check for check in report.fixes[0].checks}
+    assert checks["loss scale"].status == "passed"
+    assert "loss scale 4 " in checks["loss scale"].text

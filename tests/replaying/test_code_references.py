@@ -189,3 +189,15 @@ def test_what_changed_since_the_training_is_told(project):
     known = script(sha256=hash_of(project / "script_of_the_test.py"), structure=str(model))
     assert describe_change(known, model) == []
     assert describe_change(None, nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss"])
+def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
+    loss, (note,) = find_loss(script(name), OWN)
+    assert loss is None
+    assert f"--loss {name}" not in note
+    assert "'" not in note
+    assert note.endswith(
+        "def loss_of(output, batch) at the top level of script_of_the_test.py, and add "
+        "--loss script_of_the_test.py:loss_of."
+    )
