@@ -136,14 +136,15 @@ def verify(
 def check(
     dump: Dump,
     *,
-    changed: Sequence[Path] = (),
+    changed: Sequence[Path] | Mapping[Path, str | None] = (),
     failed_before: bool = False,
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> tuple[Verification, Report]:
     """The verification of a dump, with the report of its replay; `options` are those of `replay`, and `model`.
 
-    `failed_before`: in this mode and with this seed the unchanged code was seen to fail.
+    `changed` may have the texts of before; `failed_before`: in this mode and with this seed the unchanged code was seen
+    to fail.
     """
     model = anchor(options.pop("model", None))
     dump, settings = _read(dump, options)

@@ -10,25 +10,30 @@ nothing can be told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.evidence.report import Report, TrialOutcome
+from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
-from nandoctor.evidence.verification import CodeState, GradientCheck, Verification
-from nandoctor.fixes.variations import surrogate_loss
-from nandoctor.fixes.verify import Judgement, TrialBudget, Trials
+from nandoctor.evidence.verification import CodeState, Verification
+from nandoctor.fixes.made_change import MadeChange, verify_made
+from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes
 from nandoctor.replaying.progress import Progress
-from nandoctor.replaying.runner import FailingStep, Watch
+from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource
+from nandoctor.replaying.unchanged_code import find_unchanged
 from nandoctor.text import are, join_first, part_of, percent
+
+Changed = bool | Sequence[Path] | Mapping[Path, str | None]
+"""Files that were changed, with the text that they had where that is known; True for some that are not named."""
 
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
@@ -37,6 +42,7 @@ _SAYS_WHAT_FAILED = {
     "skipped": "the gradients were non-finite at the loss scale, and the scaler skipped the step",
     "update": "the optimizer's update left non-finite weights",
 }
+_OF_THE_STEP = ("loss", "gradients", "loss scale", "healthy samples")
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Beginnings of what a recorder could not keep, and a replay cannot do without."""
 
@@ -50,7 +56,7 @@ class _Asked:
 
     dump: Dump
     settings: Settings
-    changed: bool | Sequence[Path] = ()
+    changed: Changed = ()
     failed_before: bool = False
     other_mode_differs: bool = False
     code: CodeState = field(default_factory=CodeState)
@@ -61,13 +67,14 @@ def verify_dump(
     model: ModelSource | None,
     settings: Settings,
     *,
-    changed: bool | Sequence[Path] = (),
+    changed: Changed = (),
     failed_before: bool = False,
     progress: Progress = lambda *_: None,
 ) -> tuple[Verification, Report]:
     """Replay the step under the code as it is now, and tell whether it has been fixed; with the report of the replay.
 
-    `changed` are files of which the caller says that they were changed, where the dump cannot tell; or True.
+    `changed` are files of which the caller says that they were changed, where the dump cannot tell, with the texts that
+    they had where those are known; or True.
     `failed_before`: in this mode and with these random numbers the unchanged code was seen to fail.
 
     Raises:
@@ -145,9 +152,12 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
         step = replace(step, training=True)
         modes = {"train" if attempt.training else "eval": None for attempt in report.reproduction.attempts}
         blank = replace(blank, run=f"{' and '.join(modes)} mode, {drawn}")
-    output, gradients, wrong = _measure(step)
-    reasons = [*wrong, *_doubts(found, asked, failed=failure is not None)]
-    measured = replace(blank, output=output, gradients=gradients, notes=tuple(_notes(asked, gradients, step)))
+    made = _measure(step, asked, random=found.random)
+    reasons = [*_describe_failures(made), *_doubts(found, asked, failed=failure is not None)]
+    measured = replace(blank, notes=tuple(_notes(asked, made, step)))
+    if made is not None:
+        reference: Literal["unchanged", "changed"] = "unchanged" if made.beside_unchanged else "changed"
+        measured = replace(measured, output=made.outcome, reference=reference, checks=made.checks)
     if reasons:
         return _cannot_tell(measured, reasons, tuple(_advise(found, asked)))
     if failure is None:
@@ -158,7 +168,7 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
 def _compare_code(found: Diagnosed, asked: _Asked) -> CodeState:
     """The code beside that of the training, with what the caller says of it."""
     assert found.step is not None
-    told = () if isinstance(asked.changed, bool) else asked.changed
+    told = () if isinstance(asked.changed, bool) else tuple(asked.changed)
     code = find_changes(asked.dump, found.step, asked.settings, told=told)
     by_word = ("the code, as you say",) if asked.changed is True else ()
     return replace(code, settings=(*code.settings, *by_word))
@@ -200,29 +210,37 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
     return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
 
 
-def _measure(step: FailingStep) -> tuple[TrialOutcome | None, GradientCheck, list[str]]:
-    """How far the step is from the reference, its gradients, and what is wrong with either."""
-    trials = Trials(step, TrialBudget(), numerics=False)
-    judgement = trials.judge()
-    wrong = list(_describe_disagreement(judgement))
-    if step.loss is not None:  # the replay has run its backward pass: non-finite gradients would be its verdict
-        return judgement.outcome, GradientCheck(finite=True, surrogate=False, loss_scale=step.loss_factor), wrong
-    if not step.training:
-        return judgement.outcome, GradientCheck(finite=None, surrogate=True, loss_scale=1.0), wrong
-    surrogate = replace(step, loss=surrogate_loss, loss_scale=1.0)
-    trace = surrogate.run(watch=Watch(stage="gradients", statistics="none", backward=True)).trace
-    finite = trace.raised is None and not trace.bad_gradients
-    if not finite:
-        wrong.append("The output is finite, and the gradients of a surrogate loss are not.")
-    return judgement.outcome, GradientCheck(finite=finite, surrogate=True, loss_scale=1.0), wrong
+def _measure(step: FailingStep, asked: _Asked, *, random: bool) -> MadeChange | None:
+    """What the checks of a printed fix say of the code as it is now; None where memory ran out."""
+    with step.project.running():
+        made = find_unchanged(asked.dump, asked.code, _texts_told(asked.changed))
+    lowered = asked.settings.loss_scale if asked.dump.loss_scale not in (None, asked.settings.loss_scale) else None
+    try:
+        return verify_made(step, made=made, random=random, loss_scale=lowered)
+    except BudgetSpent:
+        return None
 
 
-def _describe_disagreement(judgement: Judgement) -> Iterator[str]:
-    error = judgement.outcome.max_rel_err
-    if not judgement.passes and judgement.outcome.finite and error is not None:
-        yield f"The step is finite, but too far from fp32 for rounding ({percent(error)} off)."
-    elif not judgement.passes:
-        yield "The step is finite in the replay, but not whenever it is run."
+def _texts_told(changed: Changed) -> Mapping[Path, str | None]:
+    told = changed if isinstance(changed, Mapping) else {}
+    return {path.resolve(): text for path, text in told.items()}
+
+
+def _describe_failures(measured: MadeChange | None) -> Iterator[str]:
+    if measured is None:
+        yield "There is not enough memory to check the output and the gradients."
+        return
+    error = measured.outcome.max_rel_err
+    for check in (check for check in measured.checks if check.status == "failed"):
+        if check.name in _OF_THE_STEP:
+            yield f"The output is finite, but {check.text}."
+        elif check.name != "output":
+            yield f"The step passes, but not with {check.name}: {check.text}."
+        elif measured.outcome.finite and error is not None:
+            without = "the unchanged code in fp32" if measured.beside_unchanged else "fp32"
+            yield f"The step is finite, but too far from {without} for rounding ({percent(error)} off)."
+        else:
+            yield "The step is finite in the replay, but not whenever it is run."
 
 
 def _doubts(found: Diagnosed, asked: _Asked, *, failed: bool) -> Iterator[str]:
@@ -273,10 +291,12 @@ def _advise(found: Diagnosed, asked: _Asked) -> Iterator[str]:
         yield "Name the file that you changed: --changed FILE"
 
 
-def _notes(asked: _Asked, gradients: GradientCheck, step: FailingStep) -> Iterator[str]:
+def _notes(asked: _Asked, made: MadeChange | None, step: FailingStep) -> Iterator[str]:
     """What was not checked, and what was assumed."""
-    if gradients.surrogate:
+    if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
+    if made is not None and asked.code.changes and not made.beside_unchanged:
+        yield "The reference is fp32 of the code as it is now: as it was when the step failed it cannot be run here."
     if asked.other_mode_differs:
         yield (
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
@@ -284,5 +304,3 @@ def _notes(asked: _Asked, gradients: GradientCheck, step: FailingStep) -> Iterat
         )
     if asked.code.basis == "none" and not asked.code.changed:
         yield "What has changed since the dump was written is not known."
-    if step.loss is not None and step.loss_scale is None and asked.dump.recorded is None:
-        yield "The dump holds no loss scale; gradients were checked at 1 (--loss-scale)."

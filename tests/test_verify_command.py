@@ -137,7 +137,7 @@ def test_the_changed_line_is_told_by_the_recorders_hashes(project):
     result = run("verify", dump)
     assert result.exit_code == 0
     assert "changed net.py:17 (1 line) since the dump was written" in words(result.stdout)
-    assert "gradients finite at loss scale 1" in words(result.stdout)
+    assert "gradients of the loss: finite at loss scale" in words(result.stdout)
 
 
 def test_a_replay_of_changed_code_says_that_it_passes(project):
@@ -241,7 +241,7 @@ def test_json_is_the_whole_verification(project):
         result = run("verify", dump, "--json")
         plain = json.loads(result.stdout)
         jsonschema.validate(plain, describe_schema(Verification, title="verification"))
-        assert (plain["schema"], result.exit_code) == ("nandoctor.verification/2", code)
+        assert (plain["schema"], result.exit_code) == ("nandoctor.verification/3", code)
         edit(project)
     assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash", "line": 17, "num_lines": 1}]
 

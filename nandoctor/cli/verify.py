@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,10 +54,11 @@ _WITHOUT_DIFF = {
     multiple=True,
     help="A file that was changed, where the dump cannot tell.",
 )
+@click.option("--before", type=DumpPath, nargs=2, multiple=True, hidden=True, help="A changed file, and a copy of it.")
 @click.option("--failed-before", is_flag=True, hidden=True, help="The unchanged code was seen to fail in this replay.")
 @trust_option
 @settings_options("model", "step")
-def verify(dump: Path, as_json: bool, changed: tuple[Path, ...], **options: Any) -> None:
+def verify(dump: Path, as_json: bool, **options: Any) -> None:
     """Tell whether the failing step of DUMP passes under the code as it is now.
 
     Exit: 0 fixed, 1 still fails, 125 cannot tell.
@@ -64,7 +66,7 @@ def verify(dump: Path, as_json: bool, changed: tuple[Path, ...], **options: Any)
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.verification import print_verification
 
-    verification = _verify(dump, changed, options)
+    verification = _verify(dump, options)
     if as_json:
         click.echo(dumps(verification))
     else:
@@ -72,15 +74,19 @@ def verify(dump: Path, as_json: bool, changed: tuple[Path, ...], **options: Any)
     sys.exit(verification.exit_code)
 
 
-def _verify(dump: Path, changed: Sequence[Path], options: dict[str, Any]) -> Verification:
+def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     """The verification; whatever goes wrong means that nothing can be told."""
     from nandoctor.case import check
     from nandoctor.evidence.verification import cannot_tell
 
     try:
         opened, settings = load_dump(dump, options)
+        changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
+        if before:  # whoever has a file as it was has run it, and has changed it
+            opened = replace(opened, provenance=replace(opened.provenance, here=True))
+        texts = {file: copy.read_bytes().decode("utf-8") for file, copy in before.items()}
         with progress_shown() as progress:
-            return check(opened, changed=changed, progress=progress, **settings)[0]
+            return check(opened, changed={**changed, **texts}, progress=progress, **settings)[0]
     except NanDoctorError as error:
         return cannot_tell(str(dump), error.message, (error.remedy,))
     except Exception as error:
@@ -168,13 +174,21 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
     write_files(files)
     passes = False
     try:
-        told = [word for file in files for word in ("--changed", str(file.path))]
-        verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+        with tempfile.TemporaryDirectory() as folder:
+            told = [word for file in files for word in ("--before", str(file.path), _copy_of(file, folder))]
+            verification = _verify_afresh([*told, *arguments], case.report.dump.path)
         passes = verification.exit_code == 0
     finally:
         if not passes:
             restore_files(files)
     return verification
+
+
+def _copy_of(file: PatchedFile, folder: str) -> str:
+    """A copy of the file as it was, which the changed one is compared with."""
+    copy = tempfile.mkdtemp(dir=folder) + "/before.py"
+    Path(copy).write_bytes(file.before)
+    return copy
 
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:

@@ -1,4 +1,4 @@
-"""Whether a step that failed passes now, and what is known of the change that made it: `nandoctor.verification/2`.
+"""Whether a step that failed passes now, and what is known of the change that made it: `nandoctor.verification/3`.
 
 In: what a replay of the changed code showed. Out: `Verification`, frozen plain data.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, TrialOutcome
+from nandoctor.evidence.report import Cause, Check, FirstNonfinite, Fix, Origin, TrialOutcome
 from nandoctor.evidence.verdicts import Verdict
 
-VERIFICATION_SCHEMA = "nandoctor.verification/2"
+VERIFICATION_SCHEMA = "nandoctor.verification/3"
 FIX_SCHEMA = "nandoctor.fix/2"
 
 VerificationOutcome = Literal["fixed", "passes", "still-fails", "cannot-tell"]
@@ -52,25 +52,15 @@ class CodeState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientCheck:
-    """The gradients of the step: of its own loss, or of a `surrogate` where that is not known.
-
-    `finite` is None where no backward pass was run.
-    """
-
-    finite: bool | None
-    surrogate: bool
-    loss_scale: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What the step of a dump does under the code as it is now.
 
     `fixed`: it failed and passes. `passes`: it passes, and the file does not show that it ever failed. `still-fails`:
     it is non-finite, or finite and wrong. `cannot-tell`: for the `reasons` given. `failure` says what in the file shows
     that the step failed, None for nothing. `verdict` is that of the replay, None where there was none. `output` has
-    the error against the reference where the step passes. `notes` say what was not checked.
+    the error against the reference where the step passes: the step in fp32 with the "unchanged" code, or, where that
+    is not known, with the "changed" one. `checks` are those that a printed fix has to pass. `notes` say
+    what was not checked.
     """
 
     schema: str = VERIFICATION_SCHEMA
@@ -84,7 +74,8 @@ class Verification:
     run: str | None = None
     under: str | None = None
     output: TrialOutcome | None = None
-    gradients: GradientCheck | None = None
+    reference: Literal["unchanged", "changed"] | None = None
+    checks: tuple[Check, ...] = ()
     first_nonfinite: FirstNonfinite | None = None
     origin: Origin | None = None
     cause: Cause | None = None

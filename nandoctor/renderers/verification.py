@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from nandoctor.evidence.verification import CodeState, GradientCheck, Verification, VerificationOutcome
+from nandoctor.evidence.verification import CodeState, Verification, VerificationOutcome
 from nandoctor.renderers.console import Encodable, labelled, literal
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR, Tone
-from nandoctor.text import brief, file_line, join_first, number, percent, plural, printable
+from nandoctor.text import brief, file_line, join_first, percent, plural, printable
 
 _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
     "fixed": ("FIXED", GOOD),
@@ -54,8 +54,9 @@ def _facts(verification: Verification) -> Iterator[tuple[str, str]]:
     yield from _place(verification)
     if verification.output is not None and verification.output.finite:
         yield "output", _describe_output(verification)
-    if verification.gradients is not None and verification.outcome != "still-fails":
-        yield "gradients", _describe_gradients(verification.gradients)
+    for check in (check for check in verification.checks if check.name == "gradients"):
+        skipped = "not checked: " if check.status == "not-checked" else ""
+        yield "gradients", f"{skipped}{printable(check.text.removeprefix('gradients '))}"
     if verification.run is not None:
         yield "replayed", printable(f"in {verification.run}")
     yield from (("note", printable(note)) for note in verification.notes)
@@ -93,11 +94,5 @@ def _describe_output(verification: Verification) -> str:
     assert verification.output is not None
     error = verification.output.max_rel_err
     far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
+    far += " of the unchanged code" if far and verification.reference == "unchanged" else ""
     return f"finite {verification.under}{far}"
-
-
-def _describe_gradients(check: GradientCheck) -> str:
-    of = " of a surrogate loss" if check.surrogate else ""
-    if check.finite is None:
-        return "not checked: the step was replayed in eval mode"
-    return f"{'finite' if check.finite else 'not all finite'}{of} at loss scale {number(check.loss_scale)}"

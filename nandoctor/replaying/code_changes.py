@@ -9,9 +9,7 @@ fresh clone.
 
 from __future__ import annotations
 
-import datetime
 import os
-import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.verification import CodeChange, CodeState
+from nandoctor.replaying.git_history import text_at
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import (
@@ -34,7 +33,6 @@ from nandoctor.source_files import (
 )
 
 _MAX_FILES = 500
-_GIT_SECONDS = 10
 
 
 def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
@@ -78,7 +76,7 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
 
     A model that comes from a file which the training did not have is another one than the training's.
     """
-    hashes = _recorded_hashes(recorded)
+    hashes = recorded_hashes(recorded)
     # A name that is not plain is no recorder's: there are endlessly many names of one file.
     plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
     here = {name: path for name in plain if (path := own_source(name)) is not None}
@@ -91,7 +89,7 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
 
 
-def _recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:
+def recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:
     """By relative path; an older recorder kept those of the model's and the loss's file alone."""
     if recorded is None:
         return {}
@@ -121,7 +119,7 @@ def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChang
     for path in files:
         if path.stat().st_mtime_ns <= written_ns:
             continue
-        now, old = path.read_bytes(), _text_in_git(path, written_ns)
+        now, old = path.read_bytes(), text_at(path, written_ns, any_branch=True)
         if old == now:
             continue
         lines = None if old is None else count_changes(_lines(old), _lines(now))
@@ -135,26 +133,6 @@ def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChang
 
 def _lines(data: bytes) -> list[str]:
     return data.decode("utf-8", "surrogateescape").splitlines()
-
-
-def _text_in_git(path: Path, written_ns: int) -> bytes | None:
-    """The file as the last commit before that time has it; None where git has no such commit, or is not there."""
-    before = datetime.datetime.fromtimestamp(written_ns / 1e9, tz=datetime.UTC).isoformat()
-    commit = _git(path.parent, "log", "-1", "--all", f"--before={before}", "--format=%H", "--", path.name)
-    if not commit or not commit.strip():
-        return None
-    return _git(path.parent, "show", f"{commit.decode('ascii').strip()}:./{path.name}")
-
-
-def _git(folder: Path, *arguments: str) -> bytes | None:
-    # Nothing that a repository's own configuration names is to be started.
-    harmless = ["-c", "core.fsmonitor=false", "-c", "log.showSignature=false"]
-    command = ["git", "-C", str(folder), *harmless, "--no-pager", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _changed_settings(recorded: Recorded | None, settings: Settings) -> Iterator[str]:

@@ -7,7 +7,7 @@ put back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,7 +100,8 @@ class FailingStep:
     call. `policy` is what the step failed under. Where `training` is the recorded flag of the model its modules have
     theirs; a `seed` of None means the saved random state: `rng_states` of torch, and what `recorded` has of numpy's and
     Python's. `recorded` also has torch's switches. `second_moments` and `optimizer_eps` are the optimizer's. With
-    `per_sample` every tensor is counted in every run that measures. `saved_flags` are what the dump says went wrong.
+    `per_sample` every tensor is counted in every run that measures. `applied` is a change that the
+    loaded code has already: the step without it is this one. `saved_flags` are what the dump says went wrong.
     `progress` is told of every run. `project` is the code that the step comes from; while it is open no other step of
     this process runs.
     """
@@ -121,6 +122,7 @@ class FailingStep:
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
     per_sample: bool = False
+    applied: SourcePatch | None = None
     saved_flags: SavedFlags = field(default_factory=SavedFlags)
     progress: RunProgress = field(default_factory=RunProgress, compare=False)
     project: Project = field(default_factory=Project, compare=False)
@@ -129,6 +131,14 @@ class FailingStep:
     def low(self) -> FloatFormat:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
         return self.policy.format
+
+    def _beyond_loaded(self, printed: Iterable[PrintedChange]) -> tuple[PrintedChange, ...]:
+        """What is to be made to the code that is loaded, which has one change already."""
+        asked = tuple(printed)
+        if self.applied is None:
+            return asked
+        others = tuple(change for change in asked if change != self.applied)
+        return others if self.applied in asked else (self.applied.undone, *others)
 
     @property
     def loss_factor(self) -> float:
@@ -151,7 +161,7 @@ class FailingStep:
             LossError: the loss that the dump names did.
         """
         policy = policy or self.policy
-        printed = tuple(change for change in changes if isinstance(change, SourcePatch | Snippet))
+        printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
         singles = interventions.flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
         changed = replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale))
         run = _Run(

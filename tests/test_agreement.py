@@ -1,0 +1,175 @@
+"""What a search calls verified is FIXED once it is written, by the same checks; what it refuses is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import nandoctor
+from nandoctor import Recorder, cuda_autocast
+from nandoctor.case import check
+from nandoctor.cli import main
+from nandoctor.replaying.unchanged_code import _can_be_undone
+
+HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
+MASKED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        scores = self.q(x) @ x.transpose(-2, -1)
+        scores = scores + (1.0 - mask[:, None, :].to(scores.dtype)) * -1e9
+        return scores.softmax(-1) @ self.v(x)
+"""
+STABLE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        scores = self.q(x)[..., 0] * 200.0 * mask
+        return torch.log(scores.exp().sum(-1, keepdim=True))
+"""
+DIVIDED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.q(x).sum(1) / mask.sum(1, keepdim=True)
+"""
+NORMED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        x = self.q(x) * mask[..., None].to(torch.float16)
+        return x / (x.abs().amax(-1, keepdim=True) + 1e-9)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_step(project, code):
+    """The file, and the dump of a batch of which the third sample is masked throughout."""
+    (project / "net.py").write_text(HEAD + code)
+    namespace: dict[str, type[torch.nn.Module]] = {}
+    exec(HEAD + code, namespace)
+    torch.manual_seed(0)
+    mask = torch.ones(4, 5)
+    mask[1, 3:], mask[2] = 0, 0
+    model, x = namespace["Net"](), torch.randn(4, 5, 8)
+    with cuda_autocast():
+        output = model(x, mask).detach()
+    assert not output.isfinite().all()
+    torch.save({"state_dict": model.state_dict(), "x": x, "mask": mask, "output": output}, "dump.pth")
+
+
+def write_fix(project, fix):
+    """Apply the diff, and tell the text of before."""
+    before = (project / "net.py").read_text()
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    return before
+
+
+@pytest.mark.parametrize(
+    "code", [MASKED, *(pytest.param(code, marks=pytest.mark.slow) for code in (STABLE, DIVIDED, NORMED))]
+)
+def test_a_verified_fix_is_fixed_once_it_is_written(project, code):
+    write_step(project, code)
+    report = nandoctor.replay("dump.pth", "net.py:Net", max_trials=60).report
+    written = [fix for fix in report.fixes if fix.kind == "source"]
+    assert code is DIVIDED or any(fix.verified for fix in written)
+    runs = {"mode": "train" if report.runs.autocast.training else "eval", "seed": report.runs.autocast.seed}
+    for fix in written[:3]:
+        before = write_fix(project, fix)
+        told = {project / "net.py": before}
+        made, _ = check(nandoctor.load("dump.pth"), model="net.py:Net", changed=told, failed_before=True, **runs)
+        (project / "net.py").write_text(before)
+        assert (made.outcome == "fixed") == fix.verified, (fix.title, made.headline)
+        assert made.reference == "unchanged" or made.outcome == "still-fails"
+
+
+def commit(project):
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    earlier = {**os.environ, "GIT_COMMITTER_DATE": "2020-01-01T00:00:00Z"}
+    for command in (("init", "-q"), ("add", "net.py"), (*who, "commit", "-qm", "Begin")):
+        subprocess.run(["git", *command], check=True, env=earlier)
+
+
+@pytest.mark.parametrize(("eps", "outcome"), [("1e-4", "fixed"), ("10.0", "cannot-tell")])
+def test_the_code_that_git_had_is_the_reference(project, eps, outcome):
+    write_step(project, NORMED)
+    commit(project)
+    path = project / "net.py"
+    path.write_text(path.read_text().replace("1e-9", eps))
+    os.utime(path, (path.stat().st_mtime + 1,) * 2)
+    made = nandoctor.verify("dump.pth", "net.py:Net")
+    assert (made.outcome, made.reference) == (outcome, "unchanged")
+    assert outcome == "fixed" or "too far from the unchanged code in fp32" in made.headline
+
+
+def test_without_the_code_of_before_the_reference_is_said(project):
+    write_step(project, NORMED)
+    path = project / "net.py"
+    path.write_text(path.read_text().replace("1e-9", "10.0"))
+    made = nandoctor.verify("dump.pth", "net.py:Net", changed=["net.py"])
+    assert (made.outcome, made.reference) == ("fixed", "changed")
+    assert any("fp32 of the code as it is now" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "possible"),
+    [
+        ("def f(x):\n    return x\n", "import math\ndef f(x):\n    return 2 * x\n", True),
+        ("EPS = 1e-8\ndef f(x): ...", "EPS = 1e-4\ndef f(x): ...", False),
+        ("def f(x, eps=1e-8): ...", "def f(x, eps=1e-4): ...", False),
+        ("class A:\n    eps = 1e-8\n", "class A:\n    eps = 1e-4\n", False),
+        ("class A:\n    def __init__(self): self.eps = 1\n", "class A:\n    def __init__(self): self.eps = 2\n", False),
+        ("def f(x): ...", "def f(x): ...\ndef g(x): ...", False),
+        ("def f(x): ...", "def f(x", False),
+    ],
+)
+def test_only_bodies_that_run_in_the_step_are_taken_back(before, after, possible):
+    assert _can_be_undone(before, after) == possible
+
+
+@pytest.mark.slow
+def test_a_fix_is_written_in_a_copy_of_the_project(tmp_path, monkeypatch):
+    """The dump is the user's own, and not of this folder: the changed file is not the recorded one any more."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    monkeypatch.chdir(there)
+    monkeypatch.syspath_prepend(there)
+    write_step(there, NORMED + "\n\ndef loss_of(output, batch):\n    return output.mean()\n")
+    import net
+
+    saved = torch.load("dump.pth")
+    torch.manual_seed(0)
+    model = net.Net()
+    recorder = Recorder(model, loss=net.loss_of)
+    with recorder.step((saved["x"], saved["mask"])), cuda_autocast():
+        recorder.watch(net.loss_of(model(saved["x"], saved["mask"]), ()))
+    recorder.close()
+    shutil.copytree(there, here)
+    monkeypatch.chdir(here)
+    dump = Path("dumps", recorder.written[0].name)
+    result = CliRunner().invoke(main, ["fix", str(dump), "--write", "--max-trials", "40"])
+    assert "FIXED" in result.stdout, result.stdout
+    assert (here / "net.py").read_text() != (there / "net.py").read_text()
