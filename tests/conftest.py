@@ -20,9 +20,20 @@ import nandoctor
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave torch's own test tools, seconds to import in every process, to the runs that use them."""
+    if collection_path.name == "test_module_database.py" and config.option.markexpr == "not slow":
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
-    """Put what takes longest by itself first: at the end one process would be busy with it, and the others idle."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    """Put what takes longest first: each process has a share, and an idle one takes from the end of another."""
+
+    def rank(item):
+        return 0 if "sample_reports" in item.fixturenames else 1 if item.path.name == "test_readme.py" else 2
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -77,10 +88,7 @@ def torch_is_restored():
 
 @pytest.fixture(scope="session")
 def sample_reports():
-    """The report of each sample dump, by name, replayed once with no option at all.
-
-    Tests that take it are marked `xdist_group("samples")`, so that one process has them all.
-    """
+    """The report of each sample dump, by name, replayed once with no option at all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "path", list(sys.path))

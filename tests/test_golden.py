@@ -31,7 +31,6 @@ SAMPLES = sorted(path.stem for path in (ROOT / "sample_dumps").glob("*.pth"))
 GRADES = get_args(Grade)
 CLOSE = 0.05
 
-pytestmark = pytest.mark.xdist_group("samples")
 each_sample = pytest.mark.parametrize("sample", SAMPLES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import click
@@ -20,22 +21,31 @@ CALL = re.compile(r"(?P<name>[\w.]+)\((?P<parameters>[^)]*)\)( -> (?P<gives>.+))
 OF_TORCH = {"AutocastCPU", 'torch.autocast("cpu")'}
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def functions_of(path):
     """The functions and methods of a file by their names, a method as `Class.method`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         found |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, ast.FunctionDef)}
     return found
 
 
-FUNCTIONS = [item for path in PACKAGE.rglob("*.py") for item in functions_of(path).items()]
-DEFINED = {
-    name
-    for path in PACKAGE.rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    for name in [getattr(node, "name", None), getattr(node, "arg", None), getattr(node, "attr", None)]
-} | {path.stem for path in PACKAGE.rglob("*") if path.suffix in ("", ".py")}
+@cache
+def functions():
+    return [item for path in PACKAGE.rglob("*.py") for item in functions_of(path).items()]
+
+
+@cache
+def defined():
+    """Every name of a module, class, function, parameter or attribute."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(parsed(path)))
+    names = {getattr(node, field, None) for node in nodes for field in ("name", "arg", "attr")}
+    return names | {path.stem for path in PACKAGE.rglob("*") if path.suffix in ("", ".py")}
 
 
 def parameters_of(node):
@@ -49,7 +59,7 @@ def parameters_of(node):
 def shown(call):
     """The calls with the parameters of each definition of that name, and with its result if `call` shows one."""
     found = CALL.fullmatch(call)
-    nodes = [node for name, node in FUNCTIONS if name == found["name"]]
+    nodes = [node for name, node in functions() if name == found["name"]]
     results = [f" -> {ast.unparse(node.returns)}" if found["gives"] else "" for node in nodes]
     return [
         f"{found['name']}({', '.join(parameters_of(node))}){result}"
@@ -73,7 +83,7 @@ def test_the_table_has_the_whole_way():
 
 @pytest.mark.parametrize("name", [code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])
 def test_a_name_is_defined(name):
-    assert name in DEFINED
+    assert name in defined()
 
 
 def test_an_option_is_one_of_the_command_line():

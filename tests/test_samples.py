@@ -25,7 +25,6 @@ MAX_NBYTES = 200_000
 UNSEEDED = {".rng.numpy.keys", ".rng.python.words"}
 """The recorder saves every generator; the scripts seed torch's, the only one that they draw from."""
 
-pytestmark = pytest.mark.xdist_group("samples")
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 each_replayable = pytest.mark.parametrize("script", REPLAYABLE, ids=lambda script: script.stem)
 

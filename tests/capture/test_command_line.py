@@ -70,7 +70,7 @@ def run(folder, *command):
     )
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trained script")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ def test_a_clamp_that_float64_contradicts_is_no_fix(model, function, tmp_path):
     assert all(not item.verified for item in report.fixes if item.edit.kind == "clamp")
 
 
-@pytest.mark.xdist_group("samples")
 def test_a_fix_that_doubled_inputs_break_is_not_verified(sample_reports):
     report = sample_reports["attention_scores"]
     scaled = next(item for item in report.fixes if item.edit.kind == "scale-first")
@@ -57,7 +56,6 @@ def test_a_fix_that_doubled_inputs_break_is_not_verified(sample_reports):
     assert report.fixes[0].edit.kind == "keep-op"
 
 
-@pytest.mark.xdist_group("samples")
 def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
     report = sample_reports["residual_stream"]
     checks = {check.name: check for check in report.fixes[0].checks}

@@ -102,7 +102,6 @@ def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("scripts")
 def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
@@ -112,7 +111,6 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("scripts")
 def test_the_scripts_have_a_passing_case_and_fit_on_a_screen(scripts):
     texts = {name: path.read_text(encoding="utf-8") for name, path in scripts.items()}
     assert [name for name, text in texts.items() if "passing = case(" not in text] == []
@@ -120,14 +118,12 @@ def test_the_scripts_have_a_passing_case_and_fit_on_a_screen(scripts):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("scripts")
 def test_where_precision_is_to_blame_fp32_is_finite(scripts):
     blamed = [case.name for case in SICK if case.verdict in ("precision", "silent", "loss-scale")]
     assert [name for name in blamed if "# Expected: finite" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("scripts")
 def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
     blamed = [case.name for case in SICK if case.verdict in ("numerics", "input")]
     assert [name for name in blamed if "# The same in fp32" not in scripts[name].read_text(encoding="utf-8")] == []
