@@ -94,7 +94,7 @@ class _State:
 
     def _visit_container(self, value: Any, depth: int) -> None:
         if isinstance(value, dict):
-            saved = dict(value)
+            saved = dict(dict.items(value))  # not by way of a subclass, whose __getitem__ may build something
             self.undo.append(lambda: _refill(value, saved))
             self._visit_all(saved.values(), depth)
         elif isinstance(value, (list, deque, set)):
@@ -139,7 +139,8 @@ def _is_own_object(value: Any) -> bool:
 
 
 def _refill(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    if len(target) != len(saved) or any(target.get(key, target) is not value for key, value in saved.items()):
+    now = dict(dict.items(target))
+    if len(now) != len(saved) or any(now.get(key, now) is not value for key, value in saved.items()):
         target.clear()
         target.update(saved)
 

@@ -269,7 +269,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
                 output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             with plain_torch():
                 unread = list_unread(result.output)
-            drew_random = draws()
+            random = draws()
         calls = with_nonfinite_state(observers.modules.calls(), step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
@@ -291,10 +291,8 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         num_samples=interventions.batch_size(batch, step.used),
         unread=unread,
     )
-    outcome = Outcome(
-        trace=trace, output=result.output, random=drew_random, loss=result.loss, gradients=result.gradients
-    )
-    return outcome, result.raised
+    made = Outcome(trace=trace, output=result.output, random=random, loss=result.loss, gradients=result.gradients)
+    return made, result.raised
 
 
 @contextmanager
