@@ -6,7 +6,7 @@ In: a `Dump`, a model and `Settings`. Out: a `Report`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import TypeVar
@@ -122,9 +122,19 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
 def _diagnose_step(preparation: Preparation, summary: DumpSummary) -> Diagnosed:
     replayed = reproduce(preparation)
     findings = _diagnose(replayed)
-    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *dict.fromkeys(preparation.notes))
+    how = f"Replayed as {replayed.step.description} in {replayed.name}."
+    notes = (how, *_describe_draws(replayed), *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summary, notes)
     return Diagnosed(report=report, step=replayed.step, findings=findings, random=replayed.any_random)
+
+
+def _describe_draws(replayed: Replayed) -> Iterator[str]:
+    """Tell why values differ from the saved ones where other random numbers were drawn."""
+    if replayed.random and replayed.step.seed is not None and replayed.reproduction.grade in ("same-mask", "elsewhere"):
+        yield (
+            "The step draws random numbers, and the generator's state is not in the file: the replay drew others, and "
+            "its values differ from the saved ones for that."
+        )
 
 
 def _take_picture(report: Report, step: FailingStep) -> Picture | None:

@@ -97,11 +97,11 @@ def _judge(fix: Fix) -> tuple[FixState, str]:
     error = fix.outcome.max_rel_err
     if not fix.outcome.finite:
         return "failed", "failed: still non-finite"
-    if error is not None and error > _VISIBLE_ERROR:
-        return "off", f"finite, but {percent(error)} off fp32"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
+    if error is not None and error > _VISIBLE_ERROR and (failed is None or failed.name == "output"):
+        return "off", f"finite, but {percent(error)} off fp32"
     if failed is not None:
-        return "failed", f"failed: {printable(failed.name)}: {printable(failed.text)}"
+        return "failed", f"failed: {_describe_check(failed)}"
     return "off", "finite, but not run as text"
 
 
@@ -200,11 +200,18 @@ def trial_facts(report: Report) -> list[Fact]:
     """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
     facts = []
     if report.fp32_sets is not None and report.fp32_sets.sets:
-        facts.append(Fact(label="fp32 fixes", text=describe_fp32_sets(report.fp32_sets)))
+        facts.append(_describe_search(report.fp32_sets, report.fixes))
     facts += variation_facts(report.counterfactuals)
     if lost := _find_untold(report):
         facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
     return facts
+
+
+def _describe_search(search: Fp32SetSearch, fixes: Sequence[Fix]) -> Fact:
+    """The sets that were found; where no such change was verified they are no fixes."""
+    if any(fix.verified and fix.kind in ("source", "snippet") for fix in fixes):
+        return Fact(label="fp32 fixes", text=describe_fp32_sets(search))
+    return Fact(label="fp32 probes", text=f"finite with {describe_fp32_sets(search)}; not verified as a fix")
 
 
 def _find_untold(report: Report) -> list[EpsUse]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import Policy, apply_policy
+from nandoctor.autocast.policy import EXACT, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError, ModelError
@@ -36,6 +36,7 @@ from nandoctor.replaying.module_state import known_tensors, state_widened, widen
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
+from nandoctor.replaying.random_draws import drawn_in_fp32
 from nandoctor.replaying.recorded_step import recorded_backends
 from nandoctor.replaying.user_code import kept_running
 from nandoctor.torch_compat import plain_torch
@@ -317,6 +318,7 @@ def _under_policy(run: _Run, observers: _Observers) -> Iterator[None]:
     with (
         recorded_backends(step.recorded, step.device),
         apply_policy(run.policy, step.device),
+        drawn_in_fp32() if run.policy is EXACT else nullcontext(),
         interventions.intervene(run.edits, step.model, step.device, observers.modules.owner),
     ):
         yield
