@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
+from nandoctor.cli.shared import console
 
 _File = click.Path(path_type=Path)
 
@@ -38,8 +39,6 @@ def checkup(
     nandoctor checkup step9000.pth --batch batch.pth --model train.py:make_model
     nandoctor checkup runs/a/step*.pth --batch batch.pth --model train.py:make_model -o checkup.html
     """  # noqa: D301
-    from rich.console import Console
-
     from nandoctor.margins import checkup as run_checkup
     from nandoctor.renderers.atomic_write import write_text
     from nandoctor.renderers.checkup import checkup_page, print_checkup
@@ -49,7 +48,7 @@ def checkup(
     if as_json:
         click.echo(dumps(found))
     else:
-        print_checkup(found, Console())
+        print_checkup(found, console())
     if file is not None:
         write_text(checkup_page(found) if file.suffix == ".html" else dumps(found) + "\n", file)
         click.echo(f"Wrote {file}", err=True)

@@ -9,8 +9,10 @@ import errno
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,11 +30,14 @@ from nandoctor.cli.shared import (
     DumpPath,
     ReplayDisplay,
     console,
+    discard_output,
+    exit_code_answers,
     json_option,
     load_dump,
     print_as,
     progress_shown,
     show_version,
+    tell,
     trust_option,
 )
 from nandoctor.cli.triage import triage
@@ -54,26 +59,37 @@ EXIT_INTERRUPTED = 130
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
 
 
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """A context that ends in one clear message where the user can put things right."""
+    try:
+        yield
+    except NanDoctorError as error:
+        tell(f"nandoctor: {error.message}\n{error.remedy}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        tell("nandoctor: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        discard_output()
+        tell(f"nandoctor: the output could not be written ({error.strerror}).")
+        sys.exit(1)
+
+
 class _Verbs(click.Group):
-    """A group whose verbs end in one clear message where the user can put things right."""
+    """A group of verbs; what fails is told in one place, --help and --version included."""
 
     command_class = GroupedCommand
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _failures_told():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, context: click.Context) -> Any:
-        try:
+        with _failures_told():
             return super().invoke(context)
-        except NanDoctorError as error:
-            _fail(error)
-        except KeyboardInterrupt:
-            click.echo("nandoctor: interrupted", err=True)
-            sys.exit(EXIT_INTERRUPTED)
-        except OSError as error:
-            if error.errno not in _OUTPUT_ERRORS:
-                raise
-            # Python would try to write the rest once more when it ends, and complain.
-            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-            click.echo(f"nandoctor: the output could not be written ({error.strerror}).", err=True)
-            sys.exit(1)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -164,18 +180,13 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
     from nandoctor.case import check as verify_step
 
-    try:
+    with exit_code_answers(*outputs):
         opened, settings = load_dump(dump, options)
         with progress_shown(quiet=True) as progress:
             verification, report = verify_step(opened, progress=progress, **settings)
         _write_all(report, outputs, as_json=as_json)
-    except Exception as error:
-        click.echo(f"nandoctor: {printable(getattr(error, 'message', repr(error)))}", err=True)
-        for path in outputs:
-            click.echo(f"Not written: {path}", err=True)
-        return EXIT_CANNOT_TELL
     if verification.exit_code == EXIT_CANNOT_TELL:
-        click.echo(f"nandoctor: cannot tell: {printable(verification.headline)}", err=True)
+        tell(f"nandoctor: cannot tell: {printable(verification.headline)}")
     return verification.exit_code
 
 
@@ -387,9 +398,3 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> N
     for path in outputs:
         save_report(report, path)
         click.echo(f"Wrote {path}", err=True)
-
-
-def _fail(error: NanDoctorError) -> NoReturn:
-    click.echo(f"nandoctor: {error.message}", err=True)
-    click.echo(error.remedy, err=True)
-    sys.exit(error.exit_code)

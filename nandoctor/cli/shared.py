@@ -6,6 +6,8 @@ In: what click parsed. Out: a dump with its settings, a console, a bar on standa
 from __future__ import annotations
 
 import ctypes
+import errno
+import io
 import math
 import os
 import platform
@@ -23,6 +25,8 @@ from nandoctor.replaying.progress import Listener
 from nandoctor.text import printable, shorten
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import Report
     from nandoctor.replaying.progress import Progress
@@ -45,11 +49,44 @@ def load_dump(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]
     return load(path, trust=settings.pop("trust")), settings
 
 
-def console() -> Any:
-    """A console on standard output."""
+def console(file: TextIO | None = None) -> Console:
+    """A console on `file`, by default standard output, that raises where nobody reads: rich would exit with 1."""
     from rich.console import Console
 
-    return Console()
+    class Raising(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Raising(file=file)
+
+
+def tell(message: str) -> None:
+    """Say something on standard error, if that takes it."""
+    try:
+        click.echo(message, err=True)
+    except OSError:
+        sys.stderr = io.StringIO()
+
+
+def discard_output() -> None:
+    """Drop what standard output did not take: Python would try once more when it ends, and complain."""
+    sys.stdout = io.StringIO()
+
+
+@contextmanager
+def exit_code_answers(*files: Path) -> Iterator[None]:
+    """A context of a verb whose exit codes are answers: whatever goes wrong, the writing included, exits with 125.
+
+    `files` are told to be missing then.
+    """
+    try:
+        yield
+    except Exception as error:
+        discard_output()
+        tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
+        for file in files:
+            tell(f"Not written: {file}")
+        sys.exit(EXIT_CANNOT_TELL)
 
 
 def _own_output() -> TextIO:
@@ -76,7 +113,7 @@ class ReplayDisplay(Listener):
 
         self.told = False
         self._tells = tells
-        self._output = Console(file=_own_output())
+        self._output = console(_own_output())
         errors = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),

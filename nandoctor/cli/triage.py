@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.options import GroupedCommand, parse_size, settings_options
+from nandoctor.cli.shared import console
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
@@ -74,14 +75,12 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
 
 
 def _print(found: Triage, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from nandoctor.renderers.triage import print_triage, triage_lines
 
     if as_json:
         click.echo(triage_lines(found), nl=False)
     else:
-        print_triage(found, Console())
+        print_triage(found, console())
 
 
 @contextmanager
@@ -97,11 +96,11 @@ def _progress_shown() -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
+    errors = Console(file=sys.stderr)
+    if not errors.is_terminal:
         yield lambda *_: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("dumps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=errors, transient=True) as bar:
         task = bar.add_task("Starting workers", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

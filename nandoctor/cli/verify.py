@@ -20,9 +20,11 @@ from nandoctor.cli.options import GroupedCommand, settings_options
 from nandoctor.cli.shared import (
     DumpPath,
     console,
+    exit_code_answers,
     json_option,
     load_dump,
     progress_shown,
+    tell,
     trust_option,
 )
 from nandoctor.errors import NanDoctorError
@@ -66,11 +68,12 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.verification import print_verification
 
-    verification = _verify(dump, options)
-    if as_json:
-        click.echo(dumps(verification))
-    else:
-        print_verification(verification, console())
+    with exit_code_answers():
+        verification = _verify(dump, options)
+        if as_json:
+            click.echo(dumps(verification))
+        else:
+            print_verification(verification, console())
     sys.exit(verification.exit_code)
 
 
@@ -127,7 +130,11 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         verification = _write(files, case, _same_replay(dump, case, options))
         written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
         choice = replace(choice, written=written, verification=verification)
-    _show(choice, case.report, as_json=as_json)
+    try:
+        _show(choice, case.report, as_json=as_json)
+    finally:
+        if write:
+            tell(f"Written: {', '.join(choice.written)}" if choice.written else "Undone: the files are as they were.")
     sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
 
 
@@ -230,5 +237,3 @@ def _show(choice: FixChoice, report: Report, *, as_json: bool) -> None:
     if choice.verification is not None:
         click.echo()
         print_verification(choice.verification, console())
-        outcome = f"Written: {', '.join(choice.written)}" if choice.written else "Undone: the files are as they were."
-        click.echo(outcome, err=True)

@@ -1,11 +1,14 @@
-"""What is written: no input and no foreign file is lost, and standard output has JSON alone or an exit code of 1."""
+"""What is written: no input and no foreign file is lost, and an answer that cannot be written is none."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,17 +93,71 @@ def test_what_a_model_prints_is_not_in_the_json(folder):
     assert "and prints" in result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("into", ["/dev/full", "a closed pipe"])
-def test_an_output_that_takes_nothing_ends_in_1(folder, into):
-    command = [sys.executable, "-m", "nandoctor", *REPLAY, "--json"]
+VERBS = {
+    "verify": (125, ["verify", *REPLAY[1:4]]),
+    "verify --json": (125, ["verify", *REPLAY[1:4], "--json"]),
+    "replay --check --json": (125, ["replay", *REPLAY[1:4], "--check", "--json"]),
+    "replay": (1, REPLAY),
+    "inspect": (1, ["inspect", "sick.pth"]),
+    "explain": (1, ["explain"]),
+    "eps": (1, ["eps", "1e-8"]),
+    "--version": (1, ["--version"]),
+    "replay --json": (1, [*REPLAY, "--json"]),
+    "replay --quiet": (1, [*REPLAY, "--quiet"]),
+    "diff": (1, ["diff", "sick.pth", "sick.pth", *REPLAY[2:4]]),
+    "fix": (1, ["fix", *REPLAY[1:4]]),
+    "repro": (1, ["repro", *REPLAY[1:4]]),
+    "checkup": (1, ["checkup", *REPLAY[1:4]]),
+    "triage": (1, ["triage", *REPLAY[1:], "--jobs", "1"]),
+}
+QUICK = ("verify", "replay --check --json", "replay", "inspect", "--version")
+
+
+def taking_nothing(into):
+    """A text file for standard output that no byte can be written to."""
     if into == "/dev/full":
-        with Path("/dev/full").open("w") as full:
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    else:
-        script = f"{' '.join(command)} | true; exit ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+        return Path(into).open("w")
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+@pytest.mark.parametrize("into", ["/dev/full", "a closed pipe"])
+@pytest.mark.parametrize("verb", [pytest.param(verb, marks=[pytest.mark.slow] * (verb not in QUICK)) for verb in VERBS])
+def test_an_answer_that_nobody_gets_is_none(folder, monkeypatch, capsys, verb, into):
+    code, arguments = VERBS[verb]
+    output = taking_nothing(into)
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    assert (
+        verb == "--version"
+        or os.strerror(errno.ENOSPC if into == "/dev/full" else errno.EPIPE) in capsys.readouterr().err
+    )
+    with suppress(OSError):
+        output.close()
+
+
+def test_an_error_that_nobody_reads_keeps_its_code(folder, monkeypatch):
+    output = taking_nothing("/dev/full")
+    monkeypatch.setattr(sys, "stderr", output)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "sick.pth", "--model", "train.py:Nothing"])
+    assert ended.value.code == 125
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "train.py"])
+    assert ended.value.code == 1
+    with suppress(OSError):
+        output.close()
+
+
+@pytest.mark.slow
+def test_a_full_device_leaves_no_traceback(folder):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "nandoctor", *VERBS["verify"][1]]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 125
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 
