@@ -16,7 +16,14 @@ from torch import nn
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
-from nandoctor.dumps.numpy_pickle import PickledArray, is_array, stored_values, to_tensor
+from nandoctor.dumps.numpy_pickle import (
+    COMPUTED_DTYPES,
+    PickledArray,
+    is_array,
+    is_dense,
+    stored_values,
+    to_tensor,
+)
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
 from nandoctor.dumps.trees import KIND, MAX_NAME, Slot, name_tensors
@@ -41,15 +48,6 @@ _MAX_VALUES = 100_000
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
 
-_DTYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.complex32, torch.complex64, torch.complex128),
-    }
-)
 _NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -103,7 +101,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
     recorded = read_recorded(saved, shelf.take)
     name_tensors(saved.get("output"), "output", shelf.take)
     for name, state in get(saved, "rng", dict, {}).items():
-        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
+        if is_dense(state) and state.dtype == torch.uint8:
             contents.rng_states[str(name)] = check_state(state)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
@@ -210,7 +208,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     if isinstance(value, Mapping):
         # By subscription: a pickle may give an OrderedDict an attribute called "items".
         return _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
-    if is_random_state(name) and isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+    if is_random_state(name) and is_dense(value) and value.dtype == torch.uint8:
         contents.rng_states[name] = check_state(value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
@@ -312,7 +310,7 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
             f"{name!r} is on the meta device: it has a shape and no values.",
             remedy="Save the model after its weights were loaded.",
         )
-    if tensor.dtype not in _DTYPES and not tensor.is_quantized:
+    if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
         raise DumpError(
             f"{name!r} is of {tensor.dtype}, which torch stores and does not compute with.",
             remedy="Save it in the format that the model computes in.",

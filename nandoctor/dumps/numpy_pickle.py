@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -24,6 +24,17 @@ from nandoctor.torch_compat import sparse_values
 # Booleans, integers, floats and complex numbers of the sizes that torch knows too.
 _NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
 _BYTE_ORDERS = frozenset("<>=|")
+
+COMPUTED_DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    }
+)
+"""Those that torch not only stores: not the 4-bit types, the bits and the bare exponents."""
 
 
 class PickledDtype:
@@ -99,17 +110,32 @@ def to_tensor(value: object) -> torch.Tensor:
     return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
 
 
+def is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether this is a tensor with one number in memory for each element: neither sparse, quantized nor meta."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested)
+        and value.dtype in COMPUTED_DTYPES
+    )
+
+
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that are kept: the tensor itself, or the values of a sparse one."""
     return tensor if tensor.layout is torch.strided else sparse_values(tensor)
 
 
 def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored numbers in a dtype that torch can compare; a complex number is two."""
+    """The stored numbers in a dtype that torch can compare; a complex number is two, a quantized one its integer."""
     values = stored_values(tensor)
-    if values.is_complex():
-        return torch.view_as_real(values.resolve_conj())
-    return values.float() if str(values.dtype).startswith("torch.float8") else values
+    if values.is_quantized:
+        return values.int_repr()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else widened(values)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The same, where it is fp8 in fp32: fp8 has storage and casts, hardly any other kernels."""
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def _check_shape(shape: object) -> tuple[int, ...]:

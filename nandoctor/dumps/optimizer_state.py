@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nandoctor.dumps.numpy_pickle import is_dense
+
 # What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
 # there is the one under the root.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -76,14 +78,13 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
 
 def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
     first = slots.get("exp_avg")
-    is_like = isinstance(first, torch.Tensor) and (first.shape, first.layout) == (like.shape, like.layout)
-    return first if is_like and isinstance(first, torch.Tensor) and first.dtype in _DTYPES else None
+    return first if is_dense(first) and first.shape == like.shape and first.dtype in _DTYPES else None
 
 
 def _step(slots: Mapping[str, object]) -> int:
     step = slots.get("step")
     if isinstance(step, torch.Tensor):
-        step = step.item() if step.numel() == 1 and not step.is_complex() and step.layout is torch.strided else 1
+        step = step.item() if is_dense(step) and step.numel() == 1 and not step.is_complex() else 1
     return max(int(step), 1) if isinstance(step, (int, float)) and math.isfinite(step) else 1
 
 
@@ -103,4 +104,4 @@ def _second_moment(slots: object) -> torch.Tensor | None:
     if not isinstance(slots, Mapping):
         return None
     found = [slots[name] for name in _NAMES if isinstance(slots.get(name), torch.Tensor)]
-    return found[-1] if found and found[-1].dtype in _DTYPES and found[-1].layout is torch.strided else None
+    return found[-1] if found and is_dense(found[-1]) and found[-1].dtype in _DTYPES else None

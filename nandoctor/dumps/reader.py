@@ -22,6 +22,7 @@ from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container, open_part
+from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.pickle_scan import unknown_globals
 from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.shards import join_shards
@@ -161,7 +162,7 @@ def _num_bytes(saved: Mapping[str, Any]) -> int:
     """What the weights take; those joined of several files are larger than the one that was asked for."""
     state = saved.get("state_dict")
     tensors = state.values() if isinstance(state, Mapping) else ()  # what it is else, the sorting refuses
-    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in tensors if is_dense(value))
 
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.evidence.optimizer import OptimizerUpdate
@@ -243,7 +244,7 @@ def _read_random(fields: Mapping[str, Any]) -> RandomStates | None:
         return None
     found = (get(fields, name, torch.Tensor, None) for name in ("torch", "cuda"))
     return RandomStates(
-        torch_states=tuple(check_state(state) for state in found if state is not None and state.dtype == torch.uint8),
+        torch_states=tuple(check_state(state) for state in found if is_dense(state) and state.dtype == torch.uint8),
         numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
         python_state=_read_python(get(fields, "python", dict, {})),
     )
@@ -374,7 +375,7 @@ def _no_state(whose: str) -> DumpError:
 def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:
     """The words of a Mersenne twister, whose number its owner would complain about at replay."""
     words = get(fields, name, torch.Tensor, None)
-    if words is None or words.shape != (number,) or words.dtype != torch.int64:
+    if not is_dense(words) or words.shape != (number,) or words.dtype != torch.int64:
         raise DumpError(
             f"a random state in it holds no {name!r} of {number} words.",
             remedy="Take the file as the recorder wrote it.",

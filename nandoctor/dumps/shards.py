@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.recorded_format import get
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
@@ -76,7 +77,7 @@ class _File:
 
     def take(self, name: str) -> torch.Tensor:
         part = self._state.get(name)
-        if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+        if not is_dense(part):
             raise DumpError(f"{brief(self._path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
         self._left -= part.numel() * part.element_size()
         if self._left < 0:

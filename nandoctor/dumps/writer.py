@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.numpy_pickle import COMPUTED_DTYPES
 from nandoctor.dumps.signature import sign
 from nandoctor.dumps.trees import map_tensors
 
@@ -166,6 +167,10 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
             raise TypeError("no torch reads a nested tensor without running code that the file names")
+        if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
+            raise TypeError("no reader takes what torch only stores")
+        if tensor.is_mkldnn:
+            tensor = tensor.to_dense()
         if tensor.layout is not torch.strided:
             return tensor.detach().cpu()
         # Subclasses that wrap other tensors all say that their data is at 0.
@@ -177,10 +182,13 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
-            return copy(tensor)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            left_out.append(f"{part}: a tensor that cannot be copied ({type(error).__name__})")
+            copied = copy(tensor)
+            # What torch.save would fail at, after everything else is written.
+            copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        except (RuntimeError, TypeError, KeyError) as error:
+            left_out.append(f"{part}: a tensor that cannot be saved ({type(error).__name__})")
             return None
+        return copied
 
     copied = {part: map_tensors(tree, functools.partial(copy_or_drop, part)) for part, tree in contents.items()}
     return {**copied, "left_out": left_out} if left_out else copied

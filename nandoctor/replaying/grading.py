@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.numpy_pickle import is_dense, widened
 from nandoctor.evidence.report import Grade, Reproduction
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -23,14 +24,15 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     if saved is None:
         return Reproduction(grade="no-reference")
     name, reference = saved[0], saved[1].detach()
-    if reference.layout is not torch.strided:  # its dense form may be far larger than the file
+    if not is_dense(reference):  # the dense form of a sparse one may be far larger than the file
         return Reproduction(grade="no-reference", output=name)
     found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
     leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
         return Reproduction(grade="no-reference", output=name)
-    replayed = leaves[path].to("cpu", reference.dtype).reshape(reference.shape)
+    replayed = widened(leaves[path].to("cpu", reference.dtype).reshape(reference.shape))
+    reference = widened(reference)
     saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(replayed)
     both = ~(saved_nonfinite | replayed_nonfinite)
     return Reproduction(

@@ -17,7 +17,7 @@ from torch import nn
 from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import stored_values
+from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError
 from nandoctor.machine import memory_of
@@ -189,7 +189,7 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
         len(policies) == 1
         or saved is None
         or saved.dtype in LOW_DTYPES
-        or bool(torch.isfinite(stored_values(saved)).any())
+        or bool(torch.isfinite(comparable_values(saved)).any())
     ):
         return ()
     return (
@@ -233,7 +233,9 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
     named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in dump.state]
     widened = low is not None and any(tensor.dtype is torch.float32 for _, tensor in named)
     for name, tensor in named:
-        tensor.data = tensor.data.to(dump.state[name].dtype)
+        saved = dump.state[name]
+        if (tensor.is_floating_point(), tensor.is_complex()) == (saved.is_floating_point(), saved.is_complex()):
+            tensor.data = tensor.data.to(saved.dtype)
     return [f"The dump's weights are {low}, and the model is built in fp32: it was replayed in {low}."] * widened
 
 

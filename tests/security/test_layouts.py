@@ -1,0 +1,98 @@
+"""Tensors that are no plain block of numbers, at every place of a file: read, or refused in one clear sentence."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from pathlib import Path
+
+import forgery
+import mutate
+import pytest
+import torch
+from rich.console import Console
+
+from nandoctor.case import replay
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.summary import summarize
+from nandoctor.dumps.writer import write_dump
+from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.inspect_dump import print_inspection
+
+KINDS = {
+    "COO": torch.Tensor.to_sparse,
+    "CSR": torch.Tensor.to_sparse_csr,
+    "CSC": torch.Tensor.to_sparse_csc,
+    "BSR": lambda t: t.to_sparse_bsr((1, 1)),
+    "BSC": lambda t: t.to_sparse_bsc((1, 1)),
+    "of no dimension": lambda _: torch.tensor(1.0).to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+    "masked": lambda t: torch.masked.masked_tensor(t, t > 0.5),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "quantized by channel": lambda t: torch.quantize_per_channel(
+        t.float(), torch.ones(len(t)), torch.zeros(len(t)).long(), 0, torch.quint8
+    ),
+    "meta": lambda t: t.to("meta"),
+    "fp8": lambda t: t.to(torch.float8_e4m3fn),
+    "bare exponents": lambda t: t.to(torch.float8_e8m0fnu),
+    "bits": lambda t: torch.empty(t.shape, dtype=torch.bits8),
+    "complex32": lambda t: t.to(torch.complex32),
+    "conjugated": lambda t: t.to(torch.complex64).conj(),
+    "integers": lambda t: t.to(torch.int32),
+}
+STATE = (("state_dict", "linear.weight"), ("optimizer", "state", 0, "exp_avg_sq"), ("optimizer", "state", 0, "step"))
+PLAIN = (*STATE, ("optimizer", "state", 0, "exp_avg"), ("x",), ("logit",), ("scaler", "scale"), ("rng_state",))
+RECORDED = (*STATE, ("calls", 0, "args", 0), ("batch", "y"), ("output", 0), ("rng", "torch"), ("rng", "numpy", "keys"))
+
+
+REPLAYED = (("logit",), ("output", 0), ("state_dict", "linear.weight"), ("optimizer", "state", 0, "exp_avg"))
+
+
+def files_with(kind, chosen=(*PLAIN, *RECORDED)):
+    """A file for each place, of both formats, with a tensor of that kind at it."""
+    for make, places in ((mutate.plain, PLAIN), (mutate.recorded, RECORDED)):
+        for place in filter(chosen.__contains__, places):
+
+            def put(container, key):
+                container[key] = KINDS[kind](torch.as_tensor(container[key]))
+
+            with suppress(RuntimeError, ValueError, TypeError, KeyError, IndexError):  # no such tensor of this shape
+                torch.save(mutate.changed(make(), place, put), "case.pth")
+                yield place
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(forgery.make_project(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_odd_tensor_is_read_or_refused(kind):
+    seen = 0
+    for _ in files_with(kind):
+        seen += 1
+        with suppress(NanDoctorError):
+            print_inspection(summarize(read_dump("case.pth")), Console(file=io.StringIO()))
+    assert seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["COO", "CSR", "quantized", "meta", "fp8", "integers"])
+def test_an_odd_tensor_is_replayed_or_refused(kind):
+    for place in files_with(kind, REPLAYED):
+        with suppress(NanDoctorError):
+            reproduction = replay("case.pth", mutate.Net(), fixes=False).report.reproduction
+            assert kind == "fp8" or place[0] != "logit" or reproduction.grade != "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_file_can_hold_is_left_out_of_a_record(tmp_path):
+    x = torch.rand(3, 3)
+    odd = {"bits": KINDS["bits"](x), "meta": x.to("meta")}
+    step = forgery.contents(Path.cwd(), batch={"x": x, "mkldnn": (2 * x).to_mkldnn(), "csr": x.to_sparse_csr(), **odd})
+    dump = read_dump(write_dump(step, tmp_path, "nan-step1", max_nbytes=1 << 30))
+    assert {"batch.x", "batch.mkldnn", "batch.csr"} <= dump.arrays.keys()
+    assert len(dump.missing) == len(odd)
