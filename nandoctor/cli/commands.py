@@ -5,12 +5,9 @@ In: arguments. Out: text on standard output, notes and progress on standard erro
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +24,12 @@ from nandoctor.cli.options import (
 )
 from nandoctor.cli.shared import (
     EXIT_CANNOT_TELL,
+    EXIT_INTERRUPTED,
     DumpPath,
     ReplayDisplay,
     console,
-    discard_output,
     exit_code_answers,
+    failures_told,
     json_option,
     load_dump,
     print_as,
@@ -42,7 +40,6 @@ from nandoctor.cli.shared import (
 )
 from nandoctor.cli.triage import triage
 from nandoctor.cli.verify import fix, verify
-from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
@@ -55,28 +52,6 @@ if TYPE_CHECKING:
 EXIT_NOT_REPRODUCED = 3
 OUTPUT_FORMATS = ("full", "concise", "github", "json")
 
-EXIT_INTERRUPTED = 130
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
-
-
-@contextmanager
-def _failures_told() -> Iterator[None]:
-    """A context that ends in one clear message where the user can put things right."""
-    try:
-        yield
-    except NanDoctorError as error:
-        tell(f"nandoctor: {error.message}\n{error.remedy}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        tell("nandoctor: interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS:
-            raise
-        discard_output()
-        tell(f"nandoctor: the output could not be written ({error.strerror}).")
-        sys.exit(1)
-
 
 class _Verbs(click.Group):
     """A group of verbs; what fails is told in one place, --help and --version included."""
@@ -84,11 +59,11 @@ class _Verbs(click.Group):
     command_class = GroupedCommand
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _failures_told():
+        with failures_told():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, context: click.Context) -> Any:
-        with _failures_told():
+        with failures_told():
             return super().invoke(context)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from nandoctor import __version__
+from nandoctor.errors import NanDoctorError
 from nandoctor.replaying.progress import Listener
 from nandoctor.text import printable, shorten
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
     from nandoctor.replaying.progress import Progress
 
+EXIT_INTERRUPTED = 130
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 
 DumpPath = click.Path(path_type=Path)
@@ -71,6 +74,25 @@ def tell(message: str) -> None:
 def discard_output() -> None:
     """Drop what standard output did not take: Python would try once more when it ends, and complain."""
     sys.stdout = io.StringIO()
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """A context that ends in one clear message where the user can put things right."""
+    try:
+        yield
+    except NanDoctorError as error:
+        tell(f"nandoctor: {error.message}\n{error.remedy}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        tell("nandoctor: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        discard_output()
+        tell(f"nandoctor: the output could not be written ({error.strerror}).")
+        sys.exit(1)
 
 
 @contextmanager
