@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
@@ -35,6 +36,10 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
+from nandoctor.renderers.page import report_page
+
+page_of = cache(report_page)
+"""The page of a report, drawn once in a process; not for a test that changes what draws it."""
 
 BATCH = 4
 ROOT = Place(module="", type="UNet", call=0)

@@ -39,13 +39,13 @@ class Page(Fragment):
 
 @pytest.fixture(scope="module")
 def page():
-    return report_page(factory.fixable())
+    return factory.page_of(factory.fixable())
 
 
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_every_verdict_makes_a_well_formed_page(make):
     report = make()
-    parsed = Page(report_page(report))
+    parsed = Page(factory.page_of(report))
     assert report.verdict in parsed.text
     assert report.headline in parsed.text
 
@@ -60,7 +60,7 @@ def test_the_story_comes_first_and_in_order(page):
 
 
 def test_nonfinite_state_is_listed():
-    text = Page(report_page(factory.state())).text
+    text = Page(factory.page_of(factory.state())).text
     assert text[text.index("norm4.running_var") :][:5] == ["norm4.running_var", "[64]", "float32", "buffer", "64"]
 
 

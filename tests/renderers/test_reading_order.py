@@ -13,7 +13,6 @@ from rich.console import Console
 
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.notebook_card import report_html
-from nandoctor.renderers.page import report_page
 from nandoctor.renderers.terminal import print_report
 
 FIRST_SCREEN = 32
@@ -34,7 +33,7 @@ def visible(markup):
 SURFACES = {
     "terminal": terminal,
     "markdown": report_markdown,
-    "page": lambda report: visible(report_page(report)),
+    "page": lambda report: visible(factory.page_of(report)),
     "notebook": lambda report: visible(report_html(report)),
 }
 each_surface = pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
