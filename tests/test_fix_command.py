@@ -192,7 +192,7 @@ def test_an_interrupt_undoes_the_change(find, workplace, monkeypatch):
         raise KeyboardInterrupt
 
     find(FIX)
-    monkeypatch.setattr("nandoctor.cli.verify.subprocess.run", interrupt)
+    monkeypatch.setattr("subprocess.run", interrupt)
     assert run(*ARGUMENTS, "--write").exit_code == 130
     assert (workplace / "net.py").read_text() == SICK
 

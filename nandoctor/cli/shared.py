@@ -5,7 +5,6 @@ In: what click parsed. Out: a dump with its settings, a console, a bar on standa
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import math
@@ -14,7 +13,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -212,6 +210,8 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
     finally:
         # What compiled code has printed may still lie in the buffer of C's own stdout.
         with suppress(OSError, AttributeError):
+            import ctypes
+
             ctypes.CDLL(None).fflush(None)
         os.dup2(saved, descriptor)
         os.close(saved)
@@ -249,5 +249,7 @@ def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
 def show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
     """The versions that a report of a bug needs; torch is not imported for it."""
     if asked and not context.resilient_parsing:
+        from importlib.metadata import version
+
         click.echo(f"nandoctor {__version__} (torch {version('torch')}, Python {platform.python_version()})")
         context.exit()

@@ -5,8 +5,6 @@ In: arguments. Out: a diff or a verification on standard output, changed files, 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -200,6 +198,9 @@ def _copy_of(file: PatchedFile, folder: str) -> str:
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
     """`nandoctor verify` in a process of its own, which imports the changed file from the disk."""
+    import json
+    import subprocess
+
     from nandoctor.evidence.serialization import from_plain
     from nandoctor.evidence.verification import Verification, cannot_tell
 

@@ -6,8 +6,6 @@ In: text or bytes, and a path. Out: the file; text is in UTF-8.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +28,12 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write the file; a reader sees the old one or the whole new one. Raises NanDoctorError if it cannot."""
     target = Path(path).resolve()  # through links: the file they name is replaced, not the link
-    draft = target.with_name(f".nandoctor-{secrets.token_hex(8)}.tmp")
+    draft = target.with_name(f".nandoctor-{os.urandom(8).hex()}.tmp")
     try:
         with draft.open("xb") as file:
             file.write(data)
         if target.exists():
-            shutil.copymode(target, draft)
+            draft.chmod(target.stat().st_mode & 0o7777)
         draft.replace(target)
     except OSError as error:
         with suppress(OSError):
