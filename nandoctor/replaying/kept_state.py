@@ -6,6 +6,7 @@ generators and caches of the model, and of the files that its classes are writte
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import deque
@@ -21,11 +22,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
-from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.torch_compat import TorchDispatchMode, schema_of, storage_of, tree_leaves
+from nandoctor.tracing.dispatch_hook import Proceed, intercepting
+from nandoctor.tracing.op_call import Invocation
 
 _DEPTH = 5
 _MOST_VALUES = 200_000
+_WATCHED_NBYTES = 32 << 20
+"""Less is copied more quickly than every operation is looked at."""
+_SMALL_NBYTES = 1 << 16
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), type, type(len), type(lambda: 0), torch.dtype})
 _NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "collections", "threading", "logging")
 
@@ -34,15 +39,16 @@ _Cached = type(lru_cache(lambda: None))
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Sequence[torch.Tensor]]:
+def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[torch.Tensor]]:
     """Put back what a forward changes: weights and buffers, written in place or replaced, and all other state.
 
     It yields the tensors that the model holds. What lies in closures, in iterators and in the memory of compiled
-    extensions is not known here.
+    extensions is not known here. `traced` says that the run's operations are intercepted, beside which no dispatch mode
+    can be open.
     """
     found = _State(model)
     with ExitStack() as stack:
-        stack.enter_context(_tensors_kept(found.tensors))
+        stack.enter_context(_tensors_kept(found.tensors, traced=traced))
         for undo in found.undo:
             stack.callback(undo)
         yield found.tensors
@@ -181,7 +187,7 @@ def _keep_array(array: np.ndarray[Any, Any]) -> Undo:
 
 
 @contextmanager
-def _tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[None]:
     """Give every tensor its class, memory, shape and content back.
 
     Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
@@ -192,8 +198,9 @@ def _tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
     memory = _Memory(tensor for tensor in dense if not is_lazy(tensor))
     with ExitStack() as stack:
-        if memory.nbytes >= LARGE_NBYTES:
-            stack.enter_context(_CopyOnWrite(memory))
+        if memory.nbytes >= _WATCHED_NBYTES:
+            memory.keep_all(below=_SMALL_NBYTES)  # a batch norm does not say that it writes its statistics
+            stack.enter_context(intercepting(memory.keep_written) if traced else _CopyOnWrite(memory))
         else:
             memory.keep_all()
         try:
@@ -231,9 +238,20 @@ class _Memory:
                 map_empty(flat.shape, flat.dtype).copy_(flat) if in_file and flat.is_cpu else flat.clone()
             )
 
-    def keep_all(self) -> None:
-        for storage in self._flat:
-            self.keep(storage, in_file=False)
+    def keep_all(self, *, below: float = math.inf) -> None:
+        """Copy every storage of less than so many bytes."""
+        for storage, flat in self._flat.items():
+            if flat.numel() < below:
+                self.keep(storage, in_file=False)
+
+    def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
+        """Copy what an operation writes to, and run it."""
+        written = {argument.name for argument in schema_of(call.op).arguments if _is_written(argument)}
+        for name, value in call.arguments() if written else ():
+            for tensor in tree_leaves(value) if name in written else ():
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self.keep(storage_of(tensor))
+        return proceed(call)
 
     def put_back(self) -> None:
         for storage, copy in self._copies.items():
@@ -243,6 +261,10 @@ class _Memory:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -256,13 +278,4 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation."""
-        for argument, value in (*zip(schema_of(func).arguments, args, strict=False), *self._named(func, kwargs or {})):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                        self._memory.keep(storage_of(tensor))
-        return func(*args, **(kwargs or {}))
-
-    def _named(self, func: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        named = {argument.name: argument for argument in schema_of(func).arguments}
-        return ((named[name], value) for name, value in kwargs.items() if name in named)
+        return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

@@ -304,7 +304,7 @@ def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
     """
     step = run.step
     with (
-        restored(step.model) as state,
+        restored(step.model, traced=run.watch.ops) as state,
         printed_changes(run.printed, step.model),
         state_widened(state, run.policy),
         seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,

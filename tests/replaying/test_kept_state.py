@@ -94,6 +94,12 @@ WRITES = {
 }
 
 
+def watch_writes(monkeypatch):
+    """Copy nothing before the run, as with a large model."""
+    monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
+    monkeypatch.setattr(kept_state, "_SMALL_NBYTES", 0)
+
+
 def run(model, seed, context):
     torch.manual_seed(seed)
     with context(model):
@@ -112,9 +118,9 @@ def differs_after_another(make, context):
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_second_run_starts_as_the_first(kind, copies, monkeypatch):
     if copies == "before the write":
-        monkeypatch.setattr(kept_state, "LARGE_NBYTES", 0)
+        watch_writes(monkeypatch)
         if kind == "through numpy":
-            pytest.skip("writes past torch to memory of 64 MB and more are not seen")
+            pytest.skip("writes past torch to memory of 32 MB and more are not seen")
     assert not differs_after_another(lambda: Writes(WRITES[kind]), restored)
 
 
@@ -165,10 +171,11 @@ class Codebook(nn.Module):
         return torch.matmul(x.half().float(), torch.diag(self.codes))
 
 
-@pytest.mark.parametrize("least", [0, 64 << 20], ids=["mapped", "copied"])
-def test_codes_do_not_grow_from_run_to_run(least, tmp_path, monkeypatch):
+@pytest.mark.parametrize("watched", [True, False], ids=["mapped", "copied"])
+def test_codes_do_not_grow_from_run_to_run(watched, tmp_path, monkeypatch):
     """Otherwise the fp32 run beside the first would start from 300 times the saved codes."""
-    monkeypatch.setattr(kept_state, "LARGE_NBYTES", least)
+    if watched:
+        watch_writes(monkeypatch)
     path = tmp_path / "dump.pth"
     torch.save({"state_dict": Codebook().state_dict(), "x": X, "out": Codebook()(X)}, path)
     digest = hashlib.sha256(path.read_bytes()).digest()
@@ -177,6 +184,7 @@ def test_codes_do_not_grow_from_run_to_run(least, tmp_path, monkeypatch):
     runs = case.report.runs
     assert runs.fp32.output[0].absmax == runs.autocast.output[0].absmax == 300
     assert case.report.reproduction.grade == "exact"
+    assert not any("could not be watched" in note for note in case.report.notes)
     assert torch.equal(dump.state["codes"], torch.ones(4))
     assert hashlib.sha256(path.read_bytes()).digest() == digest
 
@@ -195,3 +203,16 @@ def test_a_reference_widens_every_tensor_that_the_model_holds(tmp_path):
     torch.save({"state_dict": model.state_dict(), "x": X.half(), "out": model(X.half())}, tmp_path / "dump.pth")
     report = nandoctor.replay(tmp_path / "dump.pth", model, fixes=False).report
     assert (report.verdict, report.cause.code) == ("precision", "elementwise-overflow")
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["mapped", "copied"])
+def test_operations_are_watched_beside_the_writes(watched, tmp_path, monkeypatch):
+    if watched:
+        monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].weight.data.fill_(4e4)
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": model.state_dict(), "input": torch.ones(3, 4)}, path)
+    report = nandoctor.replay(path, lambda: model, fixes=False).report
+    assert report.origin.op == "linear"
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
