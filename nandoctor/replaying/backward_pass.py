@@ -16,7 +16,6 @@ from nandoctor.errors import LossError
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.file_memory import map_empty
 from nandoctor.machine import memory_of
-from nandoctor.tracing.gradient_tracer import bad_gradients
 from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
 
 LARGE_NBYTES = 256 << 20
@@ -51,14 +50,18 @@ def run_backward(
                 (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             return released.nonfinite(), released.kept
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
-        if not keep:
-            return bad_gradients(model), None
-        nonfinite = bad_gradients(model)
-        made = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-        return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made if gradient is not None}
+        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+        nonfinite = _find_nonfinite(made)
+        return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made.items()} if keep else None
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+def _find_nonfinite(gradients: Mapping[str, torch.Tensor]) -> tuple[TensorStats, ...]:
+    readings = [(name, measure(gradient)) for name, gradient in gradients.items()]
+    measured = collect([(name, reading) for name, reading in readings if reading is not None])
+    return tuple(stats for stats in measured if not stats.finite)
 
 
 class ReleasedGradients:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
+from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.evidence.edits import (
     Edit,
     KeepModule,
@@ -29,7 +29,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.trace import LOSS
 from nandoctor.replaying.module_state import state_in
-from nandoctor.replaying.op_edits import LOW, OpEdits, widen
+from nandoctor.replaying.op_edits import OpEdits, widen
 from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner
 
@@ -153,7 +153,7 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
             module = modules[path]
             own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
             # With autocast off, low-precision weights would not fit fp32 inputs.
-            stack.enter_context(state_in([tensor for tensor in own if tensor.dtype in LOW], torch.float32))
+            stack.enter_context(state_in([tensor for tensor in own if tensor.dtype in LOW_DTYPES], torch.float32))
         for module in model.modules():
             pre = nn.Module.register_forward_pre_hook(module, regions.enter, with_kwargs=True, prepend=True)
             stack.callback(pre.remove)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.autocast.policy import LOW_DTYPES
 from nandoctor.evidence.edits import (
     ClampArgument,
     KeepOp,
@@ -30,13 +31,16 @@ from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import format_of
 
-LOW = (torch.float16, torch.bfloat16)
 _CLOSE = 1e-6
 
 
 def widen(value: Any) -> Any:
     """Low-precision tensors in fp32, wherever in the value they are."""
-    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW else leaf, value)
+
+    def widen_leaf(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW_DTYPES else leaf
+
+    return tree_map(widen_leaf, value)
 
 
 class OpEdits:

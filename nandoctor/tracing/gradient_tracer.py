@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine, TensorStats
@@ -22,7 +21,7 @@ from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_nonfinite
-from nandoctor.tracing.tensor_stats import Reading, collect, measure
+from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -132,7 +131,7 @@ class GradientTracer:
                 made = [gradient for gradient in outgoing if gradient is not None]
                 before = [reading for gradient in given if (reading := measure(gradient)) is not None]
                 after = [reading for gradient in made if (reading := measure(gradient)) is not None]
-                made_here = _is_finite(before) and not _is_finite(after)
+                made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
                 analysis = self._examine(given, made) if made_here else None
             self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
@@ -196,20 +195,6 @@ def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _checkpoint_patch = Shared(lambda: patched([Patch(CHECKPOINT_APPLY, _apply_opened)]))
-
-
-def bad_gradients(model: nn.Module) -> tuple[TensorStats, ...]:
-    """The non-finite gradients of the parameters, by their names."""
-    readings = [
-        (name, reading)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and (reading := measure(parameter.grad)) is not None
-    ]
-    return tuple(stats for stats in collect(readings) if not stats.finite)
-
-
-def _is_finite(readings: Sequence[Reading]) -> bool:
-    return all(bool(torch.isfinite(reading.limits).all()) for reading in readings)
 
 
 def _collect(readings: Sequence[Reading]) -> tuple[TensorStats, ...]:
