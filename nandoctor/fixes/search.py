@@ -5,11 +5,11 @@ In: the failing step, the findings and a budget. Out: `FixSearch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from nandoctor.causes.base import Candidate, site_of
+from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
@@ -18,7 +18,6 @@ from nandoctor.evidence.edits import (
     KeepModule,
     KeepOp,
     KeepSamples,
-    OpSite,
     ScaleFirst,
     SetOptimizerEps,
     Together,
@@ -30,26 +29,23 @@ from nandoctor.evidence.report import (
     Counterfactual,
     Fix,
     FixSettings,
-    Fp32Module,
-    Fp32Set,
     Fp32SetSearch,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, without_guilty
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
+from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
-from nandoctor.minimal_sets import find_minimal_sets
-from nandoctor.ops import PRODUCTS
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first, plural
 
-_CHANGES = "changes of the operation"
+_CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _FOR_THE_REST = 0.2
 """The share of the budget that the search for sets leaves, among thousands of modules."""
 
@@ -71,58 +67,20 @@ def search_fixes(
 
     Nothing is tried for a step that did not fail. `listener` hears how it gets on, and may let an interrupt end it.
     """
-    listener = listener or Listener()
     if findings.verdict in NOTHING_FOUND:
         return FixSearch()
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
-    trials = Trials(
-        step,
-        budget,
-        numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
-        backward=findings.trace.finite,  # a forward that fails is searched on by itself
-    )
     if _blames_optimizer(findings):
         return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
-    guilty = guilty_samples(findings)
-    attempts = _Attempts(
-        trials=trials,
-        writer=ChangeWriter(step.model, findings.trace.ops),
-        verifier=Verifier(trials, guilty=guilty, random=findings.random),
-        told=lambda best: listener.searched(budget.num_run, budget.max_trials, best),
-    )
-    varied: list[Counterfactual] = []
-    search = None
-    untried = [_CHANGES, "sets of modules in fp32", "other settings"]
+    listener = listener or Listener()
+    search = _Search(step, findings, budget, listener)
     with suppress(BudgetSpent), _ending_gently(listener):
-        attempts.make(propose(findings, trials))
-        untried.remove(_CHANGES)
-        if findings.verdict == "numerics" and not attempts.succeeded:
-            attempts.make(without_guilty(findings, step.num_samples))
-        if findings.verdict in ("precision", "silent"):
-            with budget.holding_back(_FOR_THE_REST):
-                search, found = _search_fp32_sets(findings, trials)
-            # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
-            of_use = (kept for kept in found if not (attempts.succeeded and _is_only_upstream(join(kept), findings)))
-            attempts.make(((_refine(kept, findings, trials),) for kept in of_use), from_fp32_sets=True)
-            if step.low is FP16 and not attempts.succeeded:  # the last resort: it costs precision everywhere
-                attempts.make([(UseFormat(format=BF16),)])
-        if search is None or search.complete:
-            untried.remove("sets of modules in fp32")
-        for outcome in vary_settings(trials, guilty, random=findings.random):
-            varied.append(outcome)
-            attempts.tell()
-        untried.remove("other settings")
-    ranked = _rank(attempts.tried, attempts.from_fp32_sets, findings)
-    left = [] if listener.interrupted else untried
-    notes = _notes(findings, ranked, left, out_of_memory=budget.out_of_memory)
-    return FixSearch(
-        fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
-        fp32_sets=search,
-        counterfactuals=tuple(varied),
-        notes=(*_notes_of_interrupt(listener, untried), *notes, *describe_coupling(varied, step)),
-    )
+        search.try_changes()
+        search.try_fp32_sets()
+        search.vary_settings()
+    return search.result()
 
 
 @contextmanager
@@ -199,43 +157,96 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
         yield _make_fix(edit, written, proof, (stepped,))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Attempts:
-    """The changes that were tried; `told` hears the title of the best after each."""
+class _Search:
+    """The search on one step, stage by stage, and what has come of it so far.
 
-    trials: Trials
-    writer: ChangeWriter
-    verifier: Verifier
-    told: Callable[[str], None]
-    tried: list[Fix] = field(default_factory=list)
-    from_fp32_sets: list[Fix] = field(default_factory=list)
+    A stage raises BudgetSpent where nothing more may be run.
+    """
+
+    def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget, listener: Listener) -> None:
+        self._step, self._findings, self._budget, self._listener = step, findings, budget, listener
+        self._trials = Trials(
+            step,
+            budget,
+            numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
+            backward=findings.trace.finite,  # a forward that fails is searched on by itself
+        )
+        self._guilty = guilty_samples(findings)
+        self._writer = ChangeWriter(step.model, findings.trace.ops)
+        self._verifier = Verifier(self._trials, guilty=self._guilty, random=findings.random)
+        self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
+        self._tried: list[Fix] = []
+        self._from_fp32_sets: list[Fix] = []
+        self._varied: list[Counterfactual] = []
+        self._fp32_sets: Fp32SetSearch | None = None
+
+    def try_changes(self) -> None:
+        """Try what the diagnosis suggests; where fp32 fails as well and nothing helps, leave samples out."""
+        self._attempt(propose(self._findings, self._trials), self._tried)
+        self._untried.remove(_CHANGES)
+        if self._findings.verdict == "numerics" and not self._succeeded:
+            self._attempt(without_guilty(self._findings, self._step.num_samples), self._tried)
+
+    def try_fp32_sets(self) -> None:
+        """Try the smallest sets of modules in fp32, where fp32 does not fail."""
+        findings, trials = self._findings, self._trials
+        if findings.verdict in ("precision", "silent"):
+            with self._budget.holding_back(_FOR_THE_REST):
+                self._fp32_sets, found = search_fp32_sets(findings, trials)
+            # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
+            of_use = (kept for kept in found if not (self._succeeded and _is_only_upstream(join(kept), findings)))
+            self._attempt(((refine(kept, findings, trials),) for kept in of_use), self._from_fp32_sets)
+            if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
+                self._attempt([(UseFormat(format=BF16),)], self._tried)
+        if self._fp32_sets is None or self._fp32_sets.complete:
+            self._untried.remove(_FP32_SETS)
+
+    def vary_settings(self) -> None:
+        """Show what the failure depends on."""
+        for outcome in vary_settings(self._trials, self._guilty, random=self._findings.random):
+            self._varied.append(outcome)
+            self._tell()
+        self._untried.remove(_SETTINGS)
+
+    def result(self) -> FixSearch:
+        """What was found until now."""
+        ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
+        left = [] if self._listener.interrupted else self._untried
+        return FixSearch(
+            fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
+            fp32_sets=self._fp32_sets,
+            counterfactuals=tuple(self._varied),
+            notes=(
+                *_notes_of_interrupt(self._listener, self._untried),
+                *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
+                *describe_coupling(self._varied, self._step),
+            ),
+        )
 
     @property
-    def succeeded(self) -> bool:
-        """Tell whether a fix was verified."""
-        return any(fix.verified for fix in (*self.tried, *self.from_fp32_sets))
+    def _succeeded(self) -> bool:
+        return any(fix.verified for fix in (*self._tried, *self._from_fp32_sets))
 
-    def make(self, candidates: Iterable[Candidate], *, from_fp32_sets: bool = False) -> None:
-        """Try one candidate after the other; raises BudgetSpent where nothing more may be run."""
-        attempted = self.from_fp32_sets if from_fp32_sets else self.tried
+    def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
-            attempted += self._try(candidate)
-            self.tell()
+            tried += self._try(candidate)
+            self._tell()
 
-    def tell(self) -> None:
-        """Tell the title of the first fix that was verified, "" before there is one."""
-        self.told(next((fix.title for fix in (*self.tried, *self.from_fp32_sets) if fix.verified), ""))
+    def _tell(self) -> None:
+        """Tell the listener the title of the first fix that was verified, "" before there is one."""
+        best = next((fix.title for fix in (*self._tried, *self._from_fp32_sets) if fix.verified), "")
+        self._listener.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
         """The first strength that passes as a probe and again as the text that is printed; else the last one tried."""
         last: list[Fix] = []
         for edit in candidate:
-            probe = self.trials.judge(edit)
-            written = list(self.writer.write(edit))
+            probe = self._trials.judge(edit)
+            written = list(self._writer.write(edit))
             last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
             # The probe cannot widen an op that writes to its argument; the text can.
             for text in written if probe.passes or isinstance(edit, KeepOp) else ():
-                proof, checks = self.verifier.verify(text, edit)
+                proof, checks = self._verifier.verify(text, edit)
                 last = [_make_fix(edit, text, proof, checks)]
                 if proof.passes:
                     return last
@@ -276,92 +287,6 @@ def _line_in_fp32(fix: Fix) -> SourceLine | None:
 
 def _is_whole_line(fix: Fix) -> bool:
     return isinstance(fix.edit, KeepOp) and fix.edit.site.source is not None and fix.edit.site.source.column is None
-
-
-def _search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
-    """The smallest sets of modules in fp32; a budget may end the search early."""
-    members = _find_members(findings, has_loss=trials.step.loss is not None)
-    blamed = {lead.site.module for lead in findings.conclusion.suspects}
-    products = _overflowing_products(findings)
-    guesses = [
-        [member for member in members if member.module in blamed],
-        [member for member in members if member.module in blamed | products],
-        [member for member in members if member.module in blamed or _exceeds(member, findings)],
-    ]
-    before, found, complete = trials.num_judged, [], True
-
-    def passes(kept: tuple[KeepModule, ...]) -> bool:
-        return trials.passes(*kept)
-
-    try:
-        enough = guesses[0] and passes(tuple(guesses[0]))
-        for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
-            found.append(kept)
-    except BudgetSpent:
-        complete = False
-    search = Fp32SetSearch(
-        sets=tuple(Fp32Set(modules=tuple(map(_to_record, kept)), minimal=True) for kept in found),
-        num_modules=len(members),
-        num_probes=trials.num_judged - before,
-        complete=complete,
-    )
-    return search, found
-
-
-def _overflowing_products(findings: Findings) -> set[str]:
-    """The modules with a product, which autocast computes in low precision, that passes the format's limit in fp32."""
-    ops = (op for op in findings.reference.ops if op.op in PRODUCTS)
-    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
-
-
-def _exceeds(member: KeepModule, findings: Findings) -> bool:
-    """Tell whether fp32 passes the format's limit in what a module takes or gives."""
-    calls = [call for call in findings.reference.calls if call.module == member.module]
-    taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
-    return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
-
-
-def _to_record(member: KeepModule) -> Fp32Module:
-    return Fp32Module(module=member.module, children=member.children)
-
-
-def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
-    """What may be kept in fp32, as it ran: modules without children, and the forwards alone of the others."""
-    traces = (findings.trace, findings.reference)
-    calls = {call.module: call for trace in traces for call in trace.calls}
-    at_work = {op.module for trace in traces for op in trace.ops}
-    order = sorted(calls, key=lambda path: calls[path].enter)
-    parents = {parent for path in calls for parent in _ancestors(path)}
-    members = [
-        KeepModule(module=path, children=path not in parents) for path in order if not at_work or path in at_work
-    ]
-    return members + ([KeepModule(module=LOSS)] if has_loss else [])
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """The paths of the modules that hold this one, the root last; none for the root itself."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> Edit:
-    """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
-    whole = [member for member in kept if member.children]
-    owners = {member.module for member in kept if not member.children}
-    ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
-    lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
-    blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
-    guesses = [[line for line in lines if line.site in blamed]]
-    fewest = None
-    with suppress(BudgetSpent):  # the set itself stands without it
-        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
-        fewest = next(sets, None) if lines else None
-    return join([*whole, *fewest]) if fewest else join(kept)
-
-
-def _line_of(site: OpSite) -> OpSite:
-    return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
 def _size(edit: Edit, findings: Findings) -> int:

@@ -1,0 +1,106 @@
+"""Searches for the smallest sets of modules that are enough in fp32, and for the lines in them that do it.
+
+In: the findings, and trials of the failing step. Out: `Fp32SetSearch`, and the sets as edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from nandoctor.causes.base import site_of
+from nandoctor.diagnosis.findings import Findings
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, OpSite
+from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
+from nandoctor.evidence.trace import LOSS
+from nandoctor.fixes.candidates import join
+from nandoctor.fixes.verify import BudgetSpent, Trials
+from nandoctor.minimal_sets import find_minimal_sets
+from nandoctor.ops import PRODUCTS
+
+
+def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
+    """The smallest sets of modules in fp32; a budget may end the search early."""
+    members = _find_members(findings, has_loss=trials.step.loss is not None)
+    blamed = {lead.site.module for lead in findings.conclusion.suspects}
+    products = _overflowing_products(findings)
+    guesses = [
+        [member for member in members if member.module in blamed],
+        [member for member in members if member.module in blamed | products],
+        [member for member in members if member.module in blamed or _exceeds(member, findings)],
+    ]
+    before, found, complete = trials.num_judged, [], True
+
+    def passes(kept: tuple[KeepModule, ...]) -> bool:
+        return trials.passes(*kept)
+
+    try:
+        enough = guesses[0] and passes(tuple(guesses[0]))
+        for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
+            found.append(kept)
+    except BudgetSpent:
+        complete = False
+    search = Fp32SetSearch(
+        sets=tuple(Fp32Set(modules=tuple(map(_to_record, kept)), minimal=True) for kept in found),
+        num_modules=len(members),
+        num_probes=trials.num_judged - before,
+        complete=complete,
+    )
+    return search, found
+
+
+def _overflowing_products(findings: Findings) -> set[str]:
+    """The modules with a product, which autocast computes in low precision, that passes the format's limit in fp32."""
+    ops = (op for op in findings.reference.ops if op.op in PRODUCTS)
+    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
+
+
+def _exceeds(member: KeepModule, findings: Findings) -> bool:
+    """Tell whether fp32 passes the format's limit in what a module takes or gives."""
+    calls = [call for call in findings.reference.calls if call.module == member.module]
+    taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
+    return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
+
+
+def _to_record(member: KeepModule) -> Fp32Module:
+    return Fp32Module(module=member.module, children=member.children)
+
+
+def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
+    """What may be kept in fp32, as it ran: modules without children, and the forwards alone of the others."""
+    traces = (findings.trace, findings.reference)
+    calls = {call.module: call for trace in traces for call in trace.calls}
+    at_work = {op.module for trace in traces for op in trace.ops}
+    order = sorted(calls, key=lambda path: calls[path].enter)
+    parents = {parent for path in calls for parent in _ancestors(path)}
+    members = [
+        KeepModule(module=path, children=path not in parents) for path in order if not at_work or path in at_work
+    ]
+    return members + ([KeepModule(module=LOSS)] if has_loss else [])
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The paths of the modules that hold this one, the root last; none for the root itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> Edit:
+    """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
+    whole = [member for member in kept if member.children]
+    owners = {member.module for member in kept if not member.children}
+    ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
+    lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
+    blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
+    guesses = [[line for line in lines if line.site in blamed]]
+    fewest = None
+    with suppress(BudgetSpent):  # the set itself stands without it
+        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
+        fewest = next(sets, None) if lines else None
+    return join([*whole, *fewest]) if fewest else join(kept)
+
+
+def _line_of(site: OpSite) -> OpSite:
+    return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
