@@ -58,8 +58,8 @@ class Dump:
 
     @property
     def holds_weights(self) -> bool:
-        """False where they had no room in the file, or nobody put them there."""
-        return bool(self.state) and (self.recorded is None or self.recorded.checkpoint is None)
+        """False where they had no room in the file, or nobody put them there; a model may have none to put."""
+        return self.layout != "batch-only" and (self.recorded is None or self.recorded.checkpoint is None)
 
     @property
     def losses(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
         DumpError: as `read_dump`, or it holds none.
     """
     dump = _read(path, trust=False)
-    if not dump.holds_weights:
+    if not (dump.holds_weights and dump.state):
         raise DumpError("it holds no weights.", remedy="Name a file of weights.")
     return dump.state
 
@@ -124,7 +124,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
     return Dump(
         path=path,
         nbytes=container.nbytes,
-        layout="batch-only" if not state else "plain" if contents.arrays else "weights-only",
+        layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
         state=state,
         state_name=state_name,
         prefix=prefix,
