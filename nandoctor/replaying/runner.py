@@ -18,7 +18,7 @@ from torch import nn
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.errors import LossError, ModelError
+from nandoctor.errors import LossError
 from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Edit, SingleEdit
@@ -27,11 +27,10 @@ from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
+from nandoctor.replaying.forward_errors import explain_forward_error, is_wrong_call, shows_damage
 from nandoctor.replaying.isolation import in_mode, seeded
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
-from nandoctor.replaying.memory import is_out_of_memory
-from nandoctor.replaying.model_loading import place_of
 from nandoctor.replaying.module_state import known_tensors, state_widened, widened, with_nonfinite_state
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
@@ -71,7 +70,6 @@ class Watch:
 
 
 _STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
-_WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 MODULES_ONLY = Watch()
 CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
@@ -242,16 +240,16 @@ def _run(run: _Run) -> Outcome:
     for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
         run = replace(run, grad=grad)
         outcome, error = _record(run)
-        if error is not None and _is_wrong_call(error):
+        if error is not None and is_wrong_call(error):
             raise error
-        if error is None or _shows_damage(outcome.trace):
+        if error is None or shows_damage(outcome.trace):
             return outcome
     # What is made and checked in one forward shows in its ops alone; and tensors that dispatch ops themselves
     # (jagged nested ones) cannot be watched op by op.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
-    if error is not None and not _shows_damage(outcome.trace):
-        raise error if isinstance(error, LossError) else _explain_forward_error(error) from error
+    if error is not None and not shows_damage(outcome.trace):
+        raise error if isinstance(error, LossError) else explain_forward_error(error) from error
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
@@ -365,37 +363,3 @@ def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -
             raise
     with torch.autocast(device.type, enabled=False):
         return loss(output, batch)
-
-
-def _is_wrong_call(error: Exception) -> bool:
-    """Tell whether a loss was called with what it is not made for, which no value of the output explains."""
-    return isinstance(error, LossError) and isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
-
-
-def _shows_damage(trace: Trace) -> bool:
-    """Whether anything went non-finite before the forward raised; a -inf that an op was asked for is a mask."""
-    calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
-    if not all(stats.finite for stats in (*trace.batch, *calls)):
-        return True
-    analyses = [op.analysis for op in trace.ops if op.analysis is not None]
-    return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
-
-
-def _explain_forward_error(error: Exception) -> ModelError:
-    if is_out_of_memory(error):
-        return ModelError(
-            f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
-            remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
-        )
-    raised = f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}"
-    if "without overflow" in str(error):
-        return ModelError(
-            raised,
-            remedy="A number in that line does not fit the format that its tensor has there: take it from "
-            "torch.finfo(x.dtype), or compute the line in fp32.",
-        )
-    return ModelError(
-        raised,
-        remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
-        "them by name, and --call names a function (model, batch) -> output for anything else.",
-    )
