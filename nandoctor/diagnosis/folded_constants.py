@@ -1,0 +1,186 @@
+"""Small constants that Python itself rounded away before torch saw them: `1.0 - 1e-17` is 1.
+
+In: a traced op, and what its module's attributes hold. Out: the constants that its line lost, by reading the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.trace import OpCall, SourceLine
+
+_DEPTH = 5
+_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Place = tuple[int, int, int, int]
+
+
+def list_folded(op: OpCall, attributes: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """The arguments of the op in which a constant was lost beside a number, and the constant.
+
+    `attributes` are those of the module that are known. Nothing is said unless the number that the line gives, names
+    and defaults read from the file, is the one that the op was called with.
+    """
+    source = op.source
+    if source is None or source.column is None or not op.scalars:
+        return
+    found = _find(source)
+    if found is None:
+        return
+    node, scope = found
+    reader = _Reader(scope=scope, attributes=attributes)
+    for operand in _operands(node):
+        value = reader.value(operand, _DEPTH)
+        for name, number in op.scalars if value is not None else ():
+            if number == value:
+                yield from ((name, eps) for eps in reader.lost(operand, _DEPTH))
+                break
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """Where an expression stands: the file, the class and the function around it, where there are any."""
+
+    file: ast.Module
+    owner: ast.ClassDef | None
+    function: Function | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Reads numbers as Python will compute them; None for whatever is not a number that can be read."""
+
+    scope: _Scope
+    attributes: Mapping[str, float]
+
+    def value(self, node: ast.expr, depth: int) -> float | None:
+        if isinstance(node, ast.Constant):
+            return float(node.value) if isinstance(node.value, (int, float)) else None
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self.value(node.operand, depth)
+            return None if value is None else -value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = self.value(node.left, depth), self.value(node.right, depth)
+            return None if left is None or right is None else _OPERATORS[type(node.op)](left, right)
+        if depth and (known := self._attribute(node)) is not None:
+            return known
+        meant = self._meaning(node) if depth else None
+        return None if meant is None else self.value(meant, depth - 1)
+
+    def lost(self, node: ast.expr, depth: int) -> Iterator[float]:
+        """The constants that leave the number beside them as it is."""
+        if isinstance(node, ast.UnaryOp):
+            yield from self.lost(node.operand, depth)
+        elif isinstance(node, ast.BinOp):
+            left, right, both = (self.value(part, depth) for part in (node.left, node.right, node))
+            for eps, other in ((left, right), (right, left)):
+                if (
+                    eps is not None
+                    and other is not None
+                    and 0 < abs(eps) <= LARGEST_EPS
+                    and abs(both or 0) == abs(other)
+                ):
+                    yield abs(eps)
+            yield from self.lost(node.left, depth)
+            yield from self.lost(node.right, depth)
+        elif depth and (meant := self._meaning(node)) is not None:
+            yield from self.lost(meant, depth - 1)
+
+    def _attribute(self, node: ast.expr) -> float | None:
+        return self.attributes.get(node.attr) if isinstance(node, ast.Attribute) and self._is_own(node) else None
+
+    def _meaning(self, node: ast.expr) -> ast.expr | None:
+        """What a name, or an attribute of the class, was set to where that is said once."""
+        scope = self.scope
+        if isinstance(node, ast.Name):
+            inside = None if scope.function is None else _assigned(scope.function, node.id)
+            return inside or _default(scope.function, node.id) or _assigned(scope.file, node.id)
+        if isinstance(node, ast.Attribute) and self._is_own(node) and scope.owner is not None:
+            return _assigned(scope.owner, node.attr)
+        return None
+
+    def _is_own(self, node: ast.Attribute) -> bool:
+        """Tell whether this is an attribute of the method's first argument, "self"."""
+        arguments = self.scope.function.args.args if self.scope.function is not None else []
+        return bool(arguments) and isinstance(node.value, ast.Name) and node.value.id == arguments[0].arg
+
+
+def _is_lost(eps: float | None, other: float | None, both: float | None) -> bool:
+    """Tell whether a small constant leaves the other number as it is: no product does that with one below 1."""
+    if eps is None or other is None or both is None or not other:
+        return False
+    return 0 < abs(eps) <= LARGEST_EPS and abs(both) == abs(other)
+
+
+def _assigned(scope: ast.Module | ast.ClassDef | Function, name: str) -> ast.expr | None:
+    """The value of the one assignment to a name directly in this scope; None for several, or in a branch or a loop."""
+    values = [
+        statement.value
+        for statement in scope.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        if isinstance(target, ast.Name) and target.id == name
+    ]
+    writes = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
+    is_constant = len(values) == 1 and (len(writes) == 1 or not isinstance(scope, Function))
+    return values[0] if is_constant else None
+
+
+def _default(function: Function | None, name: str) -> ast.expr | None:
+    if function is None:
+        return None
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    given = dict(zip(reversed([argument.arg for argument in positional]), reversed(arguments.defaults), strict=False))
+    given.update({a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None})
+    return given.get(name)
+
+
+def _operands(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, ast.BinOp):
+        yield from (node.left, node.right)
+    elif isinstance(node, ast.Call):
+        yield from (*node.args, *(keyword.value for keyword in node.keywords))
+
+
+def _find(source: SourceLine) -> tuple[ast.expr, _Scope] | None:
+    """The expression that called the op, and where it stands; None where the file cannot be read."""
+    assert source.column is not None
+    assert source.end_line is not None
+    assert source.end_column is not None
+    index = _index(source.file, "".join(linecache.getlines(source.file)))
+    return index.get((source.line, source.column, source.end_line, source.end_column))
+
+
+@lru_cache(maxsize=16)
+def _index(file: str, text: str) -> dict[Place, tuple[ast.expr, _Scope]]:
+    """Every binary operation and call of a file by its place; the outer one where two have the same."""
+    try:
+        tree = ast.parse(text, file)
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    index: dict[Place, tuple[ast.expr, _Scope]] = {}
+    _collect(tree, _Scope(file=tree, owner=None, function=None), index)
+    return index
+
+
+def _collect(node: ast.AST, scope: _Scope, index: dict[Place, tuple[ast.expr, _Scope]]) -> None:
+    if isinstance(node, (ast.BinOp, ast.Call)) and node.end_lineno is not None and node.end_col_offset is not None:
+        index.setdefault((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), (node, scope))
+    if isinstance(node, ast.ClassDef):
+        scope = _Scope(file=scope.file, owner=node, function=None)
+    elif isinstance(node, Function):
+        scope = _Scope(file=scope.file, owner=scope.owner, function=node)
+    for child in ast.iter_child_nodes(node):
+        _collect(child, scope, index)
