@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,30 @@ def limit_memory(nbytes: int) -> bool:
     soft = nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     return True
+
+
+@contextmanager
+def bounded_memory(nbytes: int | None) -> Iterator[None]:
+    """Let allocations of the process fail beyond `nbytes` of private writable memory while this is open, where it can.
+
+    See `limit_memory`; None is no bound.
+    """
+    if nbytes is None or sys.platform != "linux":
+        yield
+        return
+    import resource  # noqa: PLC0415  (not on Windows)
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_memory(nbytes if before[0] == resource.RLIM_INFINITY else min(nbytes, before[0]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def private_memory() -> int | None:
+    """Bytes of private writable memory that this process has asked for, as `bounded_memory` counts them."""
+    return _read_field(Path("/proc/self/status"), "VmData:")
 
 
 def _limits() -> Iterator[int]:

@@ -149,7 +149,7 @@ def test_a_missing_file_names_the_nearest_one():
     assert "Did you mean sick.pth?" in run("replay", "sik.pth").stderr
 
 
-RUN = frozenset({"model", "step"})
+RUN = frozenset({"model", "step", "machine"})
 VERBS = {
     "replay": RUN | {"statistics", "fixes"},
     "fix": RUN | {"fixes"},
@@ -176,7 +176,7 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
         **{"--model": "m.py:f", "--model-arg": "width=4", "--config": "c.py:C", "--method": "step", "--inputs": "a,b"},
         **{"--call": "m.py:g", "--loss": "m.py:h", "--loss-scale": "2", "--output": "logit", "--seed": "0"},
         **{"--amp-dtype": "bfloat16", "--policy": "native", "--mode": "eval", "--device": "cuda:1"},
-        **{"--max-trials": "inf", "--time": "0"},
+        **{"--max-trials": "inf", "--time": "0", "--weights": "step7.pt", "--memory": "2GB"},
     }
     flags = ["--no-strict", "--per-sample", "--no-fixes"]
     run("replay", "sick.pth", *(word for pair in values.items() for word in pair), *flags)
@@ -185,7 +185,7 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
         **{"model": "m.py:f", "model_args": {"width": 4}, "config": "c.py:C", "method": "step", "inputs": "a,b"},
         **{"call": "m.py:g", "loss": "m.py:h", "loss_scale": 2.0, "output": "logit", "seed": 0, "strict": False},
         **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1", "per_sample": True},
-        **{"max_trials": math.inf, "time": 0.0, "fixes": False},
+        **{"max_trials": math.inf, "time": 0.0, "fixes": False, "weights": "step7.pt", "memory": 2_000_000_000},
     }
 
 

@@ -123,7 +123,7 @@ main.add_command(triage)
     help="concise: file:line: code: message. github: an annotation for Actions.",
 )
 @trust_option
-@settings_options("model", "step", "statistics", "fixes")
+@settings_options(*MODEL_AND_STEP, "statistics", "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
 

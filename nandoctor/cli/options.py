@@ -16,15 +16,17 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.atomic_write import is_replaceable
 from nandoctor.renderers.save import check_ending
 from nandoctor.replaying.settings import OPTIONS, Group, Option, check_setting
+from nandoctor.text import parse_size
 
 Verb = Callable[..., None]
 
 _FORCE = "nandoctor.force"
-MODEL_AND_STEP: tuple[Group, ...] = ("model", "step")
+MODEL_AND_STEP: tuple[Group, ...] = ("model", "step", "machine")
 
 _HEADINGS: dict[Group, str] = {
     "model": "The model",
     "step": "The failing step",
+    "machine": "The machine",
     "statistics": "Statistics",
     "fixes": "The search for fixes",
 }
@@ -76,7 +78,7 @@ def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
     elif name == "model_args":
         shape["multiple"] = True
     elif option.reads is not str:
-        shape["type"] = option.reads
+        shape["type"] = option.reads  # a ValueError of its own is wrong usage
     return click.option(
         option.flag, name, cls=SettingOption, group=option.group, help=option.help, callback=_check(name), **shape
     )
@@ -112,22 +114,12 @@ def _parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
     """Bytes: 8GB, 512 MiB, 1e9."""
-    if text is None:
-        return None
-    number = text.strip().rstrip("BbKkMmGgTtIi ")
-    unit = text.strip()[len(number) :].strip().upper()
     try:
-        nbytes = float(number) * _UNITS[unit]
-        if not 0 < nbytes < 2**60:
-            raise ValueError
-    except (ValueError, KeyError):
+        return None if text is None else parse_size(text)
+    except ValueError:
         raise click.BadParameter(f"{text!r} is no size: write 8GB or 512MiB.") from None
-    return int(nbytes)
 
 
 def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:

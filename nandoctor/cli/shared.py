@@ -164,6 +164,11 @@ class ReplayDisplay(Listener):
         self._bar.update(self._phase, description="Fixes", completed=0, total=None, of="runs")
         self._bar.start()
 
+    def expected(self, forecast: str) -> None:
+        """Print it on standard error, where there is a bar."""
+        if not self._bar.disable:
+            self._bar.console.print(f"Expected: {forecast}", highlight=False)
+
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Move the bar of the search."""
         most = None if most_runs is None or math.isinf(most_runs) else most_runs

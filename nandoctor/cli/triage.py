@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.options import GroupedCommand, parse_size, settings_options
+from nandoctor.cli.options import GroupedCommand, read_size, settings_options
 from nandoctor.cli.shared import console
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Worker processes (default: by cores and memory)."
 )
 @click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
-@click.option("--memory", callback=parse_size, metavar="SIZE", help="What one worker may allocate, such as 8GB.")
+@click.option("--memory", callback=read_size, metavar="SIZE", help="What one worker may allocate, such as 8GB.")
 @click.option(
     "--timeout",
     "timeout_s",

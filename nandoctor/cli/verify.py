@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.options import GroupedCommand, settings_options
+from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
 from nandoctor.cli.shared import (
     DumpPath,
     console,
@@ -57,7 +57,7 @@ _WITHOUT_DIFF = {
 @click.option("--before", type=DumpPath, nargs=2, multiple=True, hidden=True, help="A changed file, and a copy of it.")
 @click.option("--failed-before", is_flag=True, hidden=True, help="The unchanged code was seen to fail in this replay.")
 @trust_option
-@settings_options("model", "step")
+@settings_options(*MODEL_AND_STEP)
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
     """Tell whether the failing step of DUMP passes under the code as it is now.
 
@@ -102,7 +102,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
 @click.option("--allow-installed", is_flag=True, help="With --write: also to a package in site-packages.")
 @json_option
 @trust_option
-@settings_options("model", "step", "fixes")
+@settings_options(*MODEL_AND_STEP, "fixes")
 def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
     """Print the smallest change that was verified on the failing step of DUMP, as a diff; or make it.
 

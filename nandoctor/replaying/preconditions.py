@@ -1,17 +1,13 @@
-"""What has to hold before a replay begins: torch makes real tensors with gradients here, and the step fits into memory.
+"""What has to hold before a replay begins: torch makes real tensors with gradients here.
 
-In: a device's name, torch's modes, a dump's tensors. Out: the device, or an error that says what is in the way.
+In: a device's name, torch's modes. Out: the device, or an error that says what is in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.machine import available_memory, memory_of
-from nandoctor.text import byte_size
+from nandoctor.errors import NanDoctorError
 
 
 def find_device(name: str) -> torch.device:
@@ -48,25 +44,3 @@ def _require_real_tensors(device: torch.device) -> None:
             f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
             remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
         )
-
-
-def require_memory(
-    state: Mapping[str, torch.Tensor], arrays: Mapping[str, torch.Tensor], device: torch.device, *, backward: bool
-) -> None:
-    """Check that weights, batch and, with `backward`, gradients fit into what is free; what is between them is unknown.
-
-    Raises:
-        ModelError: they do not; the message has both figures.
-    """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    weights, batch = memory_of(state.values()), memory_of(arrays.values())
-    gradients = memory_of(tensor for tensor in state.values() if tensor.is_floating_point()) if backward else 0
-    if free is None or weights + batch + gradients <= free:
-        return
-    parts = [f"weights {byte_size(weights)}", f"batch {byte_size(batch)}"]
-    parts += [f"gradients {byte_size(gradients)}"] if gradients else []
-    raise ModelError(
-        f"The replay takes at least {byte_size(weights + batch + gradients)} of memory ({', '.join(parts)}, and what "
-        f"the layers give), and {byte_size(free)} are free on {device.type}. Nothing was built.",
-        remedy="Run it where there is more memory, or end what else runs there.",
-    )

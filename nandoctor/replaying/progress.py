@@ -24,6 +24,9 @@ class Listener:
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Hear how far a run is, as a `Progress` does."""
 
+    def expected(self, forecast: str) -> None:
+        """Hear what memory and time the replay of a large model will take, before anything is built."""
+
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Hear how many runs were spent on fixes, how many there may be, and the title of the first verified one."""
 
@@ -35,6 +38,11 @@ class RunProgress:
         self._report = report
         self._stage = ""
         self._num_calls: int | None = None
+
+    def expect(self, forecast: str) -> None:
+        """Hand on what the replay will take, to who listens to more than stages."""
+        if isinstance(self._report, Listener):
+            self._report.expected(forecast)
 
     def begin(self, stage: str) -> None:
         """Start a stage."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.machine import bounded_memory
 from nandoctor.process_wide import is_forked
 from nandoctor.replaying.torch_settings import read_torch_settings, write_torch_settings
 from nandoctor.source_files import is_installed
@@ -68,10 +69,12 @@ class Project:
 
     While it is open its folders are first on `sys.path`, its modules are in `sys.modules`, and torch is set as its code
     had set it when it was imported. Afterwards `sys.path` and torch's settings are as they were, and so is
-    `sys.modules`, save for libraries and submodules of packages that were loaded before.
+    `sys.modules`, save for libraries and submodules of packages that were loaded before. Meanwhile the process may have
+    `memory_limit` bytes, as `bounded_memory` counts them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory_limit: int | None = None) -> None:
+        self._memory_limit = memory_limit
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
         self._settings: dict[str, Any] = {}
@@ -140,7 +143,8 @@ class Project:
                 write_torch_settings(self._settings)
                 if is_forked() and _has_run:
                     torch.set_num_threads(1)  # whatever the code of the project has set
-                yield
+                with bounded_memory(self._memory_limit):
+                    yield
             finally:
                 _open_projects.remove(self)
                 write_torch_settings(settings)

@@ -10,17 +10,19 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from nandoctor.dumps.option_text import as_option
 from nandoctor.errors import NanDoctorError
+from nandoctor.text import parse_size
 
 if TYPE_CHECKING:
     import torch
 
-Group = Literal["model", "step", "statistics", "fixes"]
+Group = Literal["model", "step", "machine", "statistics", "fixes"]
 """What a setting is about; a verb offers the groups that it acts on."""
 
 
@@ -135,6 +137,15 @@ _SEED = _about(
     reads=int,
     accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits, and a few more are tried
 )
+_MEMORY = _about(
+    "machine",
+    "--memory",
+    "What the replay may allocate beside the files it maps, such as 8GB (default: what is free).",
+    metavar="SIZE",
+    holds="a size: 8GB, 512MiB or a number of bytes",
+    reads=parse_size,
+    accepts=lambda value: type(value) is int and value > 0,
+)
 _MAX_TRIALS = _about(
     "fixes",
     "--max-trials",
@@ -199,6 +210,7 @@ class Settings:
     )
     device: str = field(default="cpu", metadata=_DEVICE)
     seed: int | None = field(default=None, metadata=_SEED)
+    memory: int | None = field(default=None, metadata=_MEMORY)
     per_sample: bool = field(
         default=False,
         metadata=_switch("statistics", "--per-sample", "Count samples and exponents in every layer; keep a thumbnail."),
@@ -229,6 +241,7 @@ class StepOptions(TypedDict, total=False):
     mode: Literal["train", "eval"] | None
     device: str | torch.device | None
     seed: int | None
+    memory: int | str | None
 
 
 class ReplayOptions(StepOptions, total=False):
@@ -338,4 +351,7 @@ def _plain(name: str, value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if name == "weights" and isinstance(value, os.PathLike):
         return str(value)
+    if name == "memory" and isinstance(value, str):
+        with suppress(ValueError):
+            return parse_size(value)
     return value

@@ -20,18 +20,19 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError
-from nandoctor.machine import memory_of
+from nandoctor.machine import memory_of, private_memory
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
 from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.forecast import forecast, require_room
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.module_casts import add_casts, cast_weights
 from nandoctor.replaying.policy_choice import choose_policies, low_format
-from nandoctor.replaying.preconditions import find_device, require_memory
+from nandoctor.replaying.preconditions import find_device
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
@@ -92,8 +93,12 @@ def prepare(
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
     has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
-    require_memory(dump.state, dump.arrays, device, backward=has_loss)
-    project = Project()
+    progress = progress or RunProgress()
+    expected = forecast(dump, device, backward=has_loss)
+    require_room(expected, device, settings.memory)
+    if expected.seconds is not None:
+        progress.expect(str(expected))
+    project = Project(_find_limit(settings.memory))
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
         weight_notes = _load_weights(code, dump, settings, device)
@@ -116,7 +121,7 @@ def prepare(
             optimizer_eps=dump.optimizer_eps,
             per_sample=settings.per_sample,
             saved_flags=dump.saved_flags,
-            progress=progress or RunProgress(),
+            progress=progress,
             project=project,
         )
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
@@ -136,6 +141,12 @@ def prepare(
             *_describe_guess(policies, outputs.array),
         ),
     )
+
+
+def _find_limit(memory: int | None) -> int | None:
+    """What the process may have when it has what is mapped already, and `memory` more."""
+    taken = private_memory()
+    return None if memory is None or taken is None else taken + memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.replaying.progress import Listener
 
 
 @contextmanager
@@ -63,16 +67,55 @@ def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
 
 def test_too_little_memory_is_refused_with_the_figure(dump, monkeypatch):
     needed = 4 * (3 * 2 + 2 + 4 * 3)
-    monkeypatch.setattr("nandoctor.replaying.preconditions.available_memory", lambda: needed - 1)
+    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: needed - 1)
     with pytest.raises(ModelError, match=rf"at least {needed} bytes .*weights 32 bytes, batch 48 bytes.*79 bytes are"):
         nandoctor.replay(dump, Counted)
     assert Counted.built == 0
-    monkeypatch.setattr("nandoctor.replaying.preconditions.available_memory", lambda: needed)
+    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: needed)
     assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
     with pytest.raises(ModelError, match="gradients 32 bytes"):
         nandoctor.replay(dump, Counted, loss=lambda output, batch: output.sum())
 
 
+def test_what_the_user_allows_is_a_bound(dump):
+    with pytest.raises(ModelError, match=r"at least 80 bytes .*--memory allows 79 bytes. Nothing was built"):
+        nandoctor.replay(dump, Counted, memory=79)
+    assert nandoctor.replay(dump, Counted, fixes=False, memory="2GB").verdict == "healthy"
+    with pytest.raises(NanDoctorError, match="memory cannot be 'much'"):
+        nandoctor.replay(dump, Counted, memory="much")
+
+
+class Greedy(nn.Linear):
+    """Allocates far more than its weights."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x):
+        return super().forward(x) + torch.zeros(1 << 28).sum()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+def test_a_run_beyond_the_bound_is_an_outcome_and_the_bound_ends(dump):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(ModelError, match="not enough memory to run the step"):
+        nandoctor.replay(dump, Greedy, memory="300MB")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_large_model_is_told_what_to_expect(dump, monkeypatch):
+    monkeypatch.setattr("nandoctor.replaying.forecast.LARGE_NBYTES", 1)
+    heard = []
+
+    class Hears(Listener):
+        def expected(self, forecast):
+            heard.append(forecast)
+
+    nandoctor.replay(dump, Counted, fixes=False, progress=Hears(), loss=lambda output, batch: output.sum())
+    (said,) = heard
+    assert re.fullmatch(r"at least 96 bytes of memory, beside 32 bytes of weights in files; .* roughly \d+ s", said)
+
+
 def test_a_machine_that_does_not_tell_its_memory(dump, monkeypatch):
-    monkeypatch.setattr("nandoctor.replaying.preconditions.available_memory", lambda: None)
+    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: None)
     assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
