@@ -392,7 +392,7 @@ def test_the_shell_is_told_the_kinds_of_plot():
 
 
 def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_report_is_drawn_without_torch():

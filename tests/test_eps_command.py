@@ -51,7 +51,7 @@ def test_a_value_as_json_has_no_infinity_in_it():
 def test_values_alone_need_no_torch():
     script = "import sys; from nandoctor.cli import main; main(['eps', '1e-8'], standalone_mode=False)"
     script += "; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize("value", ["0", "nan", "inf"])

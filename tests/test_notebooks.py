@@ -30,6 +30,6 @@ def test_there_are_notebooks():
 def test_notebook_gives_what_it_shows(path):
     notebook = nbformat.read(path, as_version=4)
     shown = outputs_of(notebook)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
     assert outputs_of(notebook) == shown
     assert all(shown)

@@ -116,20 +116,20 @@ def test_threads_run_under_their_own_policies():
     before, seen = kernels(), {}
 
     def replay(policy):
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=300)
         for _ in range(3):
             with apply_policy(policy, CPU):
-                barrier.wait(timeout=30)
+                barrier.wait(timeout=300)
                 seen.setdefault(policy, set()).add(product())
                 with torch.autocast("cuda", enabled=False):
                     assert product() is torch.float32
-                barrier.wait(timeout=30)
+                barrier.wait(timeout=300)
 
     threads = [threading.Thread(target=replay, args=(policy,)) for policy in policies]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert seen == {policy: {torch_dtype(policy.format)} for policy in policies}
     assert kernels() == before
 
@@ -140,16 +140,16 @@ def test_a_thread_may_leave_first():
     def hold():
         with cuda_autocast():
             entered.set()
-            leave.wait(timeout=30)
+            leave.wait(timeout=300)
 
     before = kernels()
     thread = threading.Thread(target=hold)
     with cuda_autocast():
         thread.start()
-        assert entered.wait(timeout=30)
+        assert entered.wait(timeout=300)
     assert kernels() != before
     leave.set()
-    thread.join(timeout=30)
+    thread.join(timeout=300)
     assert kernels() == before
 
 

@@ -65,7 +65,7 @@ def run(folder, *command):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -107,7 +107,7 @@ def train(folder, way):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, str(script), str(rank), way] for rank in (0, 1)]
     running = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder) for c in commands]
-    return [process.communicate(timeout=120)[0].strip() for process in running]
+    return [process.communicate(timeout=300)[0].strip() for process in running]
 
 
 @needs_gloo

@@ -60,7 +60,7 @@ def follow(house):
 def python(house, *args):
     run = subprocess.run(
         [sys.executable, *args], cwd=house, env={**os.environ, "PYTHONPATH": str(house)}, capture_output=True,
-        text=True, timeout=60, check=False,
+        text=True, timeout=300, check=False,
     )  # fmt: skip
     return run.stdout + run.stderr
 

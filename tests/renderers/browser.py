@@ -53,7 +53,7 @@ class Browser:
         finally:
             os.close(self._write)
             os.close(self._read)
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=300)
             self._profile.cleanup()
 
     def send(self, method, **parameters):

@@ -50,5 +50,5 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_process_replays_or_says_why_not(script, code):
     """With two threads: to wait for the parent's in a child hangs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, timeout=300, check=False)
     assert done.returncode == code

@@ -126,7 +126,7 @@ except EOFError:
 def run_cli(spec, *options):
     dump = str(Path(spec).with_name("dump.pth"))
     command = [sys.executable, "-m", "nandoctor", "replay", dump, "--model", spec, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, input="typed\n")
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, input="typed\n")
 
 
 def test_noise_of_a_model_does_not_soil_json(project):

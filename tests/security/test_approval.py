@@ -136,7 +136,7 @@ def test_the_printed_command_runs_it(project, kind):
     assert command.isprintable()
     command = command.replace("nandoctor", f"{sys.executable} -m nandoctor", 1) + " --no-fixes --json"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=project, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", command], cwd=project, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode in (0, 3), done.stderr
     assert json.loads(done.stdout)["runs"] is not None

@@ -156,7 +156,7 @@ def test_an_error_that_nobody_reads_keeps_its_code(folder, monkeypatch):
 def test_a_full_device_leaves_no_traceback(folder):
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "nandoctor", *VERBS["verify"][1]]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 125
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -226,7 +226,7 @@ def test_the_command_line_runs_scripts_as_python(tmp_path):
     state = {"head.weight": torch.ones(4, 4), "head.bias": torch.ones(4)}
     torch.save({"state_dict": state, "x": torch.ones(2, 4)}, tmp_path / "dump.pth")
     command = [sys.executable, "-m", "nandoctor", "replay", "dump.pth", "--model", "net.py:Net", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     report = json.loads(done.stdout)
     source = report["origin"]["source"]
     assert (source["line"], source["column"], source["text"]) == (7, 11, "return x / x.abs().max()")
