@@ -105,6 +105,7 @@ def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = 
         fixes=search.fixes,
         counterfactuals=search.counterfactuals,
         fp32_sets=search.fp32_sets,
+        also=(*found.report.also, *search.also),
         notes=(*found.report.notes, *search.notes),
     )
 

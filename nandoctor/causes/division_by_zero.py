@@ -22,12 +22,14 @@ from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_d
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.ops import DIVISIONS, NORMALISATIONS
+from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
 from nandoctor.text import are, plural
 
 CODE = "division-by-zero"
 TITLE = "A division by zero"
 PHASES = ("forward",)
+
+_SMALL = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: Finding) -> Cause | None:
@@ -84,4 +86,12 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     """Clamp what is below the line; where it may be negative, that does not agree with fp32 and is refused."""
     denominator = _denominator(finding)
     if denominator is not None:
-        yield clamp_candidate(finding.op, denominator.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])
+        bounds = (1.0, *_SMALL) if _is_count(finding, denominator) else _SMALL
+        yield clamp_candidate(finding.op, denominator.name, [(low, None) for low in bounds])
+
+
+def _is_count(finding: Finding, denominator: Operand) -> bool:
+    """Tell whether the divisor is no floating-point tensor, or was none before a cast: what is not 0 is at least 1."""
+    tensor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
+    casts = (op for op in finding.sources(tensor) if op.op in CASTS)
+    return any(taken.stats is None for taken in (tensor, *(taken for op in casts for taken in op.inputs)))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate
-from nandoctor.diagnosis.conclusion import Suspect
+from nandoctor.diagnosis.conclusion import Conclusion, Suspect
 from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
@@ -38,7 +38,7 @@ MAX_LEADS = 4
 
 def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield the changes worth trying, by the verdict."""
-    leads = _distinct_leads(findings, trials.step.model)
+    leads = distinct_leads(findings.conclusion, trials.step.model)
     if findings.verdict == "state":
         names = tuple(name for name, buffer in trials.step.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
@@ -47,12 +47,12 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         )
         yield (ZeroWeights(names=weights),) if weights else ()
     if findings.verdict == "input":
-        yield from without_guilty(findings, trials.step.num_samples)
+        yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
-        yield from _together([_specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
+        yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
     if findings.verdict in ("precision", "silent"):
         if len(leads) == 1:
-            yield from _specific(leads[0], trials.step.model)
+            yield from specific(leads[0], trials.step.model)
             yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, findings, trials)
@@ -60,16 +60,16 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield (KeepModule(module=LOSS),)
 
 
-def _distinct_leads(findings: Findings, model: nn.Module) -> list[Suspect]:
+def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
     """One lead for each place in the code."""
 
     def place(site: OpSite) -> object:
         return site if _is_library(site, model) else (site.type, site.op, site.source)
 
-    return list({place(lead.site): lead for lead in reversed(findings.conclusion.suspects)}.values())[::-1]
+    return list({place(lead.site): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
 
 
-def _specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
+def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
     """The changes of the operation itself; a constant that is an attribute of the module is changed there."""
     return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
 
@@ -102,6 +102,12 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
         yield (KeepModule(module=site.module),)
 
 
+def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
+    """The op alone in fp32; the module that made it, or the loss, where the op stands in no code of the user's."""
+    at_large = lead.site.module == LOSS or _is_library(lead.site, model)
+    return KeepModule(module=lead.site.module) if at_large else KeepOp(site=lead.site)
+
+
 def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
     if site.module == LOSS:
@@ -118,7 +124,7 @@ def is_below(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
-def _together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
+def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
     """Every origin's first change, second change and so on, at once; each in candidate that are raised together."""
     if len(groups) == 1:
         yield from groups[0]
@@ -150,16 +156,15 @@ def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> I
     chosen: list[Edit] = []
     for place, lead in enumerate(leads):
         others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
-        groups = chain(_specific(lead, trials.step.model), _in_fp32(lead, findings, trials))
+        groups = chain(specific(lead, trials.step.model), _in_fp32(lead, findings, trials))
         proposals = (edit for candidate in groups for edit in candidate)
         chosen.append(next((edit for edit in proposals if trials.passes(edit, *others)), strong[place]))
     yield (join(chosen),)
     yield (join(list(dict.fromkeys(strong))),)
 
 
-def without_guilty(findings: Findings, num_samples: int | None) -> Iterator[Candidate]:
-    """The batch without the samples that are non-finite as they came in."""
-    guilty = guilty_samples(findings)
+def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:
+    """The batch without the samples to blame."""
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if guilty and kept:
         yield (KeepSamples(samples=kept),)

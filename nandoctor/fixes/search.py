@@ -27,6 +27,7 @@ from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import (
     Check,
     Counterfactual,
+    Diagnosis,
     Fix,
     FixSettings,
     Fp32SetSearch,
@@ -37,6 +38,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, without_guilty
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
+from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
@@ -52,11 +54,15 @@ _FOR_THE_REST = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSearch:
-    """What was tried, verified fixes first and the smallest of them first; `notes` tell what a budget left untried."""
+    """What was tried, verified fixes first and the smallest of them first; `notes` tell what a budget left untried.
+
+    `also` is what the step fails of once the origins of the diagnosis are changed.
+    """
 
     fixes: tuple[Fix, ...] = ()
     fp32_sets: Fp32SetSearch | None = None
     counterfactuals: tuple[Counterfactual, ...] = ()
+    also: tuple[Diagnosis, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -179,13 +185,22 @@ class _Search:
         self._from_fp32_sets: list[Fix] = []
         self._varied: list[Counterfactual] = []
         self._fp32_sets: Fp32SetSearch | None = None
+        self._later = LaterOrigins()
 
     def try_changes(self) -> None:
         """Try what the diagnosis suggests; where fp32 fails as well and nothing helps, leave samples out."""
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
-            self._attempt(without_guilty(self._findings, self._step.num_samples), self._tried)
+            self._try_later_origins()
+            self._attempt(without_guilty(self._guilty, self._step.num_samples), self._tried)
+
+    def _try_later_origins(self) -> None:
+        self._later = find_later_origins(self._findings, self._trials)
+        if self._guilty and not set(self._later.samples) <= set(self._guilty):
+            self._guilty = tuple(sorted({*self._guilty, *self._later.samples}))
+            self._verifier = Verifier(self._trials, guilty=self._guilty, random=self._findings.random)
+        self._attempt(self._later.candidates, self._tried)
 
     def try_fp32_sets(self) -> None:
         """Try the smallest sets of modules in fp32, where fp32 does not fail."""
@@ -216,8 +231,10 @@ class _Search:
             fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
             counterfactuals=tuple(self._varied),
+            also=self._later.diagnoses,
             notes=(
                 *_notes_of_interrupt(self._listener, self._untried),
+                *self._later.notes,
                 *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *describe_coupling(self._varied, self._step),
             ),

@@ -21,6 +21,7 @@ from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
+from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.replaying.backward_pass import is_large
@@ -260,6 +261,23 @@ class Trials:
         """The step as it failed, with `edits`; it is run again each time."""
         return self._execute(edits, "autocast")
 
+    def trace(self, *edits: Change) -> tuple[Trace, Trace] | None:
+        """The step with `edits` and its backward pass op by op, as it failed and in fp32; None where it cannot run.
+
+        Raises:
+            BudgetSpent: nothing more may be run.
+        """
+        watch = Watch(stage="closer look", ops=True, backward=True)
+        traces = []
+        for policy in (None, REFERENCE):
+            self._budget.spend()
+            try:
+                traces.append(self.step.run(policy, watch, edits).trace)
+            except (LossError, ModelError, CannotRunError, RuntimeError, MemoryError) as error:
+                self._raise_if_out_of_memory(error)
+                return None
+        return traces[0], traces[1]
+
     def _execute(self, edits: tuple[Change, ...], precision: Precision) -> Result:
         self._budget.spend()
         if _is_too_large(self.step.model, edits):
@@ -282,10 +300,14 @@ class Trials:
                 return self._execute(edits, precision)
             return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):  # says nothing about the change, and the next one would fare no better
-                self._budget.out_of_memory = True
-                raise BudgetSpent from error
+            self._raise_if_out_of_memory(error)
             return keep(None)  # a changed model may not run at all
+
+    def _raise_if_out_of_memory(self, error: Exception) -> None:
+        """Memory that ran out says nothing about the change, and the next one would fare no better."""
+        if is_out_of_memory(error):
+            self._budget.out_of_memory = True
+            raise BudgetSpent from error
 
 
 def _selects(edits: tuple[Change, ...]) -> bool:

@@ -137,8 +137,10 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
 
 
 def _clamp(edit: ClampArgument, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or value.is_complex() or value.dtype == torch.bool:
         return value
+    if not value.is_floating_point():
+        return value.clamp(edit.low, edit.high)
     if edit.nan:
         value = torch.where(torch.isnan(value), 0.0, value)
     # A bound that the format cannot hold never binds; torch refuses it.

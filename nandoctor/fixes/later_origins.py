@@ -1,0 +1,109 @@
+"""Origins that show only once the first is mended: of another sample behind its NaN, or in the backward pass.
+
+In: the findings and the trials. Out: `LaterOrigins`: their diagnoses, and changes of all origins together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from nandoctor.causes.base import Candidate
+from nandoctor.diagnosis.backward import conclude_backward
+from nandoctor.diagnosis.conclusion import Conclusion, Suspect
+from nandoctor.diagnosis.findings import Findings
+from nandoctor.diagnosis.forward import conclude
+from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.report import Diagnosis
+from nandoctor.evidence.trace import LOSS
+from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads, join, smallest_in_fp32, specific, together
+from nandoctor.fixes.variations import SURROGATES
+from nandoctor.fixes.verify import Trials
+from nandoctor.text import file_line, kinds_text, samples_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterOrigins:
+    """What else is non-finite, in the order in which it shows, and the changes that mend all of it."""
+
+    diagnoses: tuple[Diagnosis, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples of the batch that the later origins are non-finite in, where they are known."""
+        found = (diagnosis.origin.elements.samples or () for diagnosis in self.diagnoses)
+        return tuple(sorted({sample for samples in found for sample in samples}))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each: what the step fails of once the origins before it are changed."""
+        return tuple(f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
+
+
+def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
+    """Change the first origins and look where the step fails then, until nothing is non-finite or nothing helps.
+
+    Raises:
+        BudgetSpent: nothing more may be run.
+    """
+    model = trials.step.model
+    leads = distinct_leads(findings.conclusion, model)
+    seen = {_place(lead) for lead in leads}
+    chosen: list[Candidate] = []
+    later: list[Diagnosis] = []
+    while leads and len(seen) <= MAX_LEADS:
+        options = together([specific(lead, model) or [(smallest_in_fp32(lead, model),)] for lead in leads])
+        found = _first_that_helps(chosen, options, seen, trials)
+        if found is None:
+            break
+        candidate, conclusion = found
+        chosen.append(candidate)
+        leads = distinct_leads(conclusion, model)
+        seen |= {_place(lead) for lead in leads}
+        later += conclusion.diagnoses
+    # The change of the last origin may mend those before it: a root that is never zero is no divisor of zero.
+    candidates = (chosen[-1], *together([[candidate] for candidate in chosen])) if len(chosen) > 1 else ()
+    return LaterOrigins(diagnoses=tuple(later), candidates=candidates)
+
+
+def _describe(diagnosis: Diagnosis) -> str:
+    origin, cause = diagnosis.origin, diagnosis.cause
+    where = [file_line(origin.source.file, origin.source.line)] if origin.source else []
+    if origin.elements.samples and origin.output is not None:
+        where.append(samples_text(origin.elements.samples, origin.output.shape[0]))
+    what = cause.headline if cause is not None else ""
+    what = what or f"{origin.op or 'an operation'} gives {kinds_text(origin.elements.kinds)}"
+    return f"{what} ({', '.join(where)})" if where else what
+
+
+def _first_that_helps(
+    chosen: Sequence[Candidate], options: Iterable[Candidate], seen: set[object], trials: Trials
+) -> tuple[Candidate, Conclusion] | None:
+    """The first change after which the step fails elsewhere, or no longer; with what is concluded of it then."""
+    for candidate in options:
+        conclusion = _conclude_with(join([change[-1] for change in (*chosen, candidate)]), trials)
+        if conclusion is not None and not any(_place(lead) in seen for lead in conclusion.suspects):
+            return candidate, conclusion
+    return None
+
+
+def _conclude_with(edit: Edit, trials: Trials) -> Conclusion | None:
+    """What the changed step fails of, its backward pass at loss scale 1 included; None where that is not known."""
+    step = replace(trials.with_gradients.step, loss_scale=1.0)
+    traces = trials.on(step).trace(edit)
+    if traces is None:
+        return None
+    trace, reference = traces
+    if not trace.finite:
+        conclusion = conclude(trace, reference, step.low)
+    elif trace.bad_gradients:
+        conclusion = conclude_backward(trace, reference, step.low, loss_scale=1.0, fixed_by_scale=False)
+    else:
+        return Conclusion()
+    stands_in = step.loss in SURROGATES and any(lead.site.module == LOSS for lead in conclusion.suspects)
+    return conclusion if conclusion.suspects and not stands_in else None
+
+
+def _place(lead: Suspect) -> object:
+    return lead.site.type, lead.site.op, lead.site.source

@@ -1,0 +1,126 @@
+"""Steps that fail in several places, one of which hides the others until it is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+
+
+class Rms(nn.Module):
+    def forward(self, x):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True))
+
+
+class TwoSamples(nn.Module):
+    """One sample of zeros, and behind its NaN another that no element is counted in."""
+
+    def __init__(self):
+        super().__init__()
+        self.rms = Rms()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, weight):
+        mean = (self.rms(x) * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+        return self.head(mean)
+
+
+class Backward(nn.Module):
+    """A division by zero in the forward; with its divisor clamped, a root of zero in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = x * self.scale
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True))
+
+
+class Overflow(nn.Module):
+    """Zeros divided by zeros in one sample; a product of another, which passes fp16's range, stands behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rms = Rms()
+        self.weight = nn.Parameter(torch.full((4, 4), 3e4))
+
+    def forward(self, x):
+        batch = self.rms(x).sum() * 0  # couples the samples: one NaN hides all
+        return torch.tanh(((x + batch) @ self.weight) * 1e-5)
+
+
+class Hopeless(nn.Module):
+    """Two origins, the second of which no change is known for."""
+
+    def __init__(self):
+        super().__init__()
+        self.rms = Rms()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = self.rms(x) * self.weight
+        return x * float("nan")
+
+
+def replay(folder, model, **batch):
+    torch.save({"state_dict": model.state_dict(), **batch}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", model=type(model))
+
+
+@pytest.fixture(scope="module")
+def two_samples(tmp_path_factory):
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 3, 4), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    x[1] = 0
+    return replay(tmp_path_factory.mktemp("dumps"), TwoSamples(), x=x, weight=weight)
+
+
+def test_both_places_are_changed_in_one_diff(two_samples):
+    best = two_samples.report.fixes[0]
+    assert best.verified
+    assert best.kind == "source"
+    assert [line for line in best.patch.splitlines() if line.startswith("+ ") and "clamp" in line] == [
+        "+        return x / torch.sqrt((x * x).mean(-1, keepdim=True)).clamp(min=1e-12)",
+        "+        mean = (self.rms(x) * weight[..., None]).sum(1) / weight.sum(1, keepdim=True).clamp(min=1)",
+    ]
+
+
+def test_the_second_is_told_with_its_own_sample(two_samples):
+    report = two_samples.report
+    assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
+    assert any("fails again" in note and "weight.sum(1, keepdim=True)" in note for note in report.notes)
+    assert any("sample 3" in note for note in report.notes)
+
+
+def test_both_samples_are_left_out_together(two_samples):
+    data = [fix for fix in two_samples.report.fixes if fix.kind == "data"]
+    assert [fix.verified for fix in data] == [True]
+    assert "kept = [0, 2]" in data[0].patch
+
+
+def test_the_change_of_a_later_origin_may_be_enough(tmp_path):
+    """The root's derivative fails once its value is no divisor of zero; a root that is never zero needs no clamp."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    x[1] = 0
+    report = replay(tmp_path, Backward(), x=x).report
+    best = report.fixes[0]
+    assert best.verified
+    assert "(x * x).mean(-1, keepdim=True).clamp(min=1e-12))" in best.patch
+    assert [(diagnosis.origin.phase, diagnosis.origin.op) for diagnosis in report.also] == [("backward", "sqrt")]
+
+
+def test_the_later_one_may_be_a_matter_of_precision(tmp_path):
+    x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
+    best = replay(tmp_path, Overflow(), x=x).report.fixes[0]
+    assert best.verified
+    assert {type(edit).__name__ for edit in best.edit.edits} == {"ClampArgument", "KeepOp"}
+
+
+def test_nothing_is_promised_where_the_later_one_stays(tmp_path):
+    x = torch.ones(2, 4) * torch.tensor([[1.0], [0.0]])
+    report = replay(tmp_path, Hopeless(), x=x).report
+    assert not any(fix.verified for fix in report.fixes)
+    assert len(report.also) <= 1
