@@ -6,7 +6,7 @@ In: `DumpResult`s. Out: `Group`s, the largest first, and samples that recur over
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from nandoctor.evidence.triage import DumpResult, Finding, Group, RecurringSample, SampleId, TrainingMoment
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -102,8 +102,3 @@ def _in_training_order(result: DumpResult) -> tuple[str, int, str]:
 def _rank(group: Group) -> tuple[bool, int, str, str]:
     place = group.place
     return group.verdict in NOTHING_FOUND, -len(group.paths), group.cause or "", f"{place.file}:{place.line:09}"
-
-
-def list_outcomes(results: Iterable[DumpResult]) -> Iterator[DumpResult]:
-    """The files that were not analysed, by name."""
-    yield from sorted((result for result in results if result.outcome != "analysed"), key=lambda result: result.path)

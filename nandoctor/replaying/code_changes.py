@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -82,7 +82,11 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
     here = {name: path for name in plain if (path := own_source(name)) is not None}
     if not here:
         return None
-    changes = [_change(name, hashes[name], path) for name, path in here.items() if hash_of(path) != hashes[name].sha256]
+    changes = [
+        _change(name, "hash", changed_lines(hashes[name], path))
+        for name, path in here.items()
+        if hash_of(path) != hashes[name].sha256
+    ]
     if recorded is not None and recorded.sources:
         unknown = sorted(set(of_model) - set(here.values()))
         changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
@@ -98,11 +102,10 @@ def recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:
     return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
 
 
-def _change(name: str, was: SourceHash, path: Path) -> CodeChange:
-    lines = changed_lines(was, path)
-    return CodeChange(
-        file=name, known_by="hash", line=lines[0] if lines else None, num_lines=lines[1] if lines else None
-    )
+def _change(file: str, known_by: Literal["hash", "time"], lines: tuple[int, int] | None) -> CodeChange:
+    """A changed file, with its first changed line and their number where `lines` has them."""
+    line, num_lines = lines or (None, None)
+    return CodeChange(file=file, known_by=known_by, line=line, num_lines=num_lines)
 
 
 def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
@@ -122,13 +125,7 @@ def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChang
         now, old = path.read_bytes(), text_at(path, written_ns, any_branch=True)
         if old == now:
             continue
-        lines = None if old is None else count_changes(_lines(old), _lines(now))
-        yield CodeChange(
-            file=shown_path(path),
-            known_by="time",
-            line=lines[0] if lines else None,
-            num_lines=lines[1] if lines else None,
-        )
+        yield _change(shown_path(path), "time", None if old is None else count_changes(_lines(old), _lines(now)))
 
 
 def _lines(data: bytes) -> list[str]:
