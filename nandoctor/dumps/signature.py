@@ -135,21 +135,26 @@ def _make_key() -> bytes | None:
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(key.hex() + "\n")
+        _write_new(draft, key)
         try:
             os.link(draft, path)
         except FileExistsError:
             return None
-        except OSError:  # a file system without hard links
-            draft.rename(path)
+        except OSError:  # a file system without hard links; to rename would write over another's key
+            _write_new(path, key)
     except OSError:
         return None
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
     return key
+
+
+def _write_new(path: Path, key: bytes) -> None:
+    """Write the key into a file that nobody else may read. Raises OSError, FileExistsError where there is one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(key.hex() + "\n")
 
 
 def _start(key: bytes, where: str) -> hmac.HMAC:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -42,32 +42,31 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
     contents = _on_cpu(fit_into(contents, max_nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     remove_orphans(folder)
-    handle, temporary = _locked_file(folder, stem)
+    file, temporary = _locked_file(folder, stem)
     try:
-        with os.fdopen(handle, "w+b") as file:
+        with file:
             torch.save(contents, file)
             sign(file)
             file.flush()
             os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())  # mkstemp keeps it from everybody else
             return _publish(temporary, folder, stem)  # while the lock is held
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _locked_file(folder: Path, stem: str) -> tuple[int, Path]:
+def _locked_file(folder: Path, stem: str) -> tuple[BinaryIO, Path]:
     """Open a new temporary file, locked for as long as it is open so that nobody takes it for an orphan.
 
     Another rank may take it for one before it is locked: the lock then waits until that rank has deleted it.
     """
     while True:
-        handle, name = tempfile.mkstemp(prefix=f".{stem}-", suffix=".tmp", dir=folder)
-        temporary = Path(name)
-        _lock(handle, wait=True)
+        temporary = folder / f".{stem}-{secrets.token_hex(4)}.tmp"
+        file = temporary.open("x+b")  # not tempfile's: those are kept from everybody else
+        _lock(file.fileno(), wait=True)
         if temporary.exists():
-            return handle, temporary
-        os.close(handle)
+            return file, temporary
+        file.close()
 
 
 def remove_orphans(folder: Path) -> None:
@@ -96,10 +95,12 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
             os.link(temporary, path)
         except FileExistsError:
             continue
-        except OSError:  # a file system without hard links
-            if path.exists():
+        except OSError:  # a file system without hard links: the name is taken first, as an empty file
+            try:
+                path.open("xb").close()
+            except FileExistsError:
                 continue
-            temporary.rename(path)
+            temporary.replace(path)
         _sync(folder)
         return path
     raise AssertionError("there is always another number")
@@ -121,12 +122,6 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:

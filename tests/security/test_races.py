@@ -1,0 +1,106 @@
+"""Threads and processes that do the same at the same time: nothing is lost, written over or left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+
+from nandoctor.dumps import signature
+from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.writer import write_dump
+from nandoctor.renderers.atomic_write import write_text
+
+NUM_AT_ONCE = 8
+
+
+def at_once(function, rounds):
+    """What the function gives to each of some threads that begin together, round by round."""
+    barrier = Barrier(NUM_AT_ONCE)
+
+    def call(number):
+        barrier.wait(timeout=60)
+        return function(number)
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        for _ in range(rounds):
+            yield list(threads.map(call, range(NUM_AT_ONCE)))
+
+
+def record(number):
+    return {"format": "nandoctor.dump/1", "state_dict": {"weight": torch.full((4,), float(number))}}
+
+
+def test_one_key_is_made_by_many_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
+    path = tmp_path / "config" / "signing-key"
+    for keys in at_once(lambda _: signature._make_key() or signature.read_key()[0], rounds=25):
+        assert len(set(keys)) == 1
+        assert [item.name for item in path.parent.iterdir()] == [path.name]
+        path.unlink()
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_a_key_is_not_written_over(tmp_path, monkeypatch, links):
+    """Two that both found no key: the second takes that of the first."""
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path))
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links")))
+    first = signature._make_key()
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    second = signature._make_key() or signature.read_key()[0]
+    assert first == second == signature.read_key()[0]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_dumps_of_many_at_once_are_all_kept(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links")))
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setattr(os, "umask", None)  # it is the whole process's: another thread's file would be open to all
+    folder = tmp_path / "dumps"
+    for paths in at_once(lambda n: write_dump(record(n), folder, "nan-step1", max_nbytes=1 << 20), rounds=5):
+        assert len(set(paths)) == NUM_AT_ONCE
+        assert [float(read_dump(path).state["weight"][0]) for path in paths] == [*map(float, range(NUM_AT_ONCE))]
+        assert all(read_dump(path).provenance.own for path in paths)
+    assert len(list(folder.iterdir())) == 5 * NUM_AT_ONCE
+
+
+def test_a_dump_has_the_mode_of_any_other_file(tmp_path):
+    (tmp_path / "other").touch()
+    path = write_dump(record(0), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+
+
+def test_a_report_that_many_write_is_one_of_theirs(tmp_path):
+    texts = [str(number) * 100_000 for number in range(NUM_AT_ONCE)]
+    for _ in at_once(lambda number: write_text(texts[number], tmp_path / "report.md"), rounds=10):
+        assert (tmp_path / "report.md").read_text() in texts
+    assert [item.name for item in tmp_path.iterdir()] == ["report.md"]
+
+
+def _sign_and_write(folder, barrier, number):
+    barrier.wait(timeout=120)
+    for _ in range(10):
+        write_dump(record(number), folder, "nan-step1", max_nbytes=1 << 20)
+
+
+@pytest.mark.slow
+def test_processes_that_record_at_once_share_a_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    writers = [context.Process(target=_sign_and_write, args=(tmp_path / "dumps", barrier, n)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(240)
+    files = sorted((tmp_path / "dumps").iterdir())
+    assert len(files) == 30
+    assert all(read_dump(file).provenance.own for file in files)
