@@ -69,6 +69,9 @@ _MAX_INTEGER_BITS = 1023  # what a double can hold; a state of numpy's generator
 _HASHING = frozenset({"builtins.set", "collections.Counter", "collections.OrderedDict"})
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
 _REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
+_REBUILDS = "torch._utils._rebuild_"
+# As values they are types. Called with a number they allocate as much.
+_NOT_CALLED = frozenset({"torch.Tensor", "torch.storage.UntypedStorage"})
 _OPCODES = {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes}
 _TEXT_OPCODES = frozenset({"INT", "LONG", "FLOAT", "STRING", "UNICODE", "PERSID", "GET", "PUT"})
 
@@ -185,11 +188,12 @@ def _is_known(name: str) -> bool:
 def _check_storages(used: list[_Value], container: Container) -> None:
     """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
     sizes: dict[str | None, int] = {}
+    members = container.storages
     for storage in used:
         _, kind, key, _, numel, *_ = storage.items or ()
         item_nbytes = _STORAGE_ITEM_NBYTES.get(str(kind.global_name).rpartition(".")[2], 0)
         nbytes = (numel.number or 0) * item_nbytes
-        member = container.storages.get(str(key.text)) if container.members is not None else None
+        member = members.get(str(key.text)) if container.members is not None else None
         if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
             raise damaged("the data of a tensor is missing or of another size")
         sizes[key.text] = nbytes
@@ -263,9 +267,12 @@ class _Machine:
         elif opcode in _CALLS and operands:
             callee = operands[0].global_name
             if callee in _HASHING:
-                self._odd_keys_left -= sum(operand.odd for operand in operands[1:])
-            elif callee == _REBUILD_ANY and any(_names(operand, _HASHING) for operand in operands[1:]):
-                raise _hostile("it calls a container's class by way of torch")
+                # What is in the arguments may become keys, their tuple does not.
+                self._odd_keys_left -= sum(operand.odd - (operand.items is not None) for operand in operands[1:])
+            elif callee in _NOT_CALLED:
+                raise _hostile(f"it calls {callee}")
+            elif callee == _REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
+                raise _hostile("it calls what is no function for tensors by way of torch")
         if self._odd_keys_left < 0:
             raise _hostile("it has thousands of keys that are neither texts nor numbers")
 
@@ -307,8 +314,10 @@ def _describe_number(number: int, size: int) -> _Value:
     return _Value(size, number=number, odd=int(number.bit_length() > _PLAIN_KEY_BITS))
 
 
-def _names(value: _Value, names: frozenset[str]) -> bool:
-    return value.global_name in names or any(item.global_name in names for item in value.items or ())
+def _begins_with_rebuild(arguments: _Value) -> bool:
+    """Whether the first of these arguments is one of torch's functions that make a tensor of a storage."""
+    function = arguments.items[0].global_name if arguments.items else None
+    return function is not None and function.startswith(_REBUILDS)
 
 
 def _join(module: str, name: str) -> str:

@@ -60,17 +60,14 @@ def array(shape, code, data, byte_order="<", core="numpy._core"):
 
 
 def tensor(size=(2,), stride=(1,), key="0", numel=2, storage=("torch", "FloatStorage")):
+    return call(name("torch._utils", "_rebuild_tensor_v2"), *tensor_parts(size, stride, key, numel, storage))
+
+
+def tensor_parts(size=(2,), stride=(1,), key="0", numel=2, storage=("torch", "FloatStorage")):
     reference = tuple_of(text("storage"), name(*storage), text(key), text("cpu"), integer(numel)) + b"Q"
     hooks = call(name("collections", "OrderedDict"))
-    return call(
-        name("torch._utils", "_rebuild_tensor_v2"),
-        reference,
-        integer(0),
-        tuple_of(*map(integer, size)),
-        tuple_of(*map(integer, stride)),
-        b"\x89",
-        hooks,
-    )
+    sizes, strides = tuple_of(*map(integer, size)), tuple_of(*map(integer, stride))
+    return reference, integer(0), sizes, strides, b"\x89", hooks
 
 
 def weights(**tensor_arguments):

@@ -62,6 +62,10 @@ def global_name(module, name):
     return f"c{module}\n{name}\n".encode()
 
 
+def allocation(module, name):
+    return b"}(" + text("x") + global_name(module, name) + integer(1 << 33) + b"\x85Ru"
+
+
 def colliding(after):
     return b"".join(integer(number * MODULUS) + after for number in range(1, 20_000))
 
@@ -86,6 +90,19 @@ BOMBS = {
             + global_name("collections", "Counter")
             + global_name("torch", "Tensor")
             + b"]\x85}tR"
+        ),
+        "by way of torch",
+    ),
+    "a storage without a file": (lambda f: archive(allocation("torch.storage", "UntypedStorage")), "it calls torch"),
+    "a tensor without a storage": (lambda f: archive(allocation("torch", "Tensor")), "it calls torch"),
+    "a storage by way of torch": (
+        lambda f: archive(
+            global_name("torch._tensor", "_rebuild_from_type_v2")
+            + b"("
+            + global_name("torch.storage", "UntypedStorage")
+            + global_name("torch", "Tensor")
+            + integer(1 << 33)
+            + b"\x85}tR"
         ),
         "by way of torch",
     ),
@@ -130,6 +147,13 @@ def test_a_bomb_is_refused_soon(kind, tmp_path):
     assert str(caught.value).replace("\n", "").isprintable()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
     assert time.process_time() - started < 30
+
+
+def test_a_model_of_thousands_of_tensors_is_no_bomb(tmp_path):
+    """Each tensor comes with an empty OrderedDict of hooks; a limit that counted them refused large models."""
+    state = {f"layers.{i}.weight": torch.zeros(2) for i in range(2_500)}
+    torch.save({"state_dict": state}, tmp_path / "large.pth")
+    assert len(read_dump(tmp_path / "large.pth").state) == 2_500
 
 
 def test_overlapping_members_are_refused(tmp_path):
