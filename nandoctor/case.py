@@ -29,7 +29,7 @@ from nandoctor.renderers.save import save_report
 from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.module_constants import list_constants
-from nandoctor.replaying.progress import Listener, Progress
+from nandoctor.replaying.progress import Listener, Progress, Told
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import (
     MEANINGS,
@@ -66,7 +66,7 @@ def replay(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
     *,
-    progress: Progress = lambda *_: None,
+    progress: Progress | None = None,
     **options: Unpack[ReplayOptions],
 ) -> Case:
     """Replay a dump under autocast and in fp32, and search for fixes.
@@ -78,23 +78,36 @@ def replay(
         dump: a path, or what `load` gives.
         model: what builds the model.
         **options: the settings.
-        progress: told (stage, module calls done, calls in all or None).
+        progress: told (stage, module calls done, calls in all or None). Left out, a notebook shows a bar, and an
+            interrupt of the search for fixes gives the report as it is then.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    listener = progress if isinstance(progress, Listener) else None
-    return add_fixes(diagnose(dump, model, progress=progress, **options), listener)
+    listener = _listener(progress)
+    try:
+        case = _diagnose(dump, model, progress=listener, **options)
+        listener.tell(case.report)
+        return _add_fixes(case, listener)
+    finally:
+        listener.close()
 
 
-def diagnose(
-    dump: Dump | str | os.PathLike[str],
-    model: ModelSource | None = None,
-    *,
-    progress: Progress = lambda *_: None,
-    **options: Any,
+def _listener(progress: Progress | None) -> Listener:
+    """What hears how the replay gets on: the caller's, else a bar in a notebook, else nobody."""
+    if progress is not None:
+        return progress if isinstance(progress, Listener) else Told(progress)
+    if "IPython" in sys.modules:
+        from nandoctor.renderers.notebook import NotebookProgress, is_notebook
+
+        return NotebookProgress() if is_notebook() else Listener()
+    return Listener()
+
+
+def _diagnose(
+    dump: Dump | str | os.PathLike[str], model: ModelSource | None, *, progress: Progress, **options: Any
 ) -> Case:
-    """The case as it is before the search for fixes; arguments are those of `replay`."""
+    """The case as it is before the search for fixes."""
     dump, settings = _read(dump, options)
     found = replay_dump(dump, anchor(model), settings, progress=progress)
     arguments = command_arguments(dump.path, {"model": model, **options})
@@ -104,7 +117,7 @@ def diagnose(
     return Case(report, _Asked(dump=dump, model=model, settings=settings, found=found))
 
 
-def add_fixes(case: Case, listener: Listener | None = None) -> Case:
+def _add_fixes(case: Case, listener: Listener) -> Case:
     """The case with the fixes that its settings ask for; the step is run no more, and let go."""
     asked = case._asked
     if asked is None or asked.found is None:

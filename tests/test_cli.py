@@ -171,7 +171,7 @@ def test_a_verb_offers_the_settings_that_it_acts_on(verb):
 
 def test_every_setting_can_be_given_by_its_flag(monkeypatch):
     kept = {}
-    monkeypatch.setattr("nandoctor.case.diagnose", lambda _, **given: kept.update(given))
+    monkeypatch.setattr("nandoctor.case.replay", lambda _, **given: kept.update(given))
     values = {
         **{"--model": "m.py:f", "--model-arg": "width=4", "--config": "c.py:C", "--method": "step", "--inputs": "a,b"},
         **{"--call": "m.py:g", "--loss": "m.py:h", "--loss-scale": "2", "--output": "logit", "--seed": "0"},

@@ -129,20 +129,18 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
-    from nandoctor.case import add_fixes, diagnose
-
     form = options.pop("form")
     form = "json" if as_json else "quiet" if quiet and form == "full" else form
     if check or (form not in ("full", "json") and not outputs):
         options["fixes"] = False  # neither an exit code nor one line has room for a fix
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    opened, settings = load_dump(dump, options)
     display = ReplayDisplay(quiet=quiet, tells=form == "full")
-    with display.shown():
-        case = diagnose(opened, progress=display, **settings)
-        display.tell(case.report)
-        report = add_fixes(case, display).report
+    with display.shown():  # torch alone takes a second to import
+        from nandoctor.case import replay as replay_dump
+
+        opened, settings = load_dump(dump, options)
+        report = replay_dump(opened, progress=display, **settings).report
     print_as(report, form, told=display.told, has_page=any(path.suffix == ".html" for path in outputs))
     _write_all(report, outputs, as_json=form == "json")
     if display.interrupted:
@@ -267,10 +265,10 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
 
     Next to what fails it shows the nearest case that passes. It was run before it is given.
     """
-    from nandoctor.case import repro as make_repro
-
-    opened, settings = load_dump(dump, options)
     with progress_shown() as progress:
+        from nandoctor.case import repro as make_repro
+
+        opened, settings = load_dump(dump, options)
         script = make_repro(opened, progress=progress, **settings)
     if file is None:
         click.echo(script, nl=False)
@@ -357,10 +355,10 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
 
 
 def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
-    from nandoctor.case import replay
-
-    opened, settings = load_dump(dump, options)
     with progress_shown(quiet=quiet) as progress:
+        from nandoctor.case import replay
+
+        opened, settings = load_dump(dump, options)
         return replay(opened, progress=progress, **settings)
 
 

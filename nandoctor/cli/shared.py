@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,14 +20,13 @@ import click
 from nandoctor import __version__
 from nandoctor.errors import NanDoctorError
 from nandoctor.replaying.progress import Listener
-from nandoctor.text import printable, shorten
+from nandoctor.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import Report
-    from nandoctor.replaying.progress import Progress
 
 EXIT_INTERRUPTED = 130
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
@@ -122,64 +120,55 @@ def _own_output() -> TextIO:
 class ReplayDisplay(Listener):
     """Shows a replay as it gets on: bars on standard error, the diagnosis on standard output once it is known.
 
-    `told` says that it was printed. With `quiet` nothing is shown; where standard error is no terminal there is no bar.
+    `told` says that it was printed; an interrupt of the search then gives the rest of the report. With `quiet` nothing
+    is shown; where standard error is no terminal there is no bar.
     """
-
-    stops_gently = True
 
     def __init__(self, *, quiet: bool, tells: bool) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from nandoctor.renderers.progress import ReplayBar
 
         self.told = False
+        self.stops_gently = tells
         self._tells = tells
         self._output = console(_own_output())
         errors = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[of]}"),
-        )
-        shown = errors.is_terminal and not quiet
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=errors, transient=True, disable=not shown)
-        self._phase = self._bar.add_task("Diagnosing", total=None, of="layers")
+        self._bar = ReplayBar(errors, shown=errors.is_terminal and not quiet)
         self._searching = False
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Move the bar of the diagnosis; the runs of a search are counted whole."""
         if not self._searching:
-            self._bar.update(self._phase, completed=done, total=total)
+            self._bar.run(stage, done, total)
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
         from nandoctor.renderers.terminal import answer_parts, print_parts
 
-        self._bar.stop()
+        self._searching = True
         if self._tells:
+            self._bar.display.stop()
             print_parts(answer_parts(report, self._output.width), self._output)
             self._output.file.flush()
             self.told = True
-        self._searching = True
-        self._bar.update(self._phase, description="Fixes", completed=0, total=None, of="runs")
-        self._bar.start()
+            self._bar.display.start()
+        self._bar.search(0, None, "")
 
     def expected(self, forecast: str) -> None:
         """Print it on standard error, where there is a bar."""
-        if not self._bar.disable:
-            self._bar.console.print(f"Expected: {forecast}", highlight=False)
+        if not self._bar.display.disable:
+            self._bar.display.console.print(f"Expected: {forecast}", highlight=False)
 
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Move the bar of the search."""
-        most = None if most_runs is None or math.isinf(most_runs) else most_runs
-        found = f"runs at most, best: {shorten(printable(best), 40)}" if best else "runs at most"
-        self._bar.update(self._phase, completed=num_runs, total=most, of=found)
+        self._bar.search(num_runs, most_runs, best)
 
     @contextmanager
     def shown(self) -> Iterator[ReplayDisplay]:
         """Show the bar while the replay runs; what a model prints goes to standard error."""
         try:
-            with _streams_apart(), self._bar:
+            with _streams_apart(), self._bar.display:
                 yield self
         finally:
             if self._output.file is not sys.stdout:
@@ -222,21 +211,9 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
         os.close(saved)
 
 
-@contextmanager
-def progress_shown(*, quiet: bool = False) -> Iterator[Progress]:
+def progress_shown(*, quiet: bool = False) -> AbstractContextManager[ReplayDisplay]:
     """A bar on standard error, gone when the work is done; nothing where standard error is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        with _streams_apart():
-            yield lambda *_: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("module calls"))
-    with Progress(*columns, console=console, transient=True) as bar, _streams_apart():
-        task = bar.add_task("loading", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+    return ReplayDisplay(quiet=quiet, tells=False).shown()
 
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:

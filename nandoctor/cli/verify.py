@@ -110,11 +110,11 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
     """
     if only_diff and (write or as_json):
         raise click.UsageError("--diff goes with neither --write nor --json.")
-    from nandoctor.case import replay
-
     allow_installed = options.pop("allow_installed")
-    opened, settings = load_dump(dump, options)
     with progress_shown() as progress:
+        from nandoctor.case import replay
+
+        opened, settings = load_dump(dump, options)
         case = replay(opened, progress=progress, **{**settings, "fixes": True})
     if case.finite:
         click.echo(f"nandoctor: nothing to fix: {printable(case.report.headline)}", err=True)

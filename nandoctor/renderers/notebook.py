@@ -1,27 +1,36 @@
-"""How a notebook shows the records of a report: as small tables, a tensor in one line.
+"""How a notebook shows the records of a report, as small tables, and a replay while it runs.
 
-In: the running IPython, if there is one. Out: formatters that it calls; the records themselves stay plain data.
+In: the running IPython, if there is one. Out: formatters that it calls, the records staying plain data; a `Listener`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin
+from rich.console import Console
+
+from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.serialization import is_inlined
 from nandoctor.evidence.trace import Place, SourceLine, TensorStats
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.fix_facts import describe_outcome
-from nandoctor.renderers.notebook_card import rows_html
+from nandoctor.renderers.notebook_card import report_html, rows_html
+from nandoctor.renderers.progress import ReplayBar
 from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.replaying.progress import Listener
 from nandoctor.text import file_line, kinds_text, number, printable
 
 _LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
 _MAX_ITEMS = 8
+_WIDTH = 100
+_UPDATE_S = 0.2
 
 
 def show_records() -> None:
@@ -34,6 +43,11 @@ def show_records() -> None:
         html.for_type(cls, record_html)
         plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
     plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
+
+
+def is_notebook() -> bool:
+    """Tell whether there is a front end that can replace an output, as Jupyter's."""
+    return getattr(_find_shell(), "kernel", None) is not None
 
 
 def _find_shell() -> Any:
@@ -90,3 +104,46 @@ def _describe_record(record: Any) -> str:
     if hasattr(record, "finite"):
         return describe_outcome(record)
     return str(getattr(record, "text", None) or f"{record.name}: {record.before} -> {record.after}")
+
+
+class NotebookProgress(Listener):
+    """Shows a replay below its cell: the bar, and the diagnosis from when it is known until the fixes are."""
+
+    stops_gently = True
+
+    def __init__(self) -> None:
+        self._text = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False)
+        self._bar = ReplayBar(self._text)
+        self._card = ""
+        self._searching = False
+        self._shown_s = -math.inf
+        self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Move the bar of the diagnosis."""
+        if not self._searching:
+            self._bar.run(stage, done, total)
+            self._show()
+
+    def tell(self, report: Report) -> None:
+        """Show the diagnosis above the bar of the search."""
+        self._card, self._searching, self._shown_s = report_html(report), True, -math.inf
+        self.searched(0, None, "")
+
+    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
+        """Move the bar of the search."""
+        self._bar.search(num_runs, most_runs, best)
+        self._show()
+
+    def close(self) -> None:
+        """Empty the output: what the cell gives is the whole report."""
+        self._output.update({"text/plain": ""}, raw=True)
+
+    def _show(self) -> None:
+        if time.monotonic() - self._shown_s < _UPDATE_S:
+            return
+        self._shown_s = time.monotonic()
+        with self._text.capture() as line:
+            self._text.print(self._bar.display.get_renderable())
+        text = line.get().rstrip()
+        self._output.update({"text/plain": text, "text/html": f"{self._card}<pre>{text}</pre>"}, raw=True)

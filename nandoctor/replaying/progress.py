@@ -6,13 +6,17 @@ In: runs that begin and end, and module calls that return. Out: calls of the use
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report
 
 Progress = Callable[[str, int, int | None], None]
 """Told (stage, module calls done, module calls in all or None where that is not known yet)."""
 
 
 class Listener:
-    """A `Progress` that is told how the search for fixes gets on as well.
+    """A `Progress` that is told the diagnosis as well, and how the search for fixes gets on.
 
     With `stops_gently` an interrupt of the search ends it, and the report has what was found until then; `interrupted`
     tells that this happened.
@@ -27,8 +31,25 @@ class Listener:
     def expected(self, forecast: str) -> None:
         """Hear what memory and time the replay of a large model will take, before anything is built."""
 
+    def tell(self, report: Report) -> None:
+        """Hear the diagnosis, before any fix was tried."""
+
+    def close(self) -> None:
+        """Hear that the replay has ended, in whatever way."""
+
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Hear how many runs were spent on fixes, how many there may be, and the title of the first verified one."""
+
+
+class Told(Listener):
+    """Passes the runs of a replay on to a plain `Progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Pass it on."""
+        self._progress(stage, done, total)
 
 
 class RunProgress:

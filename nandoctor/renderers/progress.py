@@ -1,0 +1,53 @@
+"""How far a replay is, as a bar of rich with the time that is left.
+
+In: runs that get on, and their totals where known. Out: a bar that a terminal shows live, and a notebook as text.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nandoctor.text import cut, plural, printable
+
+_BAR_WIDTH = 6
+_BEST_WIDTH = 24
+
+
+class ReplayBar:
+    """The bar of a replay: the layers of each run of the diagnosis, then the runs of the search for fixes."""
+
+    def __init__(self, console: Console, *, shown: bool = True) -> None:
+        self.display = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(_BAR_WIDTH),
+            TextColumn("{task.fields[done]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=not shown,
+        )
+        self._phase = self.display.add_task("Loading", total=None, done="")
+        self._stage = ""
+
+    def run(self, stage: str, done: int, total: int | None) -> None:
+        """Show that a run of the diagnosis has done so many layers, of so many if that is known."""
+        if stage != self._stage:
+            self._stage = stage
+            self.display.reset(self._phase, description=f"Diagnosing: {printable(stage)}", total=total)
+        layers = plural(done, "layer") if total is None else f"{done:,}/{plural(total, 'layer')}"
+        self.display.update(self._phase, completed=done, total=total, done=layers)
+
+    def search(self, num_runs: int, most_runs: float | None, best: str) -> None:
+        """Show that the search for fixes has made so many runs."""
+        if self._stage != "Fixes":
+            self._stage = "Fixes"
+            self.display.reset(self._phase, description="Fixes", done="")
+        most = None if most_runs is None or math.isinf(most_runs) else most_runs
+        limit = "" if most is None else f" of at most {most:,.0f}"
+        found = f", best: {cut(printable(best), _BEST_WIDTH)}" if best else ""
+        runs = f"{num_runs:,}{limit} runs{found}"
+        self.display.update(self._phase, completed=num_runs, total=most, done=runs)
