@@ -85,15 +85,8 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now, self.busy = torch.get_rng_state(), True
         moved = self._state is not None and not torch.equal(now, self._state)  # seeded since the last draw
         waiting, self._fills, self._pending = deque(self._fills), [], set()
-        before: torch.Tensor | None = None
         try:
-            with torch.no_grad():
-                while waiting:
-                    fill = waiting.popleft()
-                    if fill.state is not None and fill.state is not before:
-                        torch.set_rng_state(fill.state)
-                        before = fill.state
-                    fill.make()
+            _make_in_turn(waiting)
             if moved:
                 torch.set_rng_state(now)
         finally:
@@ -198,3 +191,15 @@ def _is_view(func: Any) -> bool:
     """Tell whether the result shows the memory of the argument, so that nothing is read."""
     returns = schema_of(func).returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+@torch.no_grad()
+def _make_in_turn(fills: deque[_Fill]) -> None:
+    """Make the fills, each from its own state of the generator, and let go of each when it is made."""
+    before: torch.Tensor | None = None
+    while fills:
+        fill = fills.popleft()
+        if fill.state is not None and fill.state is not before:
+            torch.set_rng_state(fill.state)
+            before = fill.state
+        fill.make()

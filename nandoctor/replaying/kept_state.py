@@ -206,17 +206,21 @@ def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[
         try:
             yield
         finally:
-            for tensor, kind, data, requires_grad in headers:
-                tensor.data = data
-                if type(tensor) is not kind:
-                    tensor.__class__ = kind
-                if tensor.is_leaf and tensor.requires_grad is not requires_grad:
-                    tensor.requires_grad_(requires_grad)
+            for header in headers:
+                _put_header_back(*header)
             stack.close()
             memory.put_back()
             with torch.no_grad():
                 for tensor, saved in others:
                     tensor.copy_(saved)
+
+
+def _put_header_back(tensor: torch.Tensor, kind: type, data: torch.Tensor, requires_grad: bool) -> None:
+    tensor.data = data
+    if type(tensor) is not kind:
+        tensor.__class__ = kind
+    if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+        tensor.requires_grad_(requires_grad)
 
 
 class _Memory:

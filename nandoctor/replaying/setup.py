@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.device_literals import cuda_code
-from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
+from nandoctor.autocast.policy import LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.trees import fill, slots
@@ -92,12 +92,8 @@ def prepare(
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
-    has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
     progress = progress or RunProgress()
-    expected = forecast(dump, device, backward=has_loss)
-    require_room(expected, device, settings.memory)
-    if expected.seconds is not None:
-        progress.expect(str(expected))
+    _require_room(dump, settings, device, progress)
     project = Project(_find_limit(settings.memory))
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
@@ -105,25 +101,7 @@ def prepare(
         outputs = find_outputs(dump, code.model, settings, (code.call, code.loss.function))
         batch = read_batch(dump, code.model, outputs.names, device)
         policies = choose_policies(dump, settings, outputs.array)
-        step = FailingStep(
-            model=code.model,
-            batch=batch.arrays,
-            used=frozenset(),
-            forward=code.model,
-            loss=code.loss.bind(dump, batch.make),
-            loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
-            device=device,
-            description="",
-            policy=policies[0],
-            rng_states=dump.rng_states,
-            recorded=dump.recorded,
-            second_moments=dump.moments,
-            optimizer_eps=dump.optimizer_eps,
-            per_sample=settings.per_sample,
-            saved_flags=dump.saved_flags,
-            progress=progress,
-            project=project,
-        )
+        step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
     return Preparation(
         steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
@@ -140,6 +118,36 @@ def prepare(
             *(f"The recorder could not keep {text}." for text in dump.missing),
             *_describe_guess(policies, outputs.array),
         ),
+    )
+
+
+def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: RunProgress) -> None:
+    """Check that the replay fits into memory, and tell how long it may take."""
+    has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
+    expected = forecast(dump, device, backward=has_loss)
+    require_room(expected, device, settings.memory)
+    if expected.seconds is not None:
+        progress.expect(str(expected))
+
+
+def _make_step(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> FailingStep:
+    """The step before it is known how the model is called, and in which precision."""
+    return FailingStep(
+        model=code.model,
+        batch=batch.arrays,
+        used=frozenset(),
+        forward=code.model,
+        loss=code.loss.bind(dump, batch.make),
+        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
+        device=torch.device(settings.device),
+        description="",
+        policy=REFERENCE,
+        rng_states=dump.rng_states,
+        recorded=dump.recorded,
+        second_moments=dump.moments,
+        optimizer_eps=dump.optimizer_eps,
+        per_sample=settings.per_sample,
+        saved_flags=dump.saved_flags,
     )
 
 
