@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain, singular_inputs
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, guard_candidate, outside_domain, singular_inputs
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand
@@ -87,7 +87,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     denominator = _denominator(finding)
     if denominator is not None:
         bounds = (1.0, *_SMALL) if _is_count(finding, denominator) else _SMALL
-        yield clamp_candidate(finding.op, denominator.name, [(low, None) for low in bounds])
+        clamps = clamp_candidate(finding.op, denominator.name, [(low, None) for low in bounds])
+        yield (*clamps, *(guard_candidate(finding.op) if finding.op.op in DIVISIONS else ()))
 
 
 def _is_count(finding: Finding, denominator: Operand) -> bool:

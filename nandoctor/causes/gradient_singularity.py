@@ -21,7 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge, singular_inputs
+from nandoctor.causes.base import (
+    Candidate,
+    GradientFinding,
+    gradient_evidence,
+    guard_candidate,
+    singular_edge,
+    singular_inputs,
+)
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Cause
@@ -78,4 +85,4 @@ def _explain(finding: GradientFinding, headline: str, explanation: str) -> Cause
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument of the forward op off the point where the derivative is infinite."""
     if finding.forward is not None:
-        yield clamp_into_domain(finding.forward)
+        yield (*guard_candidate(finding.forward, finding.ops.values()), *clamp_into_domain(finding.forward))

@@ -90,6 +90,23 @@ class ClampArgument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuardArgument:
+    """Run an op on `safe` where its argument is not between `low` and `high`, and take 0 for its result there.
+
+    Both ends are left out; where neither is given it is zero that is. The argument is made safe inside and selected
+    outside, so that no gradient passes the point; why one of the two is not enough:
+    https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where.
+    """
+
+    kind: Literal["guard"] = "guard"
+    site: OpSite
+    argument: str
+    safe: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFirst:
     """Scale before a product instead of after it: `product` takes its first tensor times `factor`, `scale` is left out.
 
@@ -187,6 +204,7 @@ SingleEdit = (
     | SetAttribute
     | SetArgument
     | ClampArgument
+    | GuardArgument
     | ScaleFirst
     | UnmaskRows
     | StableLog

@@ -15,6 +15,7 @@ from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
+    GuardArgument,
     KeepModule,
     KeepOp,
     KeepSamples,
@@ -312,13 +313,20 @@ def _size(edit: Edit, findings: Findings) -> int:
         return sum(_size(single, findings) for single in edit.edits)
     if isinstance(edit, KeepModule):
         return 5 + (sum(is_below(path, edit.module) for path in _called(findings)) if edit.children else 1)
-    if isinstance(edit, ClampArgument) and findings.verdict in ("precision", "silent"):
+    if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
         return 8  # fp32 shows that the values are sound: to keep them is better than to cut them
     return _SIZES.get(type(edit), 1)
 
 
 _WHOLE = 1000
-_SIZES: dict[type, int] = {ClampArgument: 2, ScaleFirst: 2, KeepOp: 4, UseFormat: _WHOLE, KeepSamples: 2 * _WHOLE}
+_SIZES: dict[type, int] = {
+    ClampArgument: 2,
+    GuardArgument: 2,
+    ScaleFirst: 2,
+    KeepOp: 4,
+    UseFormat: _WHOLE,
+    KeepSamples: 2 * _WHOLE,
+}
 
 
 def _called(findings: Findings) -> set[str]:

@@ -17,6 +17,7 @@ import libcst as cst
 from nandoctor.evidence.changes import ChangedFile, SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,
+    GuardArgument,
     KeepOp,
     OpSite,
     ScaleFirst,
@@ -80,6 +81,8 @@ class SourceWriter:
             self._keep_op(edit)
         elif isinstance(edit, ClampArgument):
             self._clamp(edit)
+        elif isinstance(edit, GuardArgument):
+            self._guard(edit)
         elif isinstance(edit, ScaleFirst):
             self._scale_first(edit)
         elif isinstance(edit, StableLog):
@@ -196,6 +199,21 @@ class SourceWriter:
         text = attribute_text(change.tree, target, call)
         change.replacements.append(Replacement(node=target, text=text))
 
+    def _guard(self, edit: GuardArgument) -> None:
+        change, expression = self._open(edit.site)
+        tree, node = change.tree, expression.node
+        argument = expression.argument_node(edit.argument)
+        if not isinstance(node, cst.BaseExpression):
+            raise CannotWriteError
+        text, before = tree.code(argument), tuple[str, ...]()
+        if not isinstance(argument, (cst.Name, cst.Attribute)) and tree.statement_of(node) is not None:
+            name = tree.free_name("guarded", node)
+            text, before = name, (f"{name} = {text}",)
+        inside = _inside(edit, grouped(text))
+        whole = text_with(tree, node, {argument: f"torch.where({inside}, {text}, {edit.safe})"})
+        selected = whole if _selects_by(tree, node, inside) else f"torch.where({inside}, {whole}, 0.0)"
+        change.replacements.append(Replacement(node=node, text=selected, before=before))
+
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
         product = self._open_beside(change, scale, edit.product)
@@ -245,6 +263,21 @@ class SourceWriter:
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
+
+
+def _inside(edit: GuardArgument, text: str) -> str:
+    """The condition under which an argument is kept: strictly between the ends, or not zero."""
+    ends = {">": edit.low, "<": edit.high}
+    conditions = [f"{text} {sign} {code_number(end)}" for sign, end in ends.items() if end is not None]
+    return " & ".join(f"({one})" for one in conditions) if len(conditions) > 1 else (conditions or [f"{text} != 0"])[0]
+
+
+def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
+    """Tell whether an expression is the value of a `where` that takes it under this very condition."""
+    call = next((parent for parent in tree.ancestors(node) if isinstance(parent, cst.Call)), None)
+    arguments = [arg.value for arg in call.args] if call is not None else []
+    is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
+    return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
 
 
 def _with_import(tree: SourceTree, text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
+    GuardArgument,
     KeepModule,
     KeepOp,
     OpSite,
@@ -107,6 +108,14 @@ def _bounds_in_words(edit: ClampArgument) -> str:
     return f"at least {code_number(low)}" if low is not None else f"at most {high:g}"
 
 
+def _title_guard(edit: GuardArgument) -> str:
+    ends = {"above": edit.low, "below": edit.high}
+    bounds = [f"{side} {code_number(end)}" for side, end in ends.items() if end is not None]
+    where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
+    what = "divisor" if edit.argument == "other" else "argument"
+    return f"Give {edit.site.op} the value 0 and no gradient where its {what} {where}{_where_if_known(edit.site)}"
+
+
 def _title_scale(edit: ScaleFirst) -> str:
     where = _where_if_known(edit.product)
     return f"Scale by {edit.factor:.4g} before {edit.product.op}{where} instead of after it"
@@ -138,6 +147,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "set-attribute": _title_attribute,
     "set-argument": _title_argument,
     "clamp": _title_clamp,
+    "guard": _title_guard,
     "scale-first": _title_scale,
     "unmask-rows": lambda _: "Open the rows that are masked throughout, and take zeros for them",
     "stable-log": _title_log,

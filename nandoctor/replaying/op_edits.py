@@ -16,6 +16,7 @@ import torch
 from nandoctor.autocast.policy import LOW_DTYPES
 from nandoctor.evidence.edits import (
     ClampArgument,
+    GuardArgument,
     KeepOp,
     OpSite,
     ScaleFirst,
@@ -98,6 +99,8 @@ def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]
         yield edit.site, partial(_set_argument, edit)
     elif isinstance(edit, ClampArgument):
         yield edit.site, partial(_clamp_argument, edit)
+    elif isinstance(edit, GuardArgument):
+        yield edit.site, partial(_guard_argument, edit)
     elif isinstance(edit, UnmaskRows):
         yield edit.site, _run_unmasked
     elif isinstance(edit, StableLog):
@@ -147,6 +150,17 @@ def _clamp(edit: ClampArgument, value: Any) -> Any:
     limit = torch.finfo(value.dtype).max
     low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in (edit.low, edit.high))
     return value if low is None and high is None else value.clamp(low, high)
+
+
+def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> Any:
+    given = dict(call.arguments()).get(edit.argument)
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        return proceed(call)
+    inside = given != 0 if edit.low is None and edit.high is None else torch.ones_like(given, dtype=torch.bool)
+    inside = inside if edit.low is None else inside & (given > edit.low)
+    inside = inside if edit.high is None else inside & (given < edit.high)
+    made = proceed(call.with_argument(edit.argument, torch.where(inside, given, edit.safe)))
+    return torch.where(inside, made, 0.0)
 
 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:
