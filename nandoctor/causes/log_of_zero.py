@@ -34,7 +34,7 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.edits import StableLog
+from nandoctor.evidence.edits import SetFlag, StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, HAS_STABLE_LOGARITHM, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
@@ -109,6 +109,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             complement = any(op.op in SUBTRACTIONS for op in _behind(finding) if op.order > source.order)
             yield (StableLog(log=site_of(finding.op), inner=site_of(source), complement=complement),)
             break
+    if finding.op.op == "ctc_loss":
+        yield (SetFlag(site=site_of(finding.op), argument="zero_infinity"),)
     yield clamp_into_domain(finding.op)
 
 

@@ -75,6 +75,15 @@ class SetArgument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetFlag:
+    """Give an op True for an argument that is False by default: `zero_infinity` of a CTC loss."""
+
+    kind: Literal["set-flag"] = "set-flag"
+    site: OpSite
+    argument: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClampArgument:
     """Clamp a tensor before an op takes it, to [low, high]; None leaves that side open.
 
@@ -203,6 +212,7 @@ SingleEdit = (
     | KeepOp
     | SetAttribute
     | SetArgument
+    | SetFlag
     | ClampArgument
     | GuardArgument
     | ScaleFirst

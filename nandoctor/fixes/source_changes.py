@@ -22,6 +22,7 @@ from nandoctor.evidence.edits import (
     OpSite,
     ScaleFirst,
     SetArgument,
+    SetFlag,
     SingleEdit,
     StableLog,
     UnmaskRows,
@@ -81,6 +82,9 @@ class SourceWriter:
             self._keep_op(edit)
         elif isinstance(edit, ClampArgument):
             self._clamp(edit)
+        elif isinstance(edit, SetFlag):
+            change, expression = self._open(edit.site)
+            change.replacements.append(expression.with_keyword(edit.argument, "True"))
         elif isinstance(edit, GuardArgument):
             self._guard(edit)
         elif isinstance(edit, ScaleFirst):
@@ -139,6 +143,9 @@ class SourceWriter:
             value = f"torch.finfo({expression.argument('self')}.dtype).min"
         else:
             value = code_number(edit.value)
+        if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
+            change.replacements.append(expression.with_keyword("eps", value))
+            return
         named = expression.argument_node(edit.argument)
         if len(constants) == 1:
             change.replacements.append(Replacement(node=constants[0], text=value))

@@ -5,17 +5,20 @@ In: a node of a `SourceTree`, and the traced op. Out: the nodes of its arguments
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 
 import libcst as cst
+import torch
 
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_tree import SourceTree
+from nandoctor.fixes.source_tree import Replacement, SourceTree
 from nandoctor.ops import PRODUCTS
 
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
 
 
@@ -79,6 +82,35 @@ class Expression:
             f"{keyword}={self.tree.code(value)}" if keyword else self.tree.code(value)
             for keyword, value in self._given[1:]
         ]
+
+    def takes_eps(self, was: float) -> bool:
+        """Tell whether the call is of a function of torch whose eps is this number by default."""
+        if not isinstance(self.node, cst.Call):
+            return False
+        function = getattr(torch.nn.functional, self.tree.code(self.node.func).rpartition(".")[2], None)
+        try:
+            eps = inspect.signature(function).parameters.get("eps") if callable(function) else None
+        except ValueError:  # it is written in C++
+            return False
+        return eps is not None and eps.default == was
+
+    def with_keyword(self, name: str, value: str) -> Replacement:
+        """The call with a value for a keyword, in the place of the one that it has or after all others."""
+        if not isinstance(self.node, cst.Call):
+            raise CannotWriteError
+        others = [arg for arg in self.node.args if arg.keyword is None or arg.keyword.value != name]
+        added = cst.Arg(
+            keyword=cst.Name(name),
+            value=cst.parse_expression(value),
+            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+        )
+        if others:
+            last = others[-1]  # the comma behind it, where there is one, has the line break before the parenthesis
+            is_spread = isinstance(last.comma, cst.Comma)
+            between = cst.Comma(whitespace_after=self.node.whitespace_before_args) if is_spread else _COMMA
+            added = added.with_changes(comma=last.comma)
+            others[-1] = last.with_changes(comma=between)
+        return Replacement(node=self.node, text=self.tree.code(self.node.with_changes(args=[*others, added])))
 
     def constants(self) -> Iterator[cst.BaseExpression]:
         """The numbers written in the arguments themselves."""

@@ -20,6 +20,7 @@ from nandoctor.evidence.edits import (
     ScaleFirst,
     SetArgument,
     SetAttribute,
+    SetFlag,
     StableLog,
     Together,
     ZeroWeights,
@@ -80,6 +81,10 @@ def code_number(value: float) -> str:
         digits, _, exponent = f"{value:.5e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:g}"
+
+
+def _title_flag(edit: SetFlag) -> str:
+    return f"Call {edit.site.op} with {edit.argument}=True{_where_if_known(edit.site)}"
 
 
 def _title_clamp(edit: ClampArgument) -> str:
@@ -146,6 +151,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "keep-op": _title_op,
     "set-attribute": _title_attribute,
     "set-argument": _title_argument,
+    "set-flag": _title_flag,
     "clamp": _title_clamp,
     "guard": _title_guard,
     "scale-first": _title_scale,

@@ -21,6 +21,7 @@ from nandoctor.evidence.edits import (
     OpSite,
     ScaleFirst,
     SetArgument,
+    SetFlag,
     SingleEdit,
     StableLog,
     UnmaskRows,
@@ -99,6 +100,8 @@ def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]
         yield edit.site, partial(_set_argument, edit)
     elif isinstance(edit, ClampArgument):
         yield edit.site, partial(_clamp_argument, edit)
+    elif isinstance(edit, SetFlag):
+        yield edit.site, partial(_set_flag, edit)
     elif isinstance(edit, GuardArgument):
         yield edit.site, partial(_guard_argument, edit)
     elif isinstance(edit, UnmaskRows):
@@ -123,6 +126,10 @@ def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
         return proceed(call)
     value = torch.finfo(_format_at(call)).min if edit.value is None else edit.value
     return proceed(call.with_argument(edit.argument, value))
+
+
+def _set_flag(edit: SetFlag, call: Invocation, proceed: Proceed) -> Any:
+    return proceed(call.with_argument(edit.argument, True))
 
 
 def _format_at(call: Invocation) -> torch.dtype:
