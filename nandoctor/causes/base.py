@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite, Together
+from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
@@ -265,33 +265,15 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
-def guard_candidate(op: OpCall, others: Iterable[OpCall] = ()) -> Candidate:
-    """The op kept away from where it or its derivative is infinite; then together with `others` that meet such a point.
-
-    Where one gradient is mended the next one behind it shows.
-    """
-    first = _guard(op)
-    more = {guard.site.source: guard for other in others if _is_singular(other) and (guard := _guard(other))}
-    if first is None:
-        return ()
-    rest = [guard for source, guard in more.items() if source is not None and source != first.site.source]
-    return (first, Together(edits=(first, *rest))) if rest else (first,)
-
-
-def _guard(op: OpCall) -> GuardArgument | None:
+def guard_candidate(op: OpCall) -> Candidate:
+    """The op kept away from where it, or its derivative, is infinite; empty where that is not known."""
     domain = DOMAINS.get(op.op)
     if domain is not None:
         low, high = (end if math.isfinite(end) else None for end in (domain.low, domain.high))
         safe = domain.low + 1 if high is None else (domain.low + domain.high) / 2
-        return GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe)
+        return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe),)
     names = SINGULAR_INPUTS.get(op.op, ()) if op.op in DIVISIONS else ()
-    return GuardArgument(site=site_of(op), argument=names[0], safe=1.0) if names else None
-
-
-def _is_singular(op: OpCall) -> bool:
-    """Tell whether an op met such a point, by the range of its argument or by what came of it."""
-    meets_edge = singular_edge(op) is not None
-    return meets_edge or (op.op in DIVISIONS and not all(stats.finite for stats in op.outputs))
+    return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])
 
 
 def constant_argument(op: OpCall, constant: float) -> str | None:

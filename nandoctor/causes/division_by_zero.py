@@ -88,7 +88,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     if denominator is not None:
         bounds = (1.0, *_SMALL) if _is_count(finding, denominator) else _SMALL
         clamps = clamp_candidate(finding.op, denominator.name, [(low, None) for low in bounds])
-        yield (*clamps, *(guard_candidate(finding.op) if finding.op.op in DIVISIONS else ()))
+        yield (*clamps, *guard_candidate(finding.op))
 
 
 def _is_count(finding: Finding, denominator: Operand) -> bool:

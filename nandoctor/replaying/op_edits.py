@@ -161,7 +161,7 @@ def _clamp(edit: ClampArgument, value: Any) -> Any:
 
 def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> Any:
     given = dict(call.arguments()).get(edit.argument)
-    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+    if not isinstance(given, torch.Tensor):
         return proceed(call)
     inside = given != 0 if edit.low is None and edit.high is None else torch.ones_like(given, dtype=torch.bool)
     inside = inside if edit.low is None else inside & (given > edit.low)
