@@ -225,7 +225,7 @@ def test_weights_alone_are_judged_by_themselves():
     dump = dump_of(poisoned_weight(), layout="weights-only")
     report = replay_dump(dump, None, Settings()).report
     assert (report.verdict, report.runs) == ("state", None)
-    assert report.headline == "1 of 4 saved tensors are non-finite: last.bias"
+    assert report.headline == "1 of 4 saved tensors is non-finite: last.bias"
     assert (report.origin.phase, report.origin.place.module, report.cause.code) == ("state", "last", "poisoned-weights")
     assert report.origin.elements.kinds == ("nan",)
 
