@@ -36,6 +36,16 @@ def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return flat.view(tuple(shape))
 
 
+def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in another format, in a file where it is large; in memory where it is not plain, or of another layout.
+
+    The layout stays, for a kernel may sum in another order in another.
+    """
+    if tensor.dtype == dtype or not (_is_large(tensor.detach()) and tensor.is_contiguous()):
+        return tensor.to(dtype)
+    return map_empty(tensor.shape, dtype).copy_(tensor)
+
+
 @contextmanager
 def kept_in_files(wanted: bool) -> Iterator[None]:
     """Keep in files what the graph saves of large results for the backward pass, and casts of weights."""

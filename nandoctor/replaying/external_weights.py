@@ -18,7 +18,7 @@ from nandoctor.dumps.recorded_format import WeightSample
 from nandoctor.dumps.weight_samples import sample_weights
 from nandoctor.dumps.weights import State, read_weights
 from nandoctor.errors import DumpError
-from nandoctor.file_memory import map_empty
+from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, number, plural
@@ -77,7 +77,7 @@ def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tenso
     """The weight in the format that the training had it in, which a checkpoint may have widened."""
     if sample is None or sample.values.dtype == tensor.dtype or not tensor.is_floating_point():
         return tensor
-    return map_empty(tensor.shape, sample.values.dtype).copy_(tensor)
+    return cast_to_file(tensor, sample.values.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from nandoctor.evidence.edits import (
     ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
+from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.module_state import state_in
 from nandoctor.replaying.op_edits import OpEdits, widen
 from nandoctor.tracing.dispatch_hook import intercepting
@@ -147,13 +148,14 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
     modules = dict(model.named_modules())
     kept = {path: children for path, children in kept.items() if path in modules}  # others are made by the forward
     modes = {id(modules[path]): children for path, children in kept.items()}
-    regions = _Regions(modes, device)
+    regions, in_files = _Regions(modes, device), is_large(model)
     with ExitStack() as stack:
         for path, children in kept.items():
             module = modules[path]
             own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
             # With autocast off, low-precision weights would not fit fp32 inputs.
-            stack.enter_context(state_in([tensor for tensor in own if tensor.dtype in LOW_DTYPES], torch.float32))
+            narrow = [tensor for tensor in own if tensor.dtype in LOW_DTYPES]
+            stack.enter_context(state_in(narrow, torch.float32, in_files=in_files))
         for module in model.modules():
             pre = nn.Module.register_forward_pre_hook(module, regions.enter, with_kwargs=True, prepend=True)
             stack.callback(pre.remove)

@@ -15,7 +15,7 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
-from nandoctor.file_memory import map_empty
+from nandoctor.file_memory import cast_to_file
 from nandoctor.text import join_first
 from nandoctor.torch_compat import tree_map
 
@@ -26,14 +26,10 @@ def cast_weights(dump: Dump) -> Dump:
     if casts is None:
         return dump
     formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
-    cast = {name: _cast(dump.state[name], dtype) for name, dtype in formats.items()}
+    cast = {name: cast_to_file(dump.state[name], dtype) for name, dtype in formats.items()}
     lost = [name for name, tensor in cast.items() if not _keeps_finite(dump.state[name], tensor)]
     notes = [f"FSDP's policy casts these weights to a format that they overflow: {join_first(lost, 3)}."] * bool(lost)
     return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else map_empty(tensor.shape, dtype).copy_(tensor)
 
 
 def _keeps_finite(tensor: torch.Tensor, cast: torch.Tensor) -> bool:

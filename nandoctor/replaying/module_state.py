@@ -16,6 +16,9 @@ from torch.nn.parameter import is_lazy
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
+from nandoctor.file_memory import cast_to_file
+from nandoctor.machine import memory_of
+from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.torch_compat import is_running_norm
 from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import collect, is_finite, measure
@@ -61,7 +64,8 @@ def _writes_only(module: nn.Module) -> bool:
 
 def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
     """The model's tensors in the format of a reference, which half-precision ones would round."""
-    return state_in([tensor for tensor in state if _is_narrower(tensor, policy)], torch_dtype(policy.format))
+    narrower = [tensor for tensor in state if _is_narrower(tensor, policy)]
+    return state_in(narrower, torch_dtype(policy.format), in_files=memory_of(narrower) >= LARGE_NBYTES)
 
 
 def widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
@@ -77,11 +81,15 @@ def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
 
 
 @contextmanager
-def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """A context in which these weights and buffers are held in another dtype; their own values come back after it."""
+def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype, *, in_files: bool) -> Iterator[None]:
+    """A context in which these weights and buffers are held in another dtype; their own values come back after it.
+
+    With `in_files` large ones lie in files meanwhile.
+    """
     saved = [(tensor, tensor.data) for tensor in tensors]
+    to = cast_to_file if in_files else torch.Tensor.to
     for tensor, data in saved:
-        tensor.data = data.to(dtype)
+        tensor.data = to(data, dtype)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nandoctor import file_memory
 from nandoctor.case import replay
-from nandoctor.replaying import backward_pass
+from nandoctor.replaying import backward_pass, module_state
 from nandoctor.replaying import setup as replay_setup
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
@@ -79,3 +79,21 @@ def test_a_mapped_tensor_outlives_its_file():
     mapped.fill_(0.5)
     assert mapped.shape == (1024, 1024)
     assert mapped.sum(dtype=torch.float32) == 1 << 19
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_widened_weights_of_a_large_model_lie_in_files(monkeypatch, large):
+    made = []
+    make = file_memory.map_empty
+    monkeypatch.setattr(
+        file_memory, "map_empty", lambda shape, dtype: made.append((shape, dtype)) or make(shape, dtype)
+    )
+    weight = torch.arange(1 << 20, dtype=torch.bfloat16).view(1024, 1024)
+    turned = weight.clone().T
+    before = weight.clone()
+    with module_state.state_in([weight, turned], torch.float32, in_files=large):
+        assert weight.dtype is turned.dtype is torch.float32
+        assert torch.equal(weight, before.float())
+        assert turned.stride() == (1, 1024)
+    assert torch.equal(weight, before)
+    assert [dtype for _, dtype in made] == [torch.float32] * large
