@@ -1,4 +1,4 @@
-"""What watching, emulating and diagnosing cost, as ratios to the plain run of the same model on this machine.
+"""What watching, emulating and diagnosing cost in processor time, as ratios to the plain run of the same model.
 
 In: `python benchmarks/overhead.py`. Out: one table on standard output; README.md in this folder keeps one.
 """
@@ -6,6 +6,7 @@ In: `python benchmarks/overhead.py`. Out: one table on standard output; README.m
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -184,10 +185,11 @@ def _print_commands() -> None:
     workload = make_unet()
     with _dump_of(workload, workload.build_sick()) as path:
         report, picture = path.with_suffix(".json"), path.with_suffix(".svg")
-        nandoctor.replay(path, model=workload.build()).save(report)
+        nandoctor.replay(path, model=workload.build(), fixes=False).save(report)
         commands = {
             "bare": [*python, "pass"],
             "nandoctor --help": [*python, main_verb, "--help"],
+            "nandoctor inspect dump.pth": [*python, main_verb, "inspect", str(path)],
             "nandoctor plot report.json": [*python, main_verb, "plot", str(report), "-o", str(picture)],
             "python -c 'import torch'": [*python, "import torch"],
         }
@@ -203,7 +205,7 @@ def _print_ratios(baseline: str, variants: Variants, repeats: int) -> None:
     """Time the variants in turn, and print the median of each over the first."""
     times = _time_in_turn(variants, repeats)
     first, *others = times
-    print(f"  time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
+    print(f"  processor time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
     for name in others:
         # Round by round, so that what else the machine does falls on both sides of the ratio.
         ratios = [ours / plain for ours, plain in zip(times[name], times[first], strict=True)]
@@ -214,11 +216,17 @@ def _time_in_turn(variants: Variants, repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for attempt in range(repeats + 1):
         for name, call in variants.items():
-            started = time.perf_counter()
+            started = _processor_time()
             call()
             if attempt:  # the first fills caches
-                times[name].append(time.perf_counter() - started)
+                times[name].append(_processor_time() - started)
     return times
+
+
+def _processor_time() -> float:
+    """Seconds of this process and of those that it started: what else runs on the machine does not count."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,18 @@ def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
 
 
-def count_samples(magnitudes: torch.Tensor, finite: torch.Tensor) -> tuple[SampleStats, ...]:
+def count_samples(
+    magnitudes: torch.Tensor, finite: torch.Tensor, *, any_finite: bool = True
+) -> tuple[SampleStats, ...]:
     """The non-finite elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
     if magnitudes.dim() < 2:
         return ()
+    num_samples, size = min(len(magnitudes), MAX_SAMPLES), magnitudes[0].numel()
+    if not any_finite:  # so it is throughout, downstream of the origin
+        return (SampleStats(num_bad=size, absmax=None),) * num_samples
     kept = finite[:MAX_SAMPLES].flatten(1)
     largest = torch.where(kept, magnitudes[:MAX_SAMPLES].flatten(1), -1.0).amax(1).tolist()
-    num_bad = (kept.shape[1] - kept.sum(1)).tolist()
+    num_bad = (size - kept.sum(1)).tolist()
     return tuple(
         SampleStats(num_bad=nonfinite, absmax=absmax if absmax >= 0 else None)
         for nonfinite, absmax in zip(num_bad, largest, strict=True)

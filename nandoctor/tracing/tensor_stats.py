@@ -206,7 +206,7 @@ def count_exactly(
     def num_up_to(limit: float) -> int:
         return _count(magnitudes <= limit) - num_zero if smallest <= limit else 0
 
-    first_bad_index, nonfinite_samples = _locate(~finite) if num_bad else (None, ())
+    first_bad_index, nonfinite_samples = _locate(~finite, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
@@ -217,7 +217,9 @@ def count_exactly(
         flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
         first_bad_index=first_bad_index,
         samples=nonfinite_samples if samples else (),
-        by_sample=count_samples(magnitudes, finite) if samples and (num_bad or per_sample) else (),
+        by_sample=count_samples(magnitudes, finite, any_finite=num_finite > 0)
+        if samples and (num_bad or per_sample)
+        else (),
         exponents=count_exponents(magnitudes) if per_sample else (),
         grid=place_nonfinite(~finite) if place and num_bad else None,
     )
@@ -243,10 +245,12 @@ def _finite_limits(values: torch.Tensor, finite: torch.Tensor | None) -> tuple[f
     return float(low), float(high)
 
 
-def _locate(nonfinite: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _locate(nonfinite: torch.Tensor, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The index of the first True, and the indices along dimension 0 that hold one."""
     if nonfinite.dim() == 0:
         return (), ()
+    if everywhere:
+        return (0,) * nonfinite.dim(), tuple(range(min(len(nonfinite), MAX_SAMPLES_LISTED)))
     rows = nonfinite.flatten(1).any(1) if nonfinite.dim() > 1 else nonfinite
     nonfinite_rows = rows.nonzero().flatten()
     first_row = int(nonfinite_rows[0])

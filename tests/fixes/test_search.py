@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.evidence.edits import KeepModule, Together
-from nandoctor.evidence.formats import FP32, FP64
+from nandoctor.evidence.edits import KeepModule, Together, UseFormat
+from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
 
 
@@ -110,6 +110,8 @@ def test_a_module_that_is_called_several_times(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Shared(), x=torch.rand(2, 4) + 1), model=Shared).report
     assert report.fixes[0].verified
     assert report.fixes[0].title == "Keep grow in fp32"
+    assert not any(isinstance(fix.edit, UseFormat) for fix in report.fixes)  # where nothing smaller holds
+    assert any(line.setting.dtype is BF16 and line.outcome.finite for line in report.counterfactuals)
 
 
 class Silent(nn.Module):

@@ -194,3 +194,14 @@ def test_the_end_of_memory_is_not_the_changes_fault():
     with pytest.raises(BudgetSpent):
         Trials(step, budget, numerics=False).judge()
     assert budget.out_of_memory
+
+
+def test_a_share_of_the_budget_is_held_back():
+    budget = TrialBudget(max_trials=10)
+    with budget.holding_back(0.2):
+        for _ in range(8):
+            budget.spend()
+        with pytest.raises(BudgetSpent):
+            budget.spend()
+    budget.spend()
+    assert (budget.num_run, budget.max_trials) == (9, 10)

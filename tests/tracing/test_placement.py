@@ -70,6 +70,10 @@ def test_samples_are_counted_one_by_one():
         SampleStats(num_bad=0, absmax=0.0),
     )
     assert count_samples(torch.ones(5), torch.ones(5, dtype=torch.bool)) == ()
+    nothing = torch.full((70, 3, 2), math.nan)
+    assert count_samples(nothing, torch.isfinite(nothing), any_finite=False) == count_samples(
+        nothing, torch.isfinite(nothing)
+    )
     assert len(count_samples(torch.ones(99, 2), torch.ones(99, 2, dtype=torch.bool))) == 64
 
 

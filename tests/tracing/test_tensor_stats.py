@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
-from nandoctor.tracing.tensor_stats import MAX_SAMPLES_LISTED, SAMPLE_SIZE, collect, format_of, measure
+from nandoctor.tracing.tensor_stats import MAX_SAMPLES_LISTED, SAMPLE_SIZE, all_finite, collect, format_of, measure
 
 NAN, INF = math.nan, math.inf
 FLOATS = {
@@ -262,3 +262,15 @@ def test_formats_of_dtypes():
     assert format_of(torch.bfloat16) is BF16
     assert format_of(torch.complex128) is FP64
     assert format_of(torch.int64) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_one_value_in_any_place_is_not_finite(value, dtype):
+    for place in (0, 37, 99):
+        tensor = torch.full((10, 10), 6e4, dtype=dtype)
+        assert all_finite(tensor.t())
+        tensor.view(-1)[place] = value
+        assert not all_finite(tensor.t())
+    assert all_finite(torch.empty(0, 3, dtype=dtype))
+    assert not all_finite(torch.tensor(value, dtype=dtype).to_sparse())
