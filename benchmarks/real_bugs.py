@@ -1,7 +1,7 @@
 """Bugs of released packages, each cited, at a version that has them: what nandoctor and other tools say of each.
 
 In: `python benchmarks/real_bugs.py [--cache FOLDER]`; pip fetches the packages into that folder, without dependencies.
-Out: a table per bug and per healthy control: alarm, module, op, line, cause and fix.
+Out: cause and fix of every bug; and per tool a table of the bugs and healthy controls: alarm, module, op and line.
 
 The labels were made by hand, from the issue and the package's source, before any tool was asked. A control is the same
 code on a batch that it is fine with. Where the step does not end non-finite by itself, or a control does, the benchmark
@@ -609,23 +609,27 @@ def describe(case: Case) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, tool by tool: TorchLens comes last, because it wraps torch's functions for good."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "nandoctor-real-bugs")
     options: Any = parser.parse_args()
     fetch(TORCHLENS, options.cache)
+    healthy = {}
     for bug in BUGS:
         fetch(bug.packages, options.cache)
         assert fails(bug.case), bug.case.name
-        healthy = replace(bug.case.twin(), name=f"{bug.case.name}, healthy")
-        assert not fails(healthy), healthy.name
-        print(f"{bug.case.name}\n  {', '.join(bug.packages)}; {bug.url}")
-        for name, tool in TOOLS.items():
-            alarm = claim_of(tool, healthy)
+        healthy[bug.case.name] = replace(bug.case.twin(), name=f"{bug.case.name}, healthy")
+        assert not fails(healthy[bug.case.name]), bug.case.name
+        print(f"{bug.case.name}\n  {', '.join(bug.packages)}; {bug.url}\n  {describe(bug.case)}")
+    for name, tool in TOOLS.items():
+        print(f"\n{name}")
+        for bug in BUGS:
+            alarm = claim_of(tool, healthy[bug.case.name])
             control = "crashed" if alarm.crashed else "FALSE ALARM" if alarm.alarm else "silent"
-            print(f"  {name:<38} {right(bug.case, claim_of(tool, bug.case)):<22} control: {control}")
-        print(f"  {'nandoctor says':<38} {describe(bug.case)}\n")
+            print(
+                f"  {bug.case.name:<46} {right(bug.case, claim_of(tool, bug.case)):<22} control: {control}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, Picture
-from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
@@ -214,13 +214,15 @@ def _describe_blindness(trace: Trace) -> tuple[str, ...]:
 
 
 def _describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
-    """What a non-finite reference computed in half precision all the same, so that precision may be to blame."""
-    narrow = [op for op in reference.ops if any(stats.dtype is low for stats in op.outputs)]
-    if low is FP32 or reference.finite or not narrow:
+    """What a non-finite reference computed in fewer bits all the same, so that precision may be to blame."""
+    formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
+    narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
+    if reference.finite or not narrow:
         return ()
-    line = f", {file_line(narrow[0].source.file, narrow[0].source.line)}" if narrow[0].source else ""
+    op, dtype = narrow[0]
+    line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
     return (
-        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {low} (first: {narrow[0].op}{line}), "
+        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
         "which could not be widened: what fails in both runs may be a matter of precision all the same.",
     )
 

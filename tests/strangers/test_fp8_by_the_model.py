@@ -52,3 +52,20 @@ def test_fp8_is_replayed_as_it_is_and_told(examine, scale, verdict):
     assert report.verdict == verdict
     assert any(note.startswith("In fp8 by the model's own code: first.") for note in report.notes)
     assert not any("INTERNAL ASSERT" in note for note in report.notes)
+
+
+class Quantized(nn.Module):
+    """Casts to fp8 in its own forward, without a module or a class that says so."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        return (self.linear(x).float() * self.scale).to(torch.float8_e5m2).float()
+
+
+@pytest.mark.parametrize(("scale", "told"), [(1.0, 0), (1e6, 1)])
+def test_an_overflow_of_fp8_itself_is_told_as_a_matter_of_bits(examine, scale, told):
+    report = examine(Quantized(scale), {"x": normal(4, 8)})
+    assert sum("in fp8-e5m2 (first: " in note for note in report.notes) == told
