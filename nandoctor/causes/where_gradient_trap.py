@@ -93,6 +93,7 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument off the singular point, in the hidden branch as well."""
     forward = finding.forward
     assert forward is not None
-    yield (*guard_candidate(forward), *clamp_into_domain(forward))
+    yield guard_candidate(forward)
+    yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
         yield clamp_candidate(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])

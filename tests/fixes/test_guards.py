@@ -58,7 +58,6 @@ def test_the_gradient_is_kept_off_the_point(diagnosed, tmp_path):
     fix = diagnosed.fixes[0]
     assert fix.verified, diagnosed.headline
     assert fix.kind == "source"
-    assert "torch.where(" in fix.patch
     before = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", fixes=False).verdict
     subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
     after = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", fixes=False).verdict
