@@ -108,7 +108,7 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
         explanation=f"{constant(eps)} {how} in {dtype}, so {what} meets an exact zero; in fp32 it does not.",
         evidence=(
             Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
-            Evidence(name="eps_rounded", value=rounded, text=f"{dtype} makes {number(rounded)} of it"),
+            Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),
             *evidence,
         ),
         source=place.source,

@@ -42,7 +42,7 @@ def diagnose(slot: OptimizerSlot) -> Cause | None:
         f"{zeros} of {slot.parameter or 'a parameter'}: "
         "its step divides by zero there.",
         evidence=(
-            Evidence(name="eps", value=slot.eps, text=f"{dtype} makes 0 of the eps {constant(slot.eps)}"),
+            Evidence(name="eps", value=slot.eps, text=f"the eps {constant(slot.eps)} rounds to 0 in {dtype}"),
             Evidence(
                 name="num_zero",
                 value=counts.num_zero,

@@ -36,35 +36,49 @@ def subject(op: OpCall) -> str:
 def operand(op: OpCall, name: str) -> str | None:
     """The text of the argument of this name in the op's schema; None where the expression does not show it plainly."""
     expression = op.source.expression if op.source is not None else ""
+    return find_operand(expression, op.op, name, alone=_is_alone(op))
+
+
+def find_operand(expression: str, op: str, name: str, *, alone: bool) -> str | None:
+    """The text of an operand in the expression that called an op, which takes it `alone` or with others."""
     try:
         statement = ast.parse(expression).body[0]
     except (SyntaxError, ValueError, RecursionError, MemoryError, IndexError):
         return None
-    node = _arguments(statement, op).get(name)
+    node = _arguments(statement, op, alone=alone).get(name)
     text = ast.get_source_segment(expression, node) if node is not None else None
     return None if text is None else code(text)
 
 
 def argument(op: OpCall, name: str) -> str:
     """The text of an argument, or which one it is where the expression does not show it."""
-    alone = len(op.inputs) == 1 and not op.scalars
-    which = {
-        "self": "its argument" if alone else "the first operand",
-        "other": "the divisor" if op.op in DIVISIONS else "the second operand",
-    }
-    return operand(op, name) or which.get(name, name)
+    return operand(op, name) or place_of_operand(op.op, name, alone=_is_alone(op))
 
 
-def _arguments(statement: ast.stmt, op: OpCall) -> dict[str, ast.expr]:
+def _is_alone(op: OpCall) -> bool:
+    """Tell whether the op takes one tensor and no number."""
+    return len(op.inputs) == 1 and not op.scalars
+
+
+def place_of_operand(op: str, name: str, *, alone: bool) -> str:
+    """Which operand the schema means: "self" and "other" are no words of the user's code."""
+    if name == "self":
+        return "its argument" if alone else "the first operand"
+    if name == "other":
+        return "the divisor" if op in DIVISIONS else "the second operand"
+    return name
+
+
+def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.expr]:
     """The arguments of an operator or of a call of a function of one tensor, by the names of the schema."""
     node = statement.value if isinstance(statement, ast.Expr) else statement
-    if isinstance(node, ast.AugAssign) and op.op in _OPERATORS.get(type(node.op), ()):
+    if isinstance(node, ast.AugAssign) and op in _OPERATORS.get(type(node.op), ()):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
-        if op.op in _OPERATORS.get(type(node.op), ()):
+        if op in _OPERATORS.get(type(node.op), ()):
             return {"self": node.left, "other": node.right, "exponent": node.right}
-        return {"self": node.right, "other": node.left} if op.op == _REFLECTED.get(type(node.op)) else {}
-    if isinstance(node, ast.Call) and _callee(node) == op.op and len(op.inputs) == 1 and not op.scalars:
+        return {"self": node.right, "other": node.left} if op == _REFLECTED.get(type(node.op)) else {}
+    if isinstance(node, ast.Call) and _callee(node) == op and alone:
         return _only_argument(node)
     return {}
 

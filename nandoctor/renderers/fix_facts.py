@@ -135,7 +135,9 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
     if not fix.verified or not fix.patch:
         return
     if fix.kind == "source":
-        command = fix_command(report) if fix.rank == 0 else None
+        number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
+        pick = () if number_of == 1 else (f"--pick {number_of}",)
+        command = fix_command(report, *pick, "--write")
         with_git = f"git apply, in {printable(fix.patch_root or 'your project')}"
         yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
     elif fix.kind in _WHERE_TO_RUN:

@@ -31,10 +31,11 @@ from nandoctor.renderers.verdicts import VERDICTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A plot of the page: its kind, a heading, and the drawing."""
+    """A plot of the page: its kind, a heading, what it shows in a sentence, and the drawing."""
 
     kind: str
     heading: str
+    finding: str
     svg: Markup
 
 
@@ -76,4 +77,7 @@ def _draw_plots(report: Report) -> Iterator[Plot]:
             figure = draw(report, kind)
         except NanDoctorError:
             continue
-        yield Plot(kind=kind, heading=plot.title, svg=figure_svg(figure, prefix=kind))
+        finding = " ".join(figure.get_suptitle().split())
+        figure.suptitle("")  # a line of the page breaks where the page does
+        svg = figure_svg(figure, prefix=kind, title=finding)
+        yield Plot(kind=kind, heading=plot.title, finding=finding, svg=svg)

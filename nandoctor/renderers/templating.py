@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.renderers.fix_facts import describe_fp32_sets
-from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.renderers.tensors import list_operands
 from nandoctor.text import (
     bits_text,
     byte_size,
@@ -43,7 +43,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, describe_tensor, bar_width,
+        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, list_operands, bar_width,
         with_code, diff_class, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})

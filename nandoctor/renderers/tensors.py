@@ -5,8 +5,25 @@ In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from nandoctor.causes.sentences import find_operand, place_of_operand
+from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.text import join_first, kinds_text, number, part_of, percent, printable, shape_text
+
+
+def list_operands(origin: Origin) -> list[tuple[str, str]]:
+    """The tensors of an operation, each by its text in the code or by its place, and in one line; the result last."""
+    op, alone = origin.op or "", len(origin.inputs) == 1
+    expression = origin.source.expression if origin.source is not None and origin.phase != "backward" else ""
+    operands = []
+    for stats in origin.inputs:
+        text = find_operand(expression, op, stats.path, alone=False)
+        name = text or place_of_operand(op, stats.path, alone=alone)
+        operands.append((name, describe_tensor(replace(stats, path=""))))
+    result = [("result", describe_tensor(origin.output))] if origin.output is not None else []
+    return [*operands, *result]
 
 
 def describe_tensor(stats: TensorStats) -> str:

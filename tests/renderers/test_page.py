@@ -14,6 +14,7 @@ from nandoctor.evidence.formats import FP16
 from nandoctor.renderers.page import report_page, write_page
 from nandoctor.renderers.plots import svg
 from nandoctor.renderers.plots.kinds import draw
+from nandoctor.renderers.tensors import list_operands
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
 LIMIT = 2_000_000
@@ -171,13 +172,13 @@ def test_hostile_names_are_text():
 
 
 def test_a_drawing_is_xml_whose_ids_are_its_own():
-    drawing = str(svg.figure_svg(draw(factory.fixable(), "ranges"), prefix="one"))
+    drawing = str(svg.figure_svg(draw(factory.fixable(), "ranges"), prefix="one", title="what it shows"))
     root = ET.fromstring(drawing)
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert ids
     assert all(name.startswith("one-") for name in ids)
     assert root.get("role") == "img"
-    assert root.get("aria-label").startswith("encoder.blocks.2.attention is the first non-finite of 20 layers")
+    assert root.get("aria-label") == "what it shows"
     assert "metadata" not in drawing
     assert ">fp16 autocast</" in drawing
 
@@ -186,3 +187,21 @@ def test_the_file_is_written_whole(tmp_path):
     write_page(factory.fixable(), tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_tensors_have_the_names_of_the_code_or_a_place():
+    made = factory.fixable().origin
+    made = replace(made, source=replace(made.source, expression="x / torch.sqrt(variance + 1e-8)"))
+    assert [name for name, _ in list_operands(made)] == ["`x`", "`torch.sqrt(variance + 1e-8)`", "result"]
+    unknown = replace(made, source=None)
+    assert [name for name, _ in list_operands(unknown)] == ["the first operand", "the divisor", "result"]
+    backward = replace(made, phase="backward")
+    assert [name for name, _ in list_operands(backward)][:2] == ["the first operand", "the divisor"]
+    assert not any(word in text for _, text in list_operands(made) for word in ("self", "other"))
+
+
+def test_letters_of_a_plot_can_be_read_on_a_phone():
+    page = report_page(factory.precision(60))
+    widths = [int(width) for width in re.findall(r'<svg[^>]* style="min-width: (\d+)px"', page)]
+    assert widths
+    assert min(widths) > 390  # the plot is scrolled, not shrunk

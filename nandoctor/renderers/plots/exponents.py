@@ -127,7 +127,7 @@ def _draw_panel(
         vmax=0,
         interpolation="nearest",
     )
-    axes.set_ylabel("exponent: value is about 2 to the")
+    axes.set_ylabel("binary exponent e (value ~ 2^e)")
     _draw_limits(axes, low)
     colors = axes.images[0].cmap
     shares = (("0.01 % or less", 0.0), ("1 %", 0.5), ("all", 1.0))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.style
@@ -36,6 +37,7 @@ _MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 15.0
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
 _FIRST_NAME_WIDTH = 36
+_SMALL: Mapping[str, Any] = {"loc": "left", "size": 8.5, "color": "#444444"}
 
 DrawPanel = Callable[[Axes, Layers, range], Sequence[Artist]]
 """Draws the layers at these indices, x being the index, and returns what a legend should explain."""
@@ -75,7 +77,7 @@ def describe_ranges(report: Report) -> str:
     place = layers.first_nonfinite_place
     if layers.first_nonfinite is not None and place is not None:
         before = [row.absmax or 0.0 for pair in layers.pairs[: layers.first_nonfinite] for row in pair.rows[:1]]
-        reach = f"; before it values reach {number(max(before))} of {number(low.max)}" if before else ""
+        reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
         return f"{place.label} is the first non-finite of {total}{reach}"
     tightest = layers.tightest()
     if tightest is None:
@@ -135,6 +137,7 @@ def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: s
         _mark_first(axes, report.first_nonfinite, layers)
     for part in shown[1:]:
         panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
+        panels[1].set_title(f"layers {part.start + 1} to {part.stop} of {num_layers}, the dotted part above", **_SMALL)
     figure.set_size_inches(_find_size(panels, num_layers))
     write_finding(figure, finding)
     source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)

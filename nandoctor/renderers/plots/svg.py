@@ -12,26 +12,37 @@ from xml.etree import ElementTree as ET
 import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _REFERENCE = re.compile(r"#([\w-]+)")
+_READABLE_PX = 11.0
 _FONTS = "DejaVu Sans, Verdana, Geneva, sans-serif"
 
 
-def figure_svg(figure: Figure, *, prefix: str) -> Markup:
-    """The drawing; ids that nothing refers to are dropped, the others begin with `prefix`."""
+def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
+    """The drawing; ids that nothing refers to are dropped, the others begin with `prefix`.
+
+    It is never so small that its letters cannot be read: a narrow page scrolls it.
+    """
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ET.fromstring(file.getvalue())
     _drop_metadata(root)
     _rename(root, prefix)
-    title = figure.get_suptitle()
-    root.attrib |= {"role": "img", "aria-label": " ".join(title.split()), "width": "100%"}
+    min_width = round(figure.get_figwidth() * 72 * _READABLE_PX / _smallest_text(figure))
+    root.attrib |= {"role": "img", "aria-label": title, "width": "100%", "style": f"min-width: {min_width}px"}
     root.attrib.pop("height", None)
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
     return Markup(ET.tostring(root, encoding="unicode"))
+
+
+def _smallest_text(figure: Figure) -> float:
+    """The size of the smallest letters that are drawn, in points."""
+    texts = (artist for artist in figure.findobj(Text) if artist.get_text() and artist.get_visible())
+    return min((float(text.get_fontsize()) for text in texts), default=_READABLE_PX)
 
 
 def _drop_metadata(root: ET.Element) -> None:

@@ -23,6 +23,24 @@
     });
   }
 
+  // What is wider than the screen shows what matters: the expression at fault, the first non-finite layer.
+  function reveal(box, mark) {
+    const from = box.getBoundingClientRect(), to = mark.getBoundingClientRect();
+    if (to.right > from.right) box.scrollLeft += to.left - from.left - box.clientWidth / 4;
+  }
+  for (const source of document.querySelectorAll("pre.source")) {
+    const caret = [...source.querySelectorAll(".caret")].find(line => line.textContent.includes("^"));
+    if (!caret) continue;
+    const range = document.createRange(), text = caret.firstChild, start = text.data.indexOf("^");
+    range.setStart(text, start);
+    range.setEnd(text, text.data.lastIndexOf("^") + 1);
+    reveal(source, range);
+  }
+  for (const plot of document.querySelectorAll(".plot")) {
+    const mark = [...plot.querySelectorAll("text")].find(text => text.textContent.startsWith("first non-finite:"));
+    if (mark) reveal(plot, mark);
+  }
+
   const table = document.getElementById("layers");
   if (!table) return;
   const body = table.tBodies[0];
