@@ -60,9 +60,9 @@ def console(file: TextIO | None = None) -> Console:
 
 
 def tell(message: str) -> None:
-    """Say something on standard error, if that takes it."""
+    """Say something on standard error, if that takes it; whatever file names are in it, no terminal obeys them."""
     try:
-        click.echo(message, err=True)
+        click.echo("\n".join(map(printable, message.split("\n"))), err=True)
     except OSError:
         sys.stderr = io.StringIO()
 

@@ -204,7 +204,9 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
     from nandoctor.evidence.serialization import from_plain
     from nandoctor.evidence.verification import Verification, cannot_tell
 
-    command = [sys.executable, "-m", "nandoctor", "verify", "--json", *arguments]
+    # `-m` puts the working directory on the import path, where a stranger's random.py may lie beside the dump.
+    safely = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
+    command = [sys.executable, *safely, "-m", "nandoctor", "verify", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, check=False)
     try:
         return from_plain(Verification, json.loads(done.stdout))

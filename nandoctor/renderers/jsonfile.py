@@ -5,8 +5,10 @@ In: a record, or the path of a saved report. Out: text, the file, or the same `R
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +18,8 @@ from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.renderers.atomic_write import write_text
+
+_MAX_NBYTES = 1 << 30
 
 
 def dumps(record: Any) -> str:
@@ -47,6 +51,9 @@ def read_report(path: str | os.PathLike[str]) -> Report:
 
 def _parse(path: str | os.PathLike[str]) -> Any:
     try:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
+            raise OSError(errno.EINVAL, "it is no file, or far too large for a report")
         # Bytes, not text: json finds out UTF-8, UTF-16 or UTF-32 by itself, and PowerShell's `>` writes UTF-16.
         return json.loads(Path(path).read_bytes())
     except OSError as error:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from nandoctor.cli import main
+from nandoctor.cli.verify import _verify_afresh
 from nandoctor.renderers.atomic_write import is_replaceable, write_text
 
 MODEL = """
@@ -169,3 +171,36 @@ def test_a_full_device_leaves_no_traceback(folder):
 )  # fmt: skip
 def test_an_impossible_number_is_wrong_usage(folder, option):
     assert run(*REPLAY, *option).exit_code == 2
+
+
+def test_the_name_of_a_file_is_obeyed_by_no_terminal(folder):
+    name = "\x1b]8;;evil\x07x\x1b[2J\nb\u202e$(touch pwn)"
+    for ending in (".pth", ".json"):
+        Path(name + ending).write_text("nothing")
+    shutil.copy("sick.pth", f"good{name}.pth")
+    verbs = [["diff", f"{name}.json", f"{name}.json"], ["inspect", f"{name}.pth"], ["inspect", f"good{name}.pth"]]
+    verbs += [["replay", f"good{name}.pth", *REPLAY[2:]], ["verify", f"good{name}.pth", *REPLAY[2:4]]]
+    for arguments in verbs:
+        result = run(*arguments)
+        assert all(line.isprintable() for line in (result.stdout + result.stderr).split("\n")), arguments
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "an endless device"])
+def test_a_report_that_is_no_file_is_refused(folder, kind):
+    if kind == "a pipe":
+        os.mkfifo("report.json")
+    else:
+        Path("report.json").symlink_to("/dev/zero")
+    result = run("diff", "report.json", "report.json")
+    assert (result.exit_code, "it is no file" in result.stderr) == (1, True)
+
+
+def test_a_changed_project_is_verified_off_the_working_directory(monkeypatch):
+    """`python -m` imports what lies in the working directory: a random.py that came with a dump."""
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(stdout="{"))
+    for first in ("/usr/bin", str(Path.cwd())):
+        monkeypatch.setattr(sys, "path", [first, *sys.path])
+        with suppress(AttributeError):  # there is no more of a process
+            _verify_afresh([], "dump.pth")
+    assert [command[1] for command in commands] == ["-P", "-m"]
