@@ -16,7 +16,7 @@ from nandoctor.case import list_eps
 from nandoctor.dumps.dump import Dump
 from nandoctor.replaying.settings import OPTIONS
 
-RUN = {"model", "step"}
+RUN = {"model", "step", "machine"}
 ALL = {*RUN, "statistics", "fixes"}
 IMAGE = np.ones((2, 4), np.float32)
 
