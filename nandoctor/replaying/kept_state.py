@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections import deque
+import weakref
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from types import FunctionType, ModuleType
+from operator import setitem
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
@@ -32,10 +36,14 @@ _WATCHED_NBYTES = 32 << 20
 """Less is copied more quickly than every operation is looked at."""
 _SMALL_NBYTES = 1 << 16
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), type, type(len), type(lambda: 0), torch.dtype})
-_NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "collections", "threading", "logging")
+_NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "threading", "logging")
 
 Undo = Callable[[], object]
 _Cached = type(lru_cache(lambda: None))
+_CONTAINERS = (OrderedDict, dict, list, deque, set)
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_UNBOUND = (staticmethod, classmethod)
+_UNSET = object()
 
 
 @contextmanager
@@ -60,130 +68,179 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
         self.undo: list[Undo] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # with the values, for the id of one that is gone may be another's
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._left = math.inf
+        self._add((*model.parameters(), *model.buffers(), *model.modules()), _DEPTH)
         self._left = _MOST_VALUES
-        for module in model.modules():
-            self._visit(module, _DEPTH)
         for scope in _scopes_of(model):
-            self._visit_scope(scope)
+            self._add_scope(scope)
+        while self._waiting:  # no recursion: modules may refer to one another in a chain of any length
+            self._keep(*self._waiting.popleft())
 
-    def _visit(self, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen or not self._left:
-            return
-        self._seen.add(id(value))
-        self._left -= 1
-        if isinstance(value, torch.Tensor):
-            self._visit_tensor(value)
-        elif isinstance(value, nn.Module):
-            self._visit_module(value, _DEPTH)
-        elif (state := _generator_state(value)) is not None:
-            self.undo.append(state)
-        elif isinstance(value, np.ndarray) and value.dtype != object:
+    def _add(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if type(value) not in _PLAIN and id(value) not in self._seen and self._left > 0:
+                self._seen[id(value)] = value
+                self._left -= 1
+                self._waiting.append((value, depth))
+
+    def _add_scope(self, scope: Any) -> None:
+        """Keep what a class, or the file that it is written in, has beside functions."""
+        saved = dict(vars(scope))
+        self.undo.append(lambda: _reset_names(scope, saved))
+        plain = (getattr(value, "__func__", value) if _is(value, *_UNBOUND) else value for value in saved.values())
+        self._add((value for value in plain if _is(value, *_CONTAINERS, *_GENERATORS, _Cached, torch.Tensor)), 2)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if _is(value, torch.Tensor):
+            self._keep_tensor(value)
+        elif _is(value, torch.jit.ScriptModule):
+            # It keeps its attributes in C++, where its graph can write to them but not replace them.
+            self._add((*value.parameters(), *value.buffers()), 0)
+        elif _is(value, nn.Module):
+            kind = type(value)
+            self.undo.append(lambda: object.__setattr__(value, "__class__", kind) if type(value) is not kind else None)
+            self._keep_object(value, _DEPTH)
+        elif _is(value, _Cached):
+            value.cache_clear()
+            self.undo.append(value.cache_clear)
+        elif _is(value, *_GENERATORS):
+            self.undo.append(_generator_state(value))
+        elif _is(value, np.ndarray):
             self.undo.append(_keep_array(value))
+            self._add((_attributes_of(value), *(value.flat if value.dtype == object else ())), depth - 1)
+        elif _is(value, bytearray, array):
+            self.undo.append(partial(setitem, value, slice(None), value[:]))
         elif depth:
-            self._visit_container(value, depth - 1)
+            self._keep_container(value, depth - 1)
 
-    def _visit_tensor(self, tensor: torch.Tensor) -> None:
-        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of others, which hold the memory
-            self._visit_all((getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), 0)
+    def _keep_tensor(self, tensor: Any) -> None:
+        if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper of others, which hold the memory
+            self._add((getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), 0)
         else:
             self.tensors.append(tensor)
 
-    def _visit_module(self, module: nn.Module, depth: int) -> None:
-        # A ScriptModule keeps its attributes in C++, where its graph can write to them but not replace them.
-        if isinstance(module, torch.jit.ScriptModule):
-            self._visit_all((*module.parameters(), *module.buffers()), 0)
-            return
-        kind = type(module)
-        self.undo.append(lambda: setattr(module, "__class__", kind) if type(module) is not kind else None)
-        self._visit_container(vars(module), depth)
+    def _keep_container(self, value: Any, depth: int) -> None:
+        # Of a subclass, the methods may do or refuse anything: those of the type that it is made of are asked.
+        base = next((kind for kind in _CONTAINERS if _is(value, kind)), None)
+        if base in {OrderedDict, dict}:
+            saved = [(key, base.__getitem__(value, key)) for key in base.__iter__(value)]
+            self.undo.append(lambda: _refill(base, value, saved))
+            self._add((item for _, item in saved), depth)
+        elif base is not None:
+            items = list(base.__iter__(value))
+            self.undo.append(lambda: _relist(base, value, items))
+            self._add(items, depth)
+        elif _is(value, tuple, frozenset):
+            self._add(tuple.__iter__(value) if _is(value, tuple) else frozenset.__iter__(value), depth)
+        elif _is(value, partial):
+            self._add((value.args, value.keywords), depth)
+        elif _is_of_the_model(type(value)) and not _is(value, type):
+            self._keep_object(value, depth)
 
-    def _visit_container(self, value: Any, depth: int) -> None:
-        if isinstance(value, dict):
-            saved = dict(dict.items(value))  # not by way of a subclass, whose __getitem__ may build something
-            self.undo.append(lambda: _refill(value, saved))
-            self._visit_all(saved.values(), depth)
-        elif isinstance(value, (list, deque, set)):
-            items = list(value)
-            self.undo.append(lambda: _relist(value, items))
-            self._visit_all(items, depth)
-        elif isinstance(value, (tuple, frozenset)):
-            self._visit_all(value, depth)
-        elif _is_own_object(value):
-            self._visit_container(vars(value), depth)
+    def _keep_object(self, value: Any, depth: int) -> None:
+        slots = {slot: _read(slot, value) for slot in _slots_of(type(value))}
+        self.undo.append(lambda: _reset_slots(value, slots))
+        self._add((_attributes_of(value), *slots.values()), depth)
 
-    def _visit_all(self, values: Iterable[Any], depth: int) -> None:
-        for value in values:
-            self._visit(value, depth)
 
-    def _visit_scope(self, scope: Any) -> None:
-        """Keep what a class, or the file that it is written in, has beside functions; empty its functions' caches."""
-        saved = dict(vars(scope))
-        self.undo.append(lambda: _reset_names(scope, saved))
-        for value in saved.values():
-            if isinstance(value, _Cached):
-                value.cache_clear()
-            elif isinstance(value, (dict, list, deque, set, torch.Tensor)):
-                self._visit(value, 2)
+def _is(value: Any, *kinds: Any) -> bool:
+    """Tell whether a value is one of a type; unlike `isinstance`, without asking the value, which may be a proxy."""
+    return issubclass(type(value), kinds)
 
 
 def _scopes_of(model: nn.Module) -> Iterator[Any]:
     """The classes of the model that are not torch's, and the files they are from; never the interactive session."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_the_model(kind)}
     yield from kinds
-    files = {kind.__module__ for kind in kinds} - {"__main__"}
-    yield from (sys.modules[name] for name in sorted(files) if name in sys.modules)
+    files = {str(kind.__module__) for kind in kinds} - {"__main__"}
+    yield from (sys.modules[name] for name in sorted(files) if _is(sys.modules.get(name), ModuleType))
 
 
 def _is_of_the_model(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _NOT_THE_MODELS
+    return str(kind.__module__).partition(".")[0] not in _NOT_THE_MODELS
 
 
-def _is_own_object(value: Any) -> bool:
-    """Tell whether this is an object of the model's code, with attributes in Python."""
-    return _is_of_the_model(type(value)) and not callable(value) and isinstance(getattr(value, "__dict__", None), dict)
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dict of an object's attributes, whatever its class makes of the name `__dict__`."""
+    places = (vars(kind).get("__dict__") for kind in type(value).__mro__)
+    own = next((place for place in places if isinstance(place, (GetSetDescriptorType, MemberDescriptorType))), None)
+    return None if own is None else own.__get__(value)
 
 
-def _refill(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    now = dict(dict.items(target))
-    if len(now) != len(saved) or any(now.get(key, now) is not value for key, value in saved.items()):
-        target.clear()
-        target.update(saved)
+def _slots_of(kind: type) -> Iterator[MemberDescriptorType]:
+    for base in kind.__mro__:
+        if "__slots__" in vars(base):
+            yield from (member for member in vars(base).values() if isinstance(member, MemberDescriptorType))
 
 
-def _relist(target: Any, items: list[Any]) -> None:
-    if len(target) != len(items) or any(a is not b for a, b in zip(target, items, strict=True)):
-        target.clear()
-        (target.update if isinstance(target, set) else target.extend)(items)
+def _read(slot: MemberDescriptorType, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _UNSET
+
+
+def _reset_slots(value: Any, saved: dict[MemberDescriptorType, Any]) -> None:
+    for slot, item in saved.items():
+        if _read(slot, value) is not item:
+            slot.__delete__(value) if item is _UNSET else slot.__set__(value, item)
+
+
+def _refill(base: Any, target: Any, saved: list[tuple[Any, Any]]) -> None:
+    now = ((key, base.__getitem__(target, key)) for key in base.__iter__(target))
+    if len(saved) != base.__len__(target) or any(
+        a is not b or x is not y for (a, x), (b, y) in zip(saved, now, strict=True)
+    ):
+        base.clear(target)
+        for key, value in saved:
+            if not (_is_dead(key) or _is_dead(value)):
+                base.__setitem__(target, key, value)
+
+
+def _relist(base: Any, target: Any, items: list[Any]) -> None:
+    if len(items) != base.__len__(target) or any(a is not b for a, b in zip(items, base.__iter__(target), strict=True)):
+        base.clear(target)
+        (base.update if base is set else base.extend)(target, (item for item in items if not _is_dead(item)))
+
+
+def _is_dead(value: Any) -> bool:
+    """Tell whether it is a weak reference to what is gone, which no weak collection would hold any longer."""
+    return _is(value, weakref.ref) and value() is None
 
 
 def _reset_names(scope: Any, saved: dict[str, Any]) -> None:
     """Set the names of a class or a file as they were; what was imported or defined meanwhile stays."""
+    base = type if _is(scope, type) else ModuleType  # the class of either may refuse to be written to
     now = dict(vars(scope))
     for name, value in now.items():
-        if name not in saved and not (name.startswith("__") or isinstance(value, (ModuleType, type, FunctionType))):
-            delattr(scope, name)
+        if name not in saved and not (name.startswith("__") or _is(value, ModuleType, type, FunctionType)):
+            base.__delattr__(scope, name)
     for name, value in saved.items():
         if not name.startswith("__") and now.get(name, saved) is not value:
-            setattr(scope, name, value)
+            base.__setattr__(scope, name, value)
 
 
-def _generator_state(value: Any) -> Undo | None:
-    """How to put a random generator of the model's own back; None for anything else."""
+def _generator_state(value: Any) -> Undo:
+    """How to put a random generator of the model's own back."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
+    if isinstance(value, random.SystemRandom):  # has no state
+        return lambda: None
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
+    return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
 
 
-def _keep_array(array: np.ndarray[Any, Any]) -> Undo:
-    saved = array.copy()
-    return lambda: np.copyto(array, saved) if array.flags.writeable else None
+def _keep_array(values: np.ndarray[Any, Any]) -> Undo:
+    if not values.flags.writeable:  # as a data set's is that is mapped from a file
+        return lambda: None
+    plain = values.view(np.ndarray)
+    saved = plain.copy()
+    return lambda: np.copyto(plain, saved)
 
 
 @contextmanager
@@ -193,10 +250,12 @@ def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[
     Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
     just before the first write.
     """
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
-    headers = [(tensor, type(tensor), tensor.data, tensor.requires_grad) for tensor in dense]
-    others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
-    memory = _Memory(tensor for tensor in dense if not is_lazy(tensor))
+    with DisableTorchFunctionSubclass():  # what is asked of a tensor here is not for its class to answer
+        dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+        headers = [_Header(tensor) for tensor in dense]
+        others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
+        grads = [header.grad for header in headers if header.grad is not None and header.grad.layout is torch.strided]
+        memory = _Memory(tensor for tensor in (*dense, *grads) if not is_lazy(tensor))
     with ExitStack() as stack:
         if memory.nbytes >= _WATCHED_NBYTES:
             memory.keep_all(below=_SMALL_NBYTES)  # a batch norm does not say that it writes its statistics
@@ -206,21 +265,34 @@ def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[
         try:
             yield
         finally:
-            for header in headers:
-                _put_header_back(*header)
-            stack.close()
-            memory.put_back()
-            with torch.no_grad():
+            with DisableTorchFunctionSubclass(), torch.no_grad():
+                for header in headers:
+                    header.put_back()
+                stack.close()
+                memory.put_back()
                 for tensor, saved in others:
                     tensor.copy_(saved)
 
 
-def _put_header_back(tensor: torch.Tensor, kind: type, data: torch.Tensor, requires_grad: bool) -> None:
-    tensor.data = data
-    if type(tensor) is not kind:
-        tensor.__class__ = kind
-    if tensor.is_leaf and tensor.requires_grad is not requires_grad:
-        tensor.requires_grad_(requires_grad)
+class _Header:
+    """What a tensor has beside its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._kind, self._data = tensor, type(tensor), tensor.data
+        self._requires_grad = tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+
+    def put_back(self) -> None:
+        """Give the tensor its class, shape, memory and gradient."""
+        tensor = self._tensor
+        tensor.data = self._data
+        if type(tensor) is not self._kind:
+            tensor.__class__ = self._kind
+        if tensor.is_leaf:
+            if tensor.requires_grad is not self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
 
 
 class _Memory:
@@ -259,8 +331,10 @@ class _Memory:
 
     def put_back(self) -> None:
         for storage, copy in self._copies.items():
-            if self._flat[storage].untyped_storage().nbytes() >= copy.numel():
-                self._flat[storage].copy_(copy)
+            memory = self._flat[storage].untyped_storage()
+            if memory.nbytes() < copy.numel():
+                memory.resize_(copy.numel())
+            self._flat[storage].copy_(copy)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
