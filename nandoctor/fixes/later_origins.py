@@ -52,7 +52,7 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
     seen = {_place(lead) for lead in leads}
     chosen: list[Candidate] = []
     later: list[Diagnosis] = []
-    while leads and len(seen) <= MAX_LEADS:
+    while 0 < len(leads) <= MAX_LEADS and len(chosen) < MAX_LEADS:
         options = together([specific(lead, model) or [(smallest_in_fp32(lead, model),)] for lead in leads])
         found = _first_that_helps(chosen, options, seen, trials)
         if found is None:

@@ -124,3 +124,22 @@ def test_nothing_is_promised_where_the_later_one_stays(tmp_path):
     report = replay(tmp_path, Hopeless(), x=x).report
     assert not any(fix.verified for fix in report.fixes)
     assert any('`x * float("nan")` writes NaN, which is never removed' in note for note in report.notes)
+
+
+class Logits(nn.Module):
+    """Four logarithms of a probability of 0 or 1, and behind them a scale of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.0, 2.0]))
+
+    def forward(self, x):
+        logits = torch.log(x) - torch.log(1 - x)
+        volume = -(torch.log(x) + torch.log(1 - x)).sum(-1)
+        return volume + (logits / self.scale).tanh().sum(-1)
+
+
+def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
+    report = replay(tmp_path, Logits(), x=torch.tensor([[0.2, 0.5, 0.4], [0.0, 0.3, 0.6], [0.3, 0.2, 1.0]])).report
+    assert [diagnosis.cause.code for diagnosis in report.also[-1:]] == ["division-by-zero"]
+    assert (report.fixes[0].verified, report.fixes[0].patch.count("\n+ ")) == (True, 3)
