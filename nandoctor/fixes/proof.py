@@ -72,6 +72,7 @@ class Verifier:
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
+        criteria.append(("samples to blame alone", partial(self._judge_alone, written, change, scale)))
         for name, varied in self._variations.items():
             criteria.append((name, partial(self._judge_variation, written, change, varied, scale)))
         checks: list[Check] = []
@@ -121,15 +122,37 @@ class Verifier:
     def _variations(self) -> Mapping[str, Trials | None]:
         """The trials of the step on batches near to its own; None where there is no such batch."""
         step = self._trials.step
-        alone = interventions.select_samples([KeepSamples(samples=self._guilty)], step.batch, step.used)
         batches = {name: vary(step.batch, step.used) for name, vary in VARIATIONS.items()}
-        varied: dict[str, Trials | None] = {
-            "samples to blame alone": self._trials.on(replace(step, batch=alone)) if self._healthy else None
-        }
+        varied: dict[str, Trials | None] = {}
         for name, batch in batches.items():
             varied[name] = self._trials.on(replace(step, batch=batch)) if batch is not None else None
         varied["other seed"] = self._trials.on(replace(step, seed=(step.seed or 0) + 1)) if self._random else None
         return varied
+
+    @cached_property
+    def _guilty_alone(self) -> Trials | None:
+        return self._trials_of(self._guilty) if self._healthy else None
+
+    @cached_property
+    def _others_alone(self) -> Trials | None:
+        """The trials of as many samples that were fine; None where there are not so many."""
+        number_of = len(self._guilty)
+        return self._trials_of(self._healthy[:number_of]) if number_of <= len(self._healthy) else None
+
+    def _trials_of(self, samples: tuple[int, ...]) -> Trials:
+        step = self._trials.step
+        kept = interventions.select_samples([KeepSamples(samples=samples)], step.batch, step.used)
+        return self._trials.on(replace(step, batch=kept))
+
+    def _judge_alone(self, written: WrittenChange, change: Change, scale: float | None) -> Said:
+        """As a variation; but a loss of pairs, say, is not finite for so few samples, whichever they are."""
+        said = self._judge_variation(written, change, self._guilty_alone, scale)
+        others = self._others_alone
+        if said[0] != "failed" or others is None or others.run().finite:
+            return said
+        if self._judge_variation(written, change, others, scale)[0] != "failed":
+            return said
+        return "not-checked", "as few of the samples that were fine fail as well, changed or not"
 
     def _judge_variation(
         self, written: WrittenChange, change: Change, varied: Trials | None, scale: float | None

@@ -177,3 +177,29 @@ def test_a_recorded_loss_scale_of_one_is_known(tmp_path):
     checks = {check.name: check for check in report.fixes[0].checks}
     assert checks["loss scale"].status == "passed"
     assert "loss scale 4 " in checks["loss scale"].text
+
+
+class Directions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        made = self.read(x)
+        return made / made.norm(dim=1, keepdim=True)
+
+
+def contrast(made, _):
+    """Every sample beside all others, of which a batch of one has none."""
+    likeness = (made @ made.T).float()
+    others = likeness.masked_fill(torch.eye(len(made), dtype=torch.bool), float("-inf"))
+    return others.logsumexp(1).mean()
+
+
+def test_a_loss_of_pairs_is_not_asked_of_one_sample(tmp_path):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    x[2] = 0
+    best = replay(tmp_path, Directions, loss=contrast, x=x).fixes[0]
+    alone = next(check for check in best.checks if check.name == "samples to blame alone")
+    assert (best.verified, best.kind) == (True, "source")
+    assert (alone.status, "of the samples that were fine fail" in alone.text) == ("not-checked", True)
