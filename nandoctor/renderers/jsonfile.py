@@ -55,7 +55,7 @@ def _parse(path: str | os.PathLike[str]) -> Any:
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
-            raise OSError(errno.EINVAL, "it is no regular file, or far too large for a report")
+            raise OSError(errno.EINVAL, "it is no file, or far too large for a report")
         # Bytes, not text: json finds out UTF-8, UTF-16 or UTF-32 by itself, and PowerShell's `>` writes UTF-16.
         return json.loads(Path(path).read_bytes())
     except OSError as error:
