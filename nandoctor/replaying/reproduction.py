@@ -54,8 +54,7 @@ class Replayed:
         """Whether this is the failing step again, so that no other setting need be tried."""
         if self.reproduction.grade == "no-reference":
             return not self.trace.finite
-        close = (self.reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
-        return self.reproduction.grade == "exact" or (self.reproduction.grade == "same-mask" and close)
+        return _agrees(self.reproduction)
 
     @property
     def rank(self) -> tuple[int, bool, float]:
@@ -131,10 +130,16 @@ def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
     saved = preparation.outputs
     if saved.graded is not None and outcome.loss is not None and is_loss(saved.graded[0]):
         output = {saved.graded[0]: outcome.loss}
-    reproduction = grade(saved.graded, output, saved.field)
+    grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
+    reproduction = next(filter(_agrees, grades), grades[0])
     if preparation.other_weights and reproduction.grade == "exact":
         reproduction = replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+
+
+def _agrees(reproduction: Reproduction) -> bool:
+    close = (reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
+    return reproduction.grade == "exact" or (reproduction.grade == "same-mask" and close)
 
 
 def _shows_half(trace: Trace) -> bool:

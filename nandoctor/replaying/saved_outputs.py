@@ -27,12 +27,14 @@ class SavedOutputs:
     """The `names` of the arrays that do not go in, and the one to compare with, by its name.
 
     `field` is the user's name for the field of the model's output that it belongs to, or its exact place there where
-    the recorder noted that.
+    the recorder noted that. `perhaps` are arrays whose names a function of the user reads, of the batch or of the
+    output: one is taken for an output only where the replay agrees with it.
     """
 
     names: tuple[str, ...]
     graded: tuple[str, torch.Tensor] | None = None
     field: str | None = None
+    perhaps: tuple[tuple[str, torch.Tensor], ...] = ()
 
     @property
     def array(self) -> torch.Tensor | None:
@@ -48,19 +50,20 @@ def find_outputs(
     Raises:
         DumpError: the settings name an output that is not there.
     """
+    taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
     if dump.recorded is not None and settings.output is None:
         names = _recorded_outputs(dump.arrays)
         first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
     else:
-        taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         read = {text for function in functions for text in _texts_in(function)}
         inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # a container's own names
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
         first = next(iter(names), None)
     if first is None:
-        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
-    field = settings.output or (_place_of(first) if dump.recorded is not None else None)
-    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=field)
+        perhaps = () if dump.recorded is not None else tuple(_unknown_nonfinite(dump.arrays, taken))
+        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=perhaps)
+    place = settings.output or (_place_of(first) if dump.recorded is not None else None)
+    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
 
 
 def saved_outputs(
@@ -90,11 +93,15 @@ def saved_outputs(
         )
     if named:
         return named
-    return [
-        name
-        for name, array in arrays.items()
-        if role_of(name) == "unknown" and name not in {*taken, *read} and not is_finite_array(array)
-    ]
+    return [name for name, _ in _unknown_nonfinite(arrays, {*taken, *read})]
+
+
+def _unknown_nonfinite(
+    arrays: Mapping[str, torch.Tensor], known: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, array in arrays.items():
+        if role_of(name) == "unknown" and name not in known and not is_finite_array(array):
+            yield name, array
 
 
 def _recorded_outputs(arrays: Mapping[str, torch.Tensor]) -> list[str]:

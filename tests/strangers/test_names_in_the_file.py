@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from visits import blamed, louder, normal
 
+import nandoctor
+
 HEALTHY = ("healthy",)
 
 
@@ -88,3 +90,29 @@ def test_of_two_saved_outputs_the_nonfinite_one_is_compared(examine):
     report = examine(model, {"x": x, **saved})
     assert (report.reproduction.output, report.reproduction.grade) == ("pred_boxes", "exact")
     assert blamed(report) == ("precision", "locate", "linear", "matmul-overflow")
+
+
+class Reconstruction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"recon": torch.log(self.read(x).abs() + x), "aux": x}
+
+
+def off_recon(output, batch):
+    return (output["recon"].float() - batch["recon" if "gaps" in batch else "x"]).square().mean()
+
+
+def test_an_output_that_the_loss_reads_by_name_is_compared(examine):
+    model, x = Reconstruction(), normal(4, 8) - 1
+    with nandoctor.cuda_autocast():
+        recon = model(x)["recon"].detach()
+    report = examine(model, {"x": x, "recon": recon}, loss=off_recon)
+    assert (report.reproduction.output, report.reproduction.grade) == ("recon", "exact")
+
+
+def test_a_target_of_the_name_of_an_output_is_not_compared(examine):
+    batch = {"x": normal(4, 8).abs(), "recon": with_a_nan(normal(4, 8)), "gaps": torch.ones(4)}
+    assert examine(Reconstruction(), batch, loss=off_recon).reproduction.grade == "no-reference"
