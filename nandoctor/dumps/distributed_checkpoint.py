@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.classify import check_weights, choose_state
+from nandoctor.dumps.file_type import regular_size
 from nandoctor.dumps.pickle_scan import named_globals
 from nandoctor.dumps.reader import read_part
 from nandoctor.dumps.zip_members import damaged
@@ -28,6 +29,7 @@ from nandoctor.text import brief, brief_list, plural
 
 _MAX_NBYTES = 512 << 20
 _MAX_INSTRUCTIONS = 10_000_000
+_MAX_STRIDE = (1 << 63) - 1
 _PACKAGE = "torch.distributed.checkpoint"
 
 
@@ -80,8 +82,9 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
     names = _choose_names(list(described), _mapping(metadata, "planner_data"))
     parts: dict[str, list[tuple[_Record, _Record]]] = {name: [] for name in names}
     for index, place in _mapping(metadata, "storage_data").items():
-        if isinstance(index, _Record) and isinstance(place, _Record) and index.fields.get("fqn") in parts:
-            parts[index.fields["fqn"]].append((index, place))
+        name = index.fields.get("fqn") if isinstance(index, _Record) and isinstance(place, _Record) else None
+        if isinstance(name, str) and name in parts:
+            parts[name].append((index, place))
     files = _Files(folder)
     state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
     return check_weights(state, files.nbytes)
@@ -110,7 +113,7 @@ def _find(name: str) -> Any:
 
 
 def _read_metadata(path: Path) -> _Record:
-    if path.stat().st_size > _MAX_NBYTES:
+    if regular_size(path) > _MAX_NBYTES:
         raise damaged("its metadata is larger than that of any model")
     pickled = path.read_bytes()
     unknown = sorted(name for name in named_globals(pickled, max_instructions=_MAX_INSTRUCTIONS) if not _find(name))
@@ -163,7 +166,7 @@ class _Files:
     def read(self, place: _Record) -> torch.Tensor:
         """The tensor at that place."""
         name, offset, length = (place.fields.get(key) for key in ("relative_path", "offset", "length"))
-        if name not in self._sizes or type(offset) is not int or type(length) is not int:
+        if not isinstance(name, str) or name not in self._sizes or type(offset) is not int or type(length) is not int:
             raise DumpError(
                 f"{brief(str(name))}, which holds a part of the weights, is not in it.",
                 remedy="Put the files of all ranks into one directory.",
@@ -184,7 +187,7 @@ class _Files:
 def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]], files: _Files) -> torch.Tensor:
     shape = _whole(described.fields.get("size"))
     num_left = math.prod(shape)
-    if not parts or num_left > files.nbytes:
+    if not parts or num_left > files.nbytes or math.prod(max(size, 1) for size in shape) > _MAX_STRIDE:
         raise _unfit(name, f"{num_left:,} values in {plural(len(parts), 'part')}")
     whole: torch.Tensor | None = None
     for index, place in parts:

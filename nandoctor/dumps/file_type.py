@@ -84,7 +84,7 @@ def open_container(path: Path) -> Container:
         DumpError: it is missing, unreadable, empty, cut short, or nothing that torch.save writes.
     """
     try:
-        nbytes = _regular_size(path)
+        nbytes = regular_size(path)
         with path.open("rb") as file:
             head = file.read(_HEAD_NBYTES)
             if head.startswith(_ZIP_MAGIC):
@@ -151,7 +151,13 @@ class _Window(io.RawIOBase):
         return data
 
 
-def _regular_size(path: Path) -> int:
+def regular_size(path: Path) -> int:
+    """The size of a file, in bytes, before it is opened: to open a pipe may take for ever, and to read a device.
+
+    Raises:
+        DumpError: it is another thing than a file, or empty.
+        OSError: it cannot be found.
+    """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise describe_directory(path)

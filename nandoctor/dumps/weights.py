@@ -15,6 +15,7 @@ import torch
 from nandoctor.dumps.classify import check_weights, strip_wrappers
 from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
 from nandoctor.dumps.distributed_checkpoint import read_distributed
+from nandoctor.dumps.file_type import regular_size
 from nandoctor.dumps.reader import read_state
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
@@ -50,6 +51,8 @@ def read_weights(path: str | os.PathLike[str]) -> State:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
     except DumpError as error:
         raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
+    if not state:
+        raise DumpError(f"{brief(str(location), 1000)}: it holds no weights.", remedy="Name a file of weights.")
     return strip_wrappers(state)[0]
 
 
@@ -90,8 +93,8 @@ def _choose_file(listing: Listing) -> str:
 def _read_deepspeed(path: Path, listing: Listing) -> State:
     """The weights that ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
     if "latest" in listing.names:
-        tag = (path / "latest").read_text(encoding="utf-8", errors="replace")[:200].strip()
-        if Path(tag).name == tag and (path / tag).is_dir():
+        tag = _read_tag(path / "latest")
+        if tag in listing.names and (path / tag).is_dir():
             path, listing = path / tag, list_directory(path / tag)
     files = listing.ending("_model_states.pt")
     if len(files) == 1 and not files[0].startswith("zero_pp_rank_"):
@@ -104,9 +107,15 @@ def _read_deepspeed(path: Path, listing: Listing) -> State:
     raise stub_error(path)
 
 
+def _read_tag(path: Path) -> str:
+    regular_size(path)
+    with path.open("rb") as file:
+        return file.read(200).decode("utf-8", errors="replace").strip()
+
+
 def _read_index(path: Path) -> State:
     """All shards that the index of Hugging Face names, each tensor from the file that it is said to be in."""
-    if path.stat().st_size > _MAX_INDEX_NBYTES:
+    if regular_size(path) > _MAX_INDEX_NBYTES:
         raise damaged("its index is larger than that of any model")
     try:
         places = json.loads(path.read_bytes())["weight_map"]
@@ -146,9 +155,10 @@ def _read_safetensors(path: Path) -> State:
         raise DumpError(
             "reading it takes the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
         ) from error
+    nbytes = regular_size(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
-    return check_weights(state, path.stat().st_size)
+    return check_weights(state, nbytes)

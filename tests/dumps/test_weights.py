@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -188,6 +189,22 @@ BROKEN = {
     "dcp: beyond the end": (change_metadata(lambda m: place_of(m, offset=1 << 40)), "damaged"),
     "dcp: no pickle": (lambda f: ((f / ".metadata").write_bytes(b"\x80\x04}"), lone(f, "x.distcp")), "damaged"),
     "dcp: a number": (change_metadata(lambda _: 3), "damaged"),
+    "dcp: a list for a name": (
+        change_metadata(lambda m: [object.__setattr__(index, "fqn", []) for index in m.storage_data] and None),
+        "do not make it up",
+    ),
+    "dcp: a list for a file": (change_metadata(lambda m: place_of(m, relative_path=[])), "is not in it"),
+    "dcp: endless strides": (
+        change_metadata(lambda m: m.state_dict_metadata["a.weight"].__dict__.update(size=torch.Size([0, 1 << 59, 16]))),
+        "do not make it up",
+    ),
+    "dcp: pipe": (lambda f: (os.mkfifo(f / ".metadata"), lone(f, "x.distcp")), "a pipe"),
+    "safetensors: pipe": (lambda f: os.mkfifo(f / "model.safetensors"), "a pipe"),
+    "safetensors: empty": (lambda f: save_file({}, f / "model.safetensors"), "no weights"),
+    "index: pipe": (lambda f: os.mkfifo(f / "model.safetensors.index.json"), "a pipe"),
+    "index: empty": (index_of({"weight_map": {}}), "no weights"),
+    "deepspeed: pipe": (lambda f: os.mkfifo(f / "latest"), "a pipe"),
+    "deepspeed: another folder": (lambda f: (f / "latest").write_text(".."), "ZeRO"),
     "dcp: no parts": (change_metadata(lambda m: m.storage_data.clear()), "do not make it up"),
 }
 
