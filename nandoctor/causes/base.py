@@ -265,12 +265,16 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
-def guard_candidate(op: OpCall) -> Candidate:
-    """The op kept away from where it, or its derivative, is infinite; empty where that is not known."""
+def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
+    """The op kept away from where it, or its derivative, is infinite; empty where that is not known.
+
+    Where the `edge` that was met is given, the other one is left as it is: acos is 0 at 1, and pi at -1.
+    """
     domain = DOMAINS.get(op.op)
     if domain is not None:
-        low, high = (end if math.isfinite(end) else None for end in (domain.low, domain.high))
-        safe = domain.low + 1 if high is None else (domain.low + domain.high) / 2
+        ends = (domain.low, domain.high)
+        low, high = (end if math.isfinite(end) and edge in (None, end) else None for end in ends)
+        safe = domain.low + 1 if math.isinf(domain.high) else sum(ends) / 2
         return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe),)
     names = SINGULAR_INPUTS.get(op.op, ()) if op.op in DIVISIONS else ()
     return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])

@@ -85,4 +85,5 @@ def _explain(finding: GradientFinding, headline: str, explanation: str) -> Cause
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument of the forward op off the point where the derivative is infinite."""
     if finding.forward is not None:
-        yield (*clamp_into_domain(finding.forward), *guard_candidate(finding.forward))
+        edge = singular_edge(finding.forward)
+        yield (*clamp_into_domain(finding.forward), *guard_candidate(finding.forward, edge=edge))

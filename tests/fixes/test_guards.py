@@ -70,18 +70,28 @@ def test_a_condition_that_stands_there_is_not_written_again(diagnosed):
     assert line.count("h > 0") == 2
 
 
+class Angle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return torch.acos(x * self.scale)
+
+
+def replay_angle(folder, x):
+    torch.save({"state_dict": Angle().state_dict(), "x": x}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", Angle, loss=lambda output, _: output.float().mean()).report
+
+
 def test_a_value_that_the_code_needs_there_is_not_taken_away(tmp_path):
     """acos(-1) is pi: a guard that gives 0 there is refused."""
-
-    class Angle(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return torch.acos(x * self.scale)
-
-    x = torch.tensor([[-1.0, 0.5], [0.25, 0.75]])
-    torch.save({"state_dict": Angle().state_dict(), "x": x}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", Angle, loss=lambda output, _: output.float().mean()).report
+    report = replay_angle(tmp_path, torch.tensor([[-1.0, 0.5], [0.25, 0.75]]))
     assert not [fix.title for fix in report.fixes if fix.verified and fix.edit.kind == "guard"]
+
+
+def test_an_edge_that_was_not_met_is_left_as_it_is(tmp_path):
+    """acos(1) is 0, which a guard may give; at -1 it would be wrong, and this batch would not show it."""
+    fix = replay_angle(tmp_path, torch.tensor([[1.0], [0.5], [0.25]])).fixes[0]
+    assert (fix.verified, fix.edit.kind, fix.edit.low, fix.edit.high) == (True, "guard", None, 1.0)
+    assert "torch.acos(torch.where(guarded < 1, guarded, 0.0))" in fix.patch
