@@ -46,16 +46,20 @@ def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
     remarks = [*(("note", text) for text in summary.notes), *(("missing", text) for text in summary.missing)]
     if remarks:
         yield Text()
-        yield labelled(remarks)
+        yield labelled(remarks[:_MAX_ROWS])
+    if len(remarks) > _MAX_ROWS:
+        yield literal(f"and {len(remarks) - _MAX_ROWS} more")
 
 
 def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
     yield "file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}"
     yield "weights", f"{plural(summary.num_weights, 'tensor')}, {plural(summary.num_parameters, 'value')}"
     if summary.prefix:
-        yield "prefix", f"{summary.prefix} (taken off every name)"
-    for name, value in summary.scalars:
+        yield "prefix", f"{brief(summary.prefix)} (taken off every name)"
+    for name, value in summary.scalars[:_MAX_ROWS]:
         yield brief(name, _NAME_WIDTH), value
+    if len(summary.scalars) > _MAX_ROWS:
+        yield "scalars", f"and {len(summary.scalars) - _MAX_ROWS} more"
 
 
 def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:

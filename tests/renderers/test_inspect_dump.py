@@ -66,3 +66,13 @@ def test_hostile_names_are_shown_as_they_are():
     text = printed(summary)
     assert "\x1b" not in text
     assert text.count(r"[red]a\x1b[31m\nb") == 6
+
+
+def test_what_is_printed_is_bounded_whatever_the_file_holds():
+    many = [f"{index:03d}" + "x" * 500 for index in range(400)]
+    arrays = tuple(factory.array(name) for name in many)
+    scalars, texts = tuple((name, name) for name in many), tuple(many)
+    text = printed(factory.dump(arrays=arrays, bad_weights=arrays, scalars=scalars, notes=texts, missing=texts))
+    assert len(text) < 30_000
+    assert text.count("and 380 more") == 3
+    assert "and 780 more" in text
