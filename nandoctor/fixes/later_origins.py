@@ -53,7 +53,7 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
     chosen: list[Candidate] = []
     later: list[Diagnosis] = []
     while 0 < len(leads) <= MAX_LEADS and len(chosen) < MAX_LEADS:
-        options = together([specific(lead, model) or [(smallest_in_fp32(lead, model),)] for lead in leads])
+        options = together([_options(lead, trials) for lead in leads])
         found = _first_that_helps(chosen, options, seen, trials)
         if found is None:
             break
@@ -65,6 +65,12 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
     # The change of the last origin may mend those before it: a root that is never zero is no divisor of zero.
     candidates = (chosen[-1], *together([[candidate] for candidate in chosen])) if len(chosen) > 1 else ()
     return LaterOrigins(diagnoses=tuple(later), candidates=candidates)
+
+
+def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
+    """The changes of the operation itself; before them fp32, where the first origin is a matter of precision."""
+    changes, in_fp32 = specific(lead, trials.step.model), (smallest_in_fp32(lead, trials.step.model),)
+    return changes or [in_fp32] if trials.numerics else [in_fp32, *changes]
 
 
 def _describe(diagnosis: Diagnosis) -> str:

@@ -204,7 +204,7 @@ class _Search:
         self._attempt(self._later.candidates, self._tried)
 
     def try_fp32_sets(self) -> None:
-        """Try the smallest sets of modules in fp32, where fp32 does not fail."""
+        """Try the smallest sets of modules in fp32, where fp32 does not fail; then what its backward pass may hide."""
         findings, trials = self._findings, self._trials
         if findings.verdict in ("precision", "silent"):
             with self._budget.holding_back(_FOR_THE_REST):
@@ -214,6 +214,8 @@ class _Search:
             self._attempt(((refine(kept, findings, trials),) for kept in of_use), self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)
+            if self._step.loss is not None and not self._succeeded:
+                self._try_later_origins()
         if self._fp32_sets is None or self._fp32_sets.complete:
             self._untried.remove(_FP32_SETS)
 

@@ -143,3 +143,25 @@ def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
     report = replay(tmp_path, Logits(), x=torch.tensor([[0.2, 0.5, 0.4], [0.0, 0.3, 0.6], [0.3, 0.2, 1.0]])).report
     assert [diagnosis.cause.code for diagnosis in report.also[-1:]] == ["division-by-zero"]
     assert (report.fixes[0].verified, report.fixes[0].patch.count("\n+ ")) == (True, 3)
+
+
+class SquaresAndRoot(nn.Module):
+    """A square that passes fp16's range in one sample; in another, a root of zero that fp32's backward fails of too."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight)
+
+    def forward(self, x):
+        h = self.read(x)
+        return torch.sin(h * h * 1e-5) + torch.sqrt(h.float().square())
+
+
+def test_an_overflow_may_hide_a_backward_that_fails_in_fp32(tmp_path):
+    x = torch.tensor([[400.0, 1.0], [2.0, 0.0], [3.0, 4.0]])
+    torch.save({"state_dict": SquaresAndRoot().state_dict(), "x": x}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", SquaresAndRoot, loss=lambda made, _: made.float().mean()).report
+    assert report.verdict == "precision"
+    assert [diagnosis.cause.code for diagnosis in report.also] == ["gradient-singularity"]
+    assert report.fixes[0].verified
