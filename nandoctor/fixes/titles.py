@@ -37,7 +37,7 @@ def write_title(edit: Edit) -> str:
     if isinstance(edit, Together):
         if all(isinstance(single, KeepModule) for single in edit.edits):
             return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
-        return "; ".join(write_title(single) for single in edit.edits)
+        return "; ".join(dict.fromkeys(map(write_title, edit.edits)))  # a line may be changed twice alike
     return str(_TITLES[edit.kind](edit))
 
 

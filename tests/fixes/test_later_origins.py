@@ -143,6 +143,8 @@ def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
     report = replay(tmp_path, Logits(), x=torch.tensor([[0.2, 0.5, 0.4], [0.0, 0.3, 0.6], [0.3, 0.2, 1.0]])).report
     assert [diagnosis.cause.code for diagnosis in report.also[-1:]] == ["division-by-zero"]
     assert (report.fixes[0].verified, report.fixes[0].patch.count("\n+ ")) == (True, 3)
+    said = report.fixes[0].title.split("; ")  # each line once, though two logarithms stand in it
+    assert len(said) == len(set(said)) == 3
 
 
 class SquaresAndRoot(nn.Module):
