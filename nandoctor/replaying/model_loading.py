@@ -29,7 +29,7 @@ from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
 from nandoctor.replaying.user_code import kept_running
 from nandoctor.text import brief
-from nandoctor.torch_compat import loads_plainly
+from nandoctor.torch_compat import loads_plainly, storage_of
 
 _CUT_SHORT = (
     " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
@@ -125,6 +125,7 @@ def load_state(
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
     state, notes = fit_prefix(state, own)
+    state = {**state, **_tied(state, own)}
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
@@ -150,6 +151,20 @@ def load_state(
         fills.finish()
     _copy_state(model, loaded, "")
     return notes + [f"--no-strict: {problem}" for problem in problems]
+
+
+def _tied(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights that are not in the state by their name, but by another of the same memory, as safetensors are written.
+
+    https://huggingface.co/docs/safetensors/torch_shared_tensors
+    """
+    places = {
+        name: (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        for name, tensor in own.items()
+        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel()
+    }
+    given = {place: state[name] for name, place in places.items() if name in state}
+    return {name: given[place] for name, place in places.items() if name not in state and place in given}
 
 
 def _share_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.project import Project
 
@@ -402,3 +403,35 @@ def test_a_module_under_two_names_is_loaded():
     model = nn.ModuleDict({"a": shared, "b": shared})
     load_state(model, {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)})
     assert shared.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, in one Parameter or in two of the same memory."""
+
+    def __init__(self, *, same):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight if same else nn.Parameter(self.embed.weight.data)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_a_tied_weight_is_given_under_either_name(name, same):
+    weight = torch.arange(12.0).reshape(4, 3)
+    model = Tied(same=same)
+    assert load_state(model, {name: weight}) == []
+    assert torch.equal(model.embed.weight, weight)
+    assert torch.equal(model.head.weight, weight)
+    mode = DeferredFills()
+    with mode.building():
+        deferred = Tied(same=same)
+    assert load_state(deferred, {name: weight}, fills=mode) == []
+    assert torch.equal(deferred.embed.weight, weight)
+    assert torch.equal(deferred.head.weight, weight)
+
+
+def test_a_weight_that_is_not_tied_is_missing_all_the_same():
+    model = Tied(same=True)
+    model.head.weight = nn.Parameter(torch.ones(4, 3))
+    with pytest.raises(ModelError, match="1 missing from the weights: head"):
+        load_state(model, {"embed.weight": torch.ones(4, 3)})
