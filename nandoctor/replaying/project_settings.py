@@ -5,6 +5,8 @@ In: a dump's path and a folder. Out: `Settings`.
 
 from __future__ import annotations
 
+import os
+import stat
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -41,9 +43,16 @@ def _find_project(start: Path) -> Path | None:
     """The nearest pyproject.toml that has a `[tool.nandoctor]` table."""
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and _read_table(path):
+        if path.is_file() and not _may_be_anybodys(path) and _read_table(path):
             return path
     return None
+
+
+def _may_be_anybodys(path: Path) -> bool:
+    """Tell whether another user wrote a file where everyone may write, as in /tmp: its settings name code to run."""
+    if not hasattr(os, "geteuid") or not path.parent.stat().st_mode & stat.S_IWOTH:
+        return False
+    return path.stat().st_uid not in (0, os.geteuid())
 
 
 def _read_table(path: Path) -> dict[str, Any]:

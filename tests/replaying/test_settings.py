@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import textwrap
 from pathlib import Path
 
@@ -78,6 +79,21 @@ def test_the_nearest_project_that_has_the_table_counts(project):
     assert read_settings(Path("dump.pth"), start=inner_most).model == "inner.py:f"
     assert read_settings(Path("dump.pth"), start=inner_most).directory == outer / "inner"
     assert read_settings(Path("dump.pth"), start=outer).model == "outer.py:f"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+@pytest.mark.parametrize(
+    ("owner", "mode", "taken"), [("other", 0o777, False), ("other", 0o755, True), ("own", 0o777, True)]
+)
+def test_settings_that_another_user_put_into_tmp_are_not_ours(owner, mode, taken, project, monkeypatch):
+    folder = project('[tool.nandoctor]\nmodel = "theirs.py:f"')
+    own, root = os.geteuid(), 0
+    if own == root:
+        os.chown(folder / "pyproject.toml", 1234, -1)
+        own = 1234
+    folder.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: own if owner == "own" else own + 1)
+    assert (read_settings(Path("dump.pth"), start=folder).model is not None) is taken
 
 
 def test_the_working_directory_is_where_the_search_starts(project, monkeypatch):
