@@ -190,7 +190,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *_describe_narrow_reference(reference, step.low),
             *describe_error_source(runs.autocast.modules),
         ),
-        next_steps=advise(verdict, summary, findings.gaps),
+        next_steps=advise(verdict, summary, findings.gaps, has_loss=step.loss is not None),
         excerpt=_read_excerpt(first),
     )
 

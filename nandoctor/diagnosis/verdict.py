@@ -108,14 +108,19 @@ def _describe_place(nonfinite_place: NonfinitePlace) -> str:
     return f"A value made in the forward of {name}, on its way into {nonfinite_place.seen_in.place.label},"
 
 
-def advise(verdict: Verdict, dump: DumpSummary, gaps: tuple[Gap, ...] = ()) -> tuple[str, ...]:
-    """What to do next besides applying a fix, most useful first."""
+def advise(
+    verdict: Verdict, dump: DumpSummary, gaps: tuple[Gap, ...] = (), *, has_loss: bool = False
+) -> tuple[str, ...]:
+    """What to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed."""
     if verdict == "cannot-tell":
         return (*(gap.remedy for gap in gaps), *dump.missing)
-    advice = _ADVICE.get(verdict)
+    advice = _HEALTHY_WITH_LOSS if verdict == "healthy" and has_loss else _ADVICE.get(verdict)
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
 
+_HEALTHY_WITH_LOSS = (
+    "If training did fail at this step, try another --mode, --seed, --inputs or --amp-dtype, whichever it used."
+)
 _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "If you changed the code, that is your fix working. If not, something is missing from the file: "
     "try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",

@@ -183,3 +183,8 @@ def test_what_to_do_next(verdict, words):
     steps = advise(verdict, SUMMARY)
     assert len(steps) == len(words)
     assert all(word in step for word, step in zip(words, steps, strict=True))
+
+
+def test_a_loss_that_was_replayed_is_not_asked_for():
+    (step,) = advise("healthy", SUMMARY, has_loss=True)
+    assert "--loss" not in step
