@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import convolve, decompose, kernel_library
+from nandoctor.torch_compat import convolve, decompose, kernel_library, plain_torch, unwrap
 
 # The op is a composite and has no kernel of its own under these keys; the second is asked in inference mode.
 _ATTENTION_KEYS = ("AutogradCPU", "CPU")
@@ -28,14 +28,20 @@ _by_reference_math = Shared(partial(sdpa_kernel, SDPBackend.MATH))
 _IN_ONEDNN = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Tell whether all values are finite; those of `torch.func` are read under its wrappers, and a fake has none."""
+    plain = unwrap(tensor)
+    with plain_torch():
+        return hasattr(plain, "fake_mode") or bool(torch.isfinite(plain).all())
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    is_finite = all(bool(torch.isfinite(tensor).all()) for tensor in (query, key, value))
-    with nullcontext() if is_finite else _by_reference_math:
+    with nullcontext() if all(map(_is_finite, (query, key, value))) else _by_reference_math:
         return decompose(torch.ops.aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
 
 
 def _convolve(tensor: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Any:
-    if weight.dtype not in _IN_ONEDNN or bool(torch.isfinite(weight).all()):
+    if weight.dtype not in _IN_ONEDNN or _is_finite(weight):
         return convolve(tensor, weight, bias, *args)
     wide = [None if operand is None else operand.double() for operand in (tensor, weight, bias)]
     return convolve(*wide, *args).to(tensor.dtype)

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
 from nandoctor.autocast.region import cuda_autocast
 from nandoctor.evidence.formats import BF16, FP16
@@ -108,6 +110,31 @@ def test_a_model_under_vmap_and_in_a_graph_still_runs():
     with apply_policy(REFERENCE, CPU):
         made = torch.vmap(attend)(x)
     assert made.isnan().flatten(1).any(1).tolist() == [False, True, False]
+
+
+PER_SAMPLE = {
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x).square().sum(), (3, 1, 2, 4, 8)),
+    "weights of convolutions": (lambda w: F.conv2d(torch.ones(1, 2, 5, 5), w).square().sum(), (3, 4, 2, 3, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", PER_SAMPLE)
+def test_gradients_of_each_sample_are_as_without(kind):
+    function, shape = PER_SAMPLE[kind]
+    torch.manual_seed(0)
+    values = torch.randn(shape)
+    gradients = torch.vmap(torch.func.grad(function))
+    usual = gradients(values)
+    with keep_nonfinite:
+        assert torch.equal(gradients(values), usual)
+
+
+def test_tensors_without_values_are_taken_as_finite():
+    with keep_nonfinite, FakeTensorMode():
+        x = torch.randn(1, 2, 4, 4)
+        assert F.scaled_dot_product_attention(x, x, x).shape == x.shape
+        assert F.conv2d(x, torch.randn(3, 2, 1, 1)).shape == (1, 3, 4, 4)
 
 
 CONVOLUTIONS = {
