@@ -15,7 +15,7 @@ from functools import cache, partial
 from io import BytesIO
 from mmap import mmap
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -322,6 +322,11 @@ def plain_torch() -> Iterator[None]:
     """A context in which tensors are read as they are: no function mode, no torch.func, no op tracer in between."""
     with _find("torch._C.DisableTorchFunction")(), _find("torch._C._DisableFuncTorch")(), unobserved():
         yield
+
+
+def no_subclass_methods() -> AbstractContextManager[None]:
+    """A context in which tensors of a subclass are handled as plain ones, whatever their class makes of a function."""
+    return cast(AbstractContextManager[None], _find("torch._C.DisableTorchFunctionSubclass")())
 
 
 # Modules and autograd

@@ -39,6 +39,7 @@ NEEDED: dict[str, str] = {
     "torch._C._are_functorch_transforms_active": "models that use torch.func",
     "torch._C._DisableFuncTorch": "models that use torch.func",
     # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
+    "torch._C.DisableTorchFunctionSubclass": "keeping the state of models with tensors of a subclass",
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
     # `torch.serialization.safe_globals` changes what every thread's torch.load accepts meanwhile.
     "torch._weights_only_unpickler._get_user_allowed_globals": "reading dumps beside other calls of torch.load",

@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
-from nandoctor.torch_compat import TorchDispatchMode, schema_of, storage_of, tree_leaves
+from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_leaves
 from nandoctor.tracing.dispatch_hook import Proceed, intercepting
 from nandoctor.tracing.op_call import Invocation
 
@@ -250,7 +249,7 @@ def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[
     Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
     just before the first write.
     """
-    with DisableTorchFunctionSubclass():  # what is asked of a tensor here is not for its class to answer
+    with no_subclass_methods():  # what is asked of a tensor here is not for its class to answer
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
         headers = [_Header(tensor) for tensor in dense]
         others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
@@ -265,7 +264,7 @@ def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[
         try:
             yield
         finally:
-            with DisableTorchFunctionSubclass(), torch.no_grad():
+            with no_subclass_methods(), torch.no_grad():
                 for header in headers:
                     header.put_back()
                 stack.close()
