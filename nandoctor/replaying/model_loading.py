@@ -28,7 +28,7 @@ from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
 from nandoctor.replaying.user_code import kept_running
-from nandoctor.text import brief
+from nandoctor.text import are, brief, join_first, plural
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 _CUT_SHORT = (
@@ -133,6 +133,7 @@ def load_state(
     problems = [*_describe_names("missing from the weights", missing, unexpected)]
     problems += _describe_names("not in the model", unexpected, missing)
     problems += _describe_shapes(reshaped, own, state)
+    notes = [*notes, *_describe_whole([name for name in known if name not in reshaped], own, state)]
     num_fitting = len(own) - len(missing) - len(reshaped)
     if problems and (strict or not num_fitting):
         raise ModelError(
@@ -368,6 +369,20 @@ def _describe_shapes(
     shown = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in names[:_MAX_NAMES_SHOWN]]
     rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     yield f"  {len(names)} of another shape (weights for model): {', '.join(shown)}{rest}"
+
+
+def _describe_whole(
+    names: Sequence[str], own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """A note on weights that hold integers where the model computes with fractions, as quantized checkpoints do."""
+    whole = [name for name in names if own[name].is_floating_point() and not _holds_fractions(state[name])]
+    if whole:
+        tensors = f"{plural(len(whole), 'tensor')} of the weights {are(len(whole))}"
+        yield f"{tensors} of integers, where the model has fractions: {join_first(whole, _MAX_NAMES_SHOWN)}."
+
+
+def _holds_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

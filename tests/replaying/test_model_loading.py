@@ -317,6 +317,16 @@ def test_a_state_of_another_model_is_refused(strict):
     assert "another model" in caught.value.remedy
 
 
+def test_integers_in_place_of_fractions_are_told():
+    state = nn.Linear(2, 1).state_dict()
+    assert load_state(nn.Linear(2, 1), {**state, "weight": torch.ones(1, 2, dtype=torch.int64)}) == [
+        "1 tensor of the weights is of integers, where the model has fractions: weight."
+    ]
+    counted = nn.BatchNorm1d(2)  # its number of batches is an integer in both
+    assert load_state(counted, nn.BatchNorm1d(2).state_dict()) == []
+    assert load_state(nn.Linear(2, 1), {name: tensor.half() for name, tensor in state.items()}) == []
+
+
 def test_an_empty_state_is_refused():
     with pytest.raises(ModelError, match="0 of 2 tensors do"):
         load_state(nn.Linear(2, 2), {}, strict=False)
