@@ -89,11 +89,18 @@ def test_processes_live_on_and_are_replaced_when_they_die():
         assert pool.submit(os.getpid).result() != first
 
 
-COMMAND = ("-m", "nandoctor", "triage", "runs", "--jobs", "1", "--json", "--no-fixes")
+INTERRUPTIBLE = """
+import signal
+from nandoctor.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+COMMAND = ("triage", "runs", "--jobs", "1", "--json", "--no-fixes")
 
 
 def start(*more):
-    command = [sys.executable, *COMMAND, "--model", "models_of_the_test.py:Overflowing", *more]
+    """Begin a triage that an interrupt reaches, also where the tests run in the background and pass none on."""
+    command = [sys.executable, "-c", INTERRUPTIBLE, *COMMAND, "--model", "models_of_the_test.py:Overflowing", *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
