@@ -134,8 +134,12 @@ class Project:
             global _has_run  # noqa: PLW0603
             _has_run = True
             path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
+            writes_no_bytecode = sys.dont_write_bytecode
             _open_projects.append(self)
             try:
+                # Python takes a compiled file for that of any source of the same second and size: a fix may be written
+                # and taken back within one.
+                sys.dont_write_bytecode = True
                 sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
                 for entry in self._entries:
                     _hide_others(Path(entry))
@@ -147,6 +151,7 @@ class Project:
                     yield
             finally:
                 _open_projects.remove(self)
+                sys.dont_write_bytecode = writes_no_bytecode
                 write_torch_settings(settings)
                 self._keep_modules(modules)
                 self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]

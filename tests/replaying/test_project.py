@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import sysconfig
@@ -290,3 +291,16 @@ def test_a_project_may_be_opened_inside_itself_and_another():
     with outer.running(), outer.preparing(), inner.running(), outer.running():
         torch.set_default_dtype(torch.float64)
     assert process_state() == before
+
+
+def test_code_changed_within_a_second_is_what_runs(write, tmp_path, monkeypatch):
+    """A compiled file is told from its source by second and size alone, so none is left by a replay."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    folder = tmp_path / "project"
+    for scale in (3, 4, 5):
+        path = write("project/train.py", f"SCALE = {scale}")
+        os.utime(path, ns=(10**18, 10**18 + scale))
+        with Project().preparing():
+            assert find_attribute(f"{path}:SCALE") == scale
+    assert not (folder / "__pycache__").exists()
+    assert not sys.dont_write_bytecode
