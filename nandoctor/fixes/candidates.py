@@ -62,11 +62,13 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
     """One lead for each place in the code."""
+    return list({place_of(lead, model): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
 
-    def place(site: OpSite) -> object:
-        return site if _is_library(site, model) else (site.type, site.op, site.source)
 
-    return list({place(lead.site): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
+def place_of(lead: Suspect, model: nn.Module) -> object:
+    """What the leads of one place in the code have in common; each op of a library's module is a place of its own."""
+    site = lead.site
+    return site if _is_library(site, model) else (site.type, site.op, site.source)
 
 
 def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:

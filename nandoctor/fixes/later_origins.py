@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Suspect
@@ -16,7 +18,7 @@ from nandoctor.diagnosis.forward import conclude
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS
-from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads, join, smallest_in_fp32, specific, together
+from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads, join, place_of, smallest_in_fp32, specific, together
 from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import Trials
 from nandoctor.text import file_line, kinds_text, samples_text
@@ -49,7 +51,7 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
     """
     model = trials.step.model
     leads = distinct_leads(findings.conclusion, model)
-    seen = {_place(lead) for lead in leads}
+    seen = _places(leads, model)
     chosen: list[Candidate] = []
     later: list[Diagnosis] = []
     while 0 < len(leads) <= MAX_LEADS and len(chosen) < MAX_LEADS:
@@ -60,11 +62,15 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
         candidate, conclusion = found
         chosen.append(candidate)
         leads = distinct_leads(conclusion, model)
-        seen |= {_place(lead) for lead in leads}
+        seen |= _places(leads, model)
         later += conclusion.diagnoses
     # The change of the last origin may mend those before it: a root that is never zero is no divisor of zero.
     candidates = (chosen[-1], *together([[candidate] for candidate in chosen])) if len(chosen) > 1 else ()
     return LaterOrigins(diagnoses=tuple(later), candidates=candidates)
+
+
+def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
+    return {place_of(lead, model) for lead in leads}
 
 
 def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
@@ -89,7 +95,7 @@ def _first_that_helps(
     """The first change after which the step fails elsewhere, or no longer; with what is concluded of it then."""
     for candidate in options:
         conclusion = _conclude_with(join([change[-1] for change in (*chosen, candidate)]), trials)
-        if conclusion is not None and not any(_place(lead) in seen for lead in conclusion.suspects):
+        if conclusion is not None and seen.isdisjoint(_places(conclusion.suspects, trials.step.model)):
             return candidate, conclusion
     return None
 
@@ -109,7 +115,3 @@ def _conclude_with(edit: Edit, trials: Trials) -> Conclusion | None:
         return Conclusion()
     stands_in = step.loss in SURROGATES and any(lead.site.module == LOSS for lead in conclusion.suspects)
     return conclusion if conclusion.suspects and not stands_in else None
-
-
-def _place(lead: Suspect) -> object:
-    return lead.site.type, lead.site.op, lead.site.source
