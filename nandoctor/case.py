@@ -26,9 +26,9 @@ from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
+from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.model_loading import build_model
-from nandoctor.replaying.module_constants import list_constants
 from nandoctor.replaying.progress import Listener, Progress, Told
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import (

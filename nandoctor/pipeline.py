@@ -39,8 +39,7 @@ from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
-from nandoctor.replaying.module_constants import list_constants
-from nandoctor.replaying.optimizer_slots import measure_slots
+from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce

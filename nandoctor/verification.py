@@ -24,12 +24,11 @@ from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes
-from nandoctor.replaying.code_changes import find_changes
+from nandoctor.replaying.code_changes import find_changes, find_unchanged
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource
-from nandoctor.replaying.unchanged_code import find_unchanged
 from nandoctor.text import are, join_first, part_of, percent
 
 Changed = bool | Sequence[Path] | Mapping[Path, str | None]

@@ -15,7 +15,7 @@ import nandoctor
 from nandoctor import Recorder, cuda_autocast
 from nandoctor.case import check
 from nandoctor.cli import main
-from nandoctor.replaying.unchanged_code import _can_be_undone
+from nandoctor.replaying.code_changes import _can_be_undone
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
 MASKED = """

@@ -25,10 +25,10 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.replaying.backward_pass import is_large
-from nandoctor.replaying.code_swap import CannotRunError
 from nandoctor.replaying.interventions import flatten
-from nandoctor.replaying.memory import is_out_of_memory
+from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch
+from nandoctor.replaying.user_code import is_out_of_memory
 
 GRADIENT_TOLERANCE = 0.1
 """The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""

@@ -157,7 +157,7 @@ def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
-    from nandoctor.replaying.memory import is_out_of_memory
+    from nandoctor.replaying.user_code import is_out_of_memory
 
     known = isinstance(error, NanDoctorError)
     text = (

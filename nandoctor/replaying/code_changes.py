@@ -1,16 +1,21 @@
-"""Tells what has changed in the code since a dump was written.
+"""Tells what has changed in the code since a dump was written, and finds the code as it was then.
 
-In: a dump, and the step as its replay runs it. Out: `CodeState`.
+In: a dump, and the step as its replay runs it. Out: `CodeState`; a `SourcePatch` from the old code to the new.
 
 A recorder's dump has the hashes of the training's files. Of any other dump only its age is known: a file that is not
 newer has not been written since, and one that is may still have the text that git had for it at the time, as after a
-fresh clone.
+fresh clone. Only bodies of functions can be taken back in a model that is built already.
 """
 
 from __future__ import annotations
 
+import ast
+import datetime
+import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +23,8 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.evidence.changes import ChangedFile, SourcePatch
 from nandoctor.evidence.verification import CodeChange, CodeState
-from nandoctor.replaying.git_history import text_at
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import (
@@ -33,6 +38,9 @@ from nandoctor.source_files import (
 )
 
 _MAX_FILES = 500
+_GIT_SECONDS = 10
+_MAX_COMMITS = 50
+_BUILD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 
 
 def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
@@ -137,3 +145,105 @@ def _changed_settings(recorded: Recorded | None, settings: Settings) -> Iterator
     autocast = recorded.autocast if recorded is not None else None
     if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
         yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
+
+
+def text_at(path: Path, time_ns: int, *, any_branch: bool) -> bytes | None:
+    """The file as the last commit before that time has it, of what is checked out or of `any_branch`."""
+    before = datetime.datetime.fromtimestamp(time_ns / 1e9, tz=datetime.UTC).isoformat()
+    commits = _commits(path, f"--before={before}", "-1", *(["--all"] if any_branch else []))
+    return _show(path, commits[0]) if commits else None
+
+
+def text_with_hash(path: Path, sha256: str) -> bytes | None:
+    """The file as it was in one of the last commits of what is checked out, with that sha256."""
+    texts = (_show(path, commit) for commit in _commits(path, f"-{_MAX_COMMITS}"))
+    return next((text for text in texts if text is not None and hashlib.sha256(text).hexdigest() == sha256), None)
+
+
+def _commits(path: Path, *which: str) -> list[str]:
+    """The commits that changed the file, the last one first."""
+    listed = _git(path.parent, "log", *which, "--format=%H", "--", path.name)
+    return listed.decode("ascii").split() if listed else []
+
+
+def _show(path: Path, commit: str) -> bytes | None:
+    return _git(path.parent, "show", f"{commit}:./{path.name}")
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    # Nothing that a repository's own configuration names is to be started.
+    harmless = ["-c", "core.fsmonitor=false", "-c", "log.showSignature=false"]
+    command = ["git", "-C", str(folder), *harmless, "--no-pager", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None]) -> SourcePatch | None:
+    """The patch that made the changes in `code`; `told` has the texts of before that the caller knows.
+
+    The project that the code belongs to is open. None where nothing has changed, or one of the files as it was is not
+    known or cannot be run.
+    """
+    files = []
+    for change in code.changes:
+        path = Path(change.file).resolve()
+        try:
+            before = told.get(path) or _find_text(dump, change.file, path)
+            after = path.read_bytes().decode("utf-8")
+        except (OSError, ValueError):
+            return None
+        if before is None or not _can_be_undone(before, after):
+            return None
+        if before != after:
+            files.append(ChangedFile(path=_as_imported(path), before=before, after=after))
+    return SourcePatch(root=str(Path.cwd()), files=tuple(files)) if files else None
+
+
+def _find_text(dump: Dump, name: str, path: Path) -> str | None:
+    """The text in git that has the recorded hash; of a file without one, that of when the dump was written.
+
+    It will be run: a branch that was fetched from somebody else is not looked into, nor is a stranger's dump followed.
+    """
+    known = recorded_hashes(dump.recorded).get(name) if dump.provenance.own else None
+    if known is None:
+        text = text_at(path, dump.path.stat().st_mtime_ns, any_branch=False)
+    else:
+        text = text_with_hash(path, known.sha256)
+    return text.decode("utf-8") if text is not None else None
+
+
+def _as_imported(path: Path) -> str:
+    """The file by the name that its functions have it, which may go through a link."""
+    names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
+    same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
+    return next(same, str(path))
+
+
+def _can_be_undone(before: str, after: str) -> bool:
+    """Tell whether two texts differ in nothing but imports and in bodies of functions that run after the building."""
+    try:
+        skeletons = [ast.dump(_Skeleton().visit(ast.parse(text))) for text in (before, after)]
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return skeletons[0] == skeletons[1]
+
+
+class _Skeleton(ast.NodeTransformer):
+    """Leaves out imports and the bodies of functions, but for those that build a model."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node if node.name in _BUILD else self._emptied(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
+
+    def _emptied(self, node: Any) -> ast.AST:
+        node.body = [ast.Pass()]
+        return node  # type: ignore[no-any-return]
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        return None
+
+    visit_ImportFrom = visit_Import  # noqa: N815

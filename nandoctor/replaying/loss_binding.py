@@ -15,11 +15,11 @@ import torch
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
 from nandoctor.replaying.code_references import find_loss
-from nandoctor.replaying.model_loading import find_attribute, place_of
+from nandoctor.replaying.model_loading import find_attribute
 from nandoctor.replaying.recorded_step import own_loss
-from nandoctor.replaying.saved_batch import MakeBatch, describe_batch
+from nandoctor.replaying.saved_arrays import MakeBatch, describe_batch
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.user_code import kept_running
+from nandoctor.replaying.user_code import kept_running, place_of
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
 """What torch says where a loss is refused under autocast; it is computed outside of it then."""

@@ -1,21 +1,25 @@
-"""Memory: what the arguments in a file may ask for, and how its end is told.
+"""What a replay takes, before anything is built: a forecast, and a bound for what the arguments in a file ask for.
 
-In: what builds a model, and the weights that the file has for it; or an exception. Out: the model, or an error before
-memory is filled.
+In: a dump and where it is to run; what builds a model. Out: a `Forecast`; the model, or an error before memory is
+filled.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
-from nandoctor.machine import memory_of
-from nandoctor.text import byte_size
+from nandoctor.machine import available_memory, memory_of
+from nandoctor.replaying.backward_pass import LARGE_NBYTES
+from nandoctor.text import byte_size, number
 from nandoctor.torch_compat import TorchDispatchMode
 
 # Initial values, tied copies and tables of positions that are not saved.
@@ -23,6 +27,13 @@ _TIMES_WEIGHTS = 4
 _FLOOR_NBYTES = 512 << 20
 _COUNTED_BY_A_NUMBER = frozenset({"arange", "linspace", "logspace", "eye", "randperm"})
 _MAX_CALLS = 2_000_000  # operations of a minute: a hundred thousand layers
+_NUM_FORWARDS = 6
+"""A diagnosis in forwards: the replay, a closer look, the reference, each with its operations watched."""
+_NUM_BACKWARDS = 2
+_NUM_PASSES = 12
+"""Over each weight in a run: rounded, widened, read, and written to a file; fitted to `benchmarks/memory.py`."""
+_PROBE = (256, 2048)
+_WIDE = 4  # bytes: products of half precision are computed in fp32
 
 
 def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -84,13 +95,95 @@ def _is_int(item: object) -> bool:
     return isinstance(item, int)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from."""
-    while error is not None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        # What the CPU's allocator raises, in c10/core/impl/alloc_cpu.cpp, has no class of its own.
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-            return True
-        error = error.__cause__
-    return False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Bytes that lie in files, bytes of memory at the least, by part; seconds of a diagnosis, None for a small model.
+
+    What layers give is not in it: that shows only when they are run.
+    """
+
+    mapped_nbytes: int
+    parts: Mapping[str, int]
+    seconds: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes at the least."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """Say what is to be expected."""
+        weights = f", beside {byte_size(self.mapped_nbytes)} of weights in files" if self.mapped_nbytes else ""
+        took = "" if self.seconds is None else f"; the diagnosis roughly {number(max(round(self.seconds), 1))} s"
+        return f"at least {byte_size(self.nbytes)} of memory{weights}{took}"
+
+
+def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
+    """What the replay of this dump takes on this device, with the backward pass of a loss or without.
+
+    The weights of a large model stay in the file, and one layer's at a time is widened; its gradients are let go one by
+    one.
+    """
+    weights, batch = memory_of(dump.state.values()), memory_of(dump.arrays.values())
+    floating = [tensor for tensor in dump.state.values() if tensor.is_floating_point()]
+    if device.type == "cpu" and weights >= LARGE_NBYTES:
+        largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)
+        parts = {"the largest layer in fp32": largest, "batch": batch}
+        parts |= {"its gradient": largest} if backward else {}
+        return Forecast(mapped_nbytes=weights, parts=parts, seconds=_estimate(dump, backward=backward))
+    parts = {"weights": weights, "batch": batch, **({"gradients": memory_of(floating)} if backward else {})}
+    return Forecast(mapped_nbytes=0, parts=parts)
+
+
+def require_room(expected: Forecast, device: torch.device, allowed: int | None) -> None:
+    """Check that the step can fit into what is free, and into what the user allows.
+
+    Raises:
+        ModelError: it cannot; the message has the figures.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if allowed is not None and expected.nbytes > allowed:
+        room, remedy = f"--memory allows {byte_size(allowed)}", "Allow more, or leave --memory out."
+    elif free is not None and expected.nbytes > free:
+        room = f"{byte_size(free)} are free on {device.type}"
+        remedy = "Run it where there is more memory, or end what else runs there."
+    else:
+        return
+    parts = ", ".join(f"{name} {byte_size(nbytes)}" for name, nbytes in expected.parts.items())
+    raise ModelError(
+        f"The replay takes at least {byte_size(expected.nbytes)} of memory ({parts}, and what the layers give), and "
+        f"{room}. Nothing was built.",
+        remedy=remedy,
+    )
+
+
+def _estimate(dump: Dump, *, backward: bool) -> float:
+    """Seconds of a diagnosis: products of each row of the batch with each matrix, and each weight widened once a run.
+
+    A model that uses a weight at many places, as a convolution does, takes longer.
+    """
+    matrices = sum(tensor.numel() for tensor in dump.state.values() if tensor.dim() >= 2)
+    rows = max((_num_rows(array) for array in dump.arrays.values()), default=1)
+    probe = torch.ones(_PROBE[1], _PROBE[1], device="cpu")
+    batch = torch.ones(_PROBE, device="cpu")
+    per_product = _measure(lambda: batch @ probe) / (batch.shape[0] * probe.numel())
+    per_weight = _measure(lambda: probe.half().float()) / probe.numel()
+    num_runs = _NUM_FORWARDS + 2 * _NUM_BACKWARDS * backward
+    return num_runs * matrices * (rows * per_product + _NUM_PASSES * per_weight)
+
+
+def _num_rows(array: torch.Tensor) -> int:
+    """How many rows of a matrix product an array may make: one for each token, or each place of a sequence."""
+    if not array.is_floating_point():
+        return array.numel()
+    return array.shape[0] * (array.shape[1] if array.dim() == 3 else 1)
+
+
+def _measure(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of three times."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

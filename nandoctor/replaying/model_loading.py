@@ -24,10 +24,9 @@ from torch.nn.parameter import is_lazy
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.errors import ModelError
 from nandoctor.replaying.deferred_fills import DeferredFills
-from nandoctor.replaying.memory import is_out_of_memory
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
-from nandoctor.replaying.user_code import kept_running
+from nandoctor.replaying.user_code import is_out_of_memory, kept_running, place_of
 from nandoctor.text import are, brief, join_first, plural
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -313,18 +312,6 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
         remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "
         "import belongs under `if __name__ == '__main__':`.",
     )
-
-
-def place_of(error: BaseException) -> str:
-    """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
-    traceback, place = error.__traceback__, ""
-    while traceback is not None:
-        frame = traceback.tb_frame
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "nandoctor") and package not in sys.stdlib_module_names:
-            place = f" at {frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def fit_prefix(

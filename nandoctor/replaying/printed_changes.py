@@ -1,19 +1,29 @@
-"""Runs a change as it is printed: the patched source, and snippets as they stand.
+"""Runs a change as it is printed: patched source, and snippets as they stand.
 
 In: `SourcePatch`es and `Snippet`s. Out: contexts in which the model runs with them, and a changed batch.
+
+Every live function of a patched file takes the code that the new text gives it. It keeps its identity, closure and
+defaults, so that modules, decorators and hooks that hold it need not be built again; see `function.__code__` in
+https://docs.python.org/3/reference/datamodel.html.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import gc
+import sys
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
-from nandoctor.replaying.code_swap import CannotRunError, swapped_code
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.changes import ChangedFile, PrintedChange, Snippet, SourcePatch
 
 _HOOKS = (
     "_forward_hooks",
@@ -24,6 +34,181 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_HOLDERS = (FunctionType, type, property, staticmethod, classmethod)
+_EMPTY_CELL = CellType()
+
+
+class CannotRunError(NanDoctorError):
+    """The changed text cannot be run in this process: it would take a new import of the module."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, remedy="Apply the patch and run `nandoctor verify` in a new process.")
+
+
+@contextmanager
+def swapped_code(files: Sequence[ChangedFile], model: nn.Module) -> Iterator[None]:
+    """Give every live function of `files` its new code, and put the old code back, whatever is raised.
+
+    Functions are found in the modules that are imported and in the classes of the model's modules, through decorators
+    and down to the functions that these have made.
+
+    Raises:
+        CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
+            change as well.
+    """
+    swaps = [swap for file in files for swap in _find_swaps(file, model)]
+    names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
+    before = [(function, function.__code__) for function, _ in swaps]
+    try:
+        for function, code in swaps:
+            function.__code__ = code
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+        for namespace, name in names:
+            del namespace[name]
+
+
+def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType, CodeType]]:
+    changed = _changed_codes(file)
+    found = _functions_with(changed, file.path, model)
+    if not found:
+        raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
+    swaps = [(function, changed[_key(function.__code__)]) for function in found]
+    for function, code in swaps:
+        if code.co_freevars != function.__code__.co_freevars:
+            raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
+    return swaps
+
+
+@lru_cache(maxsize=16)  # a search runs each change some ten times
+def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
+    """The code that the change gives to functions, by the key of what they have now."""
+    try:
+        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+    except SyntaxError as error:
+        raise CannotRunError(f"The changed text is not Python: {error}") from error
+    return {_key(was): now for was, now in _changed_pairs(old, new)}
+
+
+def _functions_with(keys: Container[tuple[object, ...]], path: str, model: nn.Module) -> list[FunctionType]:
+    """Every live function of the file whose code has one of these keys.
+
+    Not by gc.get_objects(): it hands out tuples that another thread is still building, which breaks that thread
+    (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely. It takes a walk
+    over the whole memory, so it is asked only where the functions that are known do not account for every reference.
+    """
+    known = list({id(function): function for function in _reachable(path, model)}.values())
+    wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
+    if _are_the_only_holders(known, wanted):
+        return [function for function in known if id(function.__code__) in wanted]
+    return [item for item in gc.get_referrers(*wanted.values()) if type(item) is FunctionType]
+
+
+def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in _inner(code):
+        yield from _all_codes(inner)
+
+
+def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int, CodeType]) -> bool:
+    """Tell whether the functions, and the codes around, account for every reference to some codes."""
+    outer = {id(code): code for function in functions for code in _all_codes(function.__code__)}
+    accounted = Counter(id(function.__code__) for function in functions)
+    accounted.update(id(inner) for code in outer.values() for inner in _inner(code))
+    del outer
+    # What has no holder shows how many references the mapping and the counting itself make.
+    alone, *counts = [sys.getrefcount(code) for code in ({0: compile("0", "", "eval")} | dict(codes)).values()]
+    return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
+
+
+def _reachable(path: str, model: nn.Module) -> Iterator[FunctionType]:
+    """The functions of the file that its modules and the model's classes hold, also inside decorators."""
+    modules = [
+        module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
+    ]
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    waiting: list[Any] = [*(vars(module) for module in modules), *classes]
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if type(item) is FunctionType and item.__code__.co_filename == path:
+            yield item
+            waiting.append(item.__globals__)  # the module that it comes from need not be in sys.modules
+        waiting += _parts(item)
+
+
+def _parts(item: Any) -> list[Any]:
+    """What may hold a function: a namespace, a class of the file or the model, a descriptor, a closure."""
+    if isinstance(item, dict):
+        return [value for value in item.values() if isinstance(value, _HOLDERS)]
+    if type(item) is FunctionType:
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY_CELL]
+        return [value for value in [*cells, vars(item).get("__wrapped__")] if isinstance(value, _HOLDERS)]
+    if isinstance(item, type):
+        return [value for value in vars(item).values() if isinstance(value, _HOLDERS)]
+    if isinstance(item, property):
+        return [item.fget, item.fset]
+    return [item.__func__] if isinstance(item, staticmethod | classmethod) else []
+
+
+def _key(code: CodeType) -> tuple[object, ...]:
+    """Place and content: a function of another text, or another lambda of the same line, is not taken for this one."""
+    return code.co_name, code.co_firstlineno, repr(_own(code))
+
+
+def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Function codes that differ, or hold one that does; the module's and the classes' own are left out."""
+    ours, theirs = _inner(old), _inner(new)
+    if [code.co_name for code in ours] != [code.co_name for code in theirs]:
+        raise CannotRunError("The change adds or removes a function.")
+    for was, now in zip(ours, theirs, strict=True):
+        if _differs(was, now):
+            yield was, now
+        yield from _changed_pairs(was, now)
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _differs(was: CodeType, now: CodeType) -> bool:
+    pairs = zip(_inner(was), _inner(now), strict=False)
+    return _own(was) != _own(now) or any(_differs(*pair) for pair in pairs)
+
+
+def _own(code: CodeType) -> tuple[object, ...]:
+    """What a code object does, without its place in the file: 0.0 and -0.0 or 1 and True are told apart by repr."""
+    constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+
+
+def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
+    """Run the imports that the new text adds, in the globals of its functions; the names that were not there before."""
+    imports = _added_imports(file)
+    spaces = {id(function.__globals__): function.__globals__ for function in functions}
+    made = []
+    for namespace in spaces.values() if imports else ():
+        own: dict[str, object] = {}
+        exec(compile(imports, file.path, "exec"), own)
+        for name in own.keys() - {"__builtins__"} - namespace.keys():
+            namespace[name] = own[name]
+            made.append((namespace, name))
+    return made
+
+
+@lru_cache(maxsize=16)
+def _added_imports(file: ChangedFile) -> str:
+    """The import statements, at the top level of the new text, that the old one lacks."""
+    before, after = (
+        [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for text in (file.before, file.after)
+    )
+    return "\n".join(line for line in after if line not in before)
 
 
 @contextmanager

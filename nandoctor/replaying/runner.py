@@ -27,8 +27,6 @@ from nandoctor.evidence.trace import TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
-from nandoctor.replaying.forward_errors import explain_forward_error, is_wrong_call, shows_damage
-from nandoctor.replaying.isolation import in_mode, seeded
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.module_state import known_tensors, state_widened, widened, with_nonfinite_state
@@ -36,8 +34,8 @@ from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.random_draws import drawn_in_fp32
-from nandoctor.replaying.recorded_step import recorded_backends
-from nandoctor.replaying.user_code import kept_running
+from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
+from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.function_backward import FunctionTracer
 from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints

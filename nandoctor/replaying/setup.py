@@ -19,26 +19,23 @@ from nandoctor.autocast.policy import LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.trees import fill, slots
-from nandoctor.errors import ModelError
+from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, private_memory
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
 from nandoctor.replaying.deferred_fills import DeferredFills
-from nandoctor.replaying.forecast import forecast, require_room
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
-from nandoctor.replaying.memory import build_within
+from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.module_casts import add_casts, cast_weights
 from nandoctor.replaying.policy_choice import choose_policies, low_format
-from nandoctor.replaying.preconditions import find_device
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.saved_batch import SavedBatch, read_batch
-from nandoctor.replaying.saved_outputs import SavedOutputs, find_outputs, is_finite_array
+from nandoctor.replaying.saved_arrays import SavedBatch, SavedOutputs, find_outputs, is_finite_array, read_batch
 from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import join_first
@@ -306,3 +303,39 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return (first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1)))
+
+
+def find_device(name: str) -> torch.device:
+    """The device to replay on, where the code around the call lets it make tensors with values, and gradients of them.
+
+    Raises:
+        NanDoctorError: there is none of that name, inference mode is on, or tensors are made on another device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise NanDoctorError(f"{name!r} is no device to replay on.", remedy="Use --device cpu or --device cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NanDoctorError(
+            "This machine has no CUDA device that torch can use.",
+            remedy="Leave --device out: the CPU replays a CUDA run with CUDA's own autocast lists.",
+        )
+    _require_real_tensors(device)
+    return device
+
+
+def _require_real_tensors(device: torch.device) -> None:
+    if torch.is_inference_mode_enabled():
+        raise NanDoctorError(
+            "torch.inference_mode() is on, and a replay runs the backward pass.",
+            remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
+        )
+    default = torch.get_default_device()
+    if default.type not in ("cpu", device.type):
+        empty = ", where they hold no numbers" if default.type == "meta" else ""
+        raise NanDoctorError(
+            f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
+            remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
+        )

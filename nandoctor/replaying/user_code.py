@@ -1,18 +1,25 @@
-"""Keeps the process alive where the user's code would end it.
+"""Runs the user's code: what would end the process is an error like any other, and what it raised is explained.
 
-In: nothing. Out: `kept_running`, a context around code of the user's, in which an exit is an error like any other.
+In: code to run, exceptions, and the trace up to one. Out: `kept_running`, answers, and the error to show.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn
 
+import torch
+
+from nandoctor.errors import LossError, ModelError
+from nandoctor.evidence.trace import Trace
 from nandoctor.process_wide import Shared
+
+_WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 
 class ProcessEndError(RuntimeError):
@@ -63,3 +70,62 @@ def _patched_exit() -> Iterator[None]:
 
 
 _exits_raise = Shared(_patched_exit)
+
+
+def is_wrong_call(error: Exception) -> bool:
+    """Tell whether a loss was called with what it is not made for, which no value of the output explains."""
+    return isinstance(error, LossError) and isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
+
+
+def shows_damage(trace: Trace) -> bool:
+    """Whether anything went non-finite before the forward raised; a -inf that an op was asked for is a mask."""
+    calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
+    if not all(stats.finite for stats in (*trace.batch, *calls)):
+        return True
+    analyses = [op.analysis for op in trace.ops if op.analysis is not None]
+    return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
+
+
+def explain_forward_error(error: Exception) -> ModelError:
+    """The error for a forward that raised while everything was still finite."""
+    if is_out_of_memory(error):
+        return ModelError(
+            f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
+            remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
+        )
+    raised = f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}"
+    if "without overflow" in str(error):
+        return ModelError(
+            raised,
+            remedy="A number in that line does not fit the format that its tensor has there: take it from "
+            "torch.finfo(x.dtype), or compute the line in fp32.",
+        )
+    return ModelError(
+        raised,
+        remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
+        "them by name, and --call names a function (model, batch) -> output for anything else.",
+    )
+
+
+def place_of(error: BaseException) -> str:
+    """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "nandoctor") and package not in sys.stdlib_module_names:
+            place = f" at {frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        # What the CPU's allocator raises, in c10/core/impl/alloc_cpu.cpp, has no class of its own.
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -124,7 +124,7 @@ class OpTracer:
                 yield
         finally:
             # The two tracers of a run know each other: in a cycle they, and the code that they saw run, would live on
-            # until the next garbage collection, and `code_swap` would look for whoever else holds that code.
+            # until the next garbage collection, and `printed_changes` would look for whoever else holds that code.
             self._find_owner = before
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:

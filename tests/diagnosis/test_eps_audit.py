@@ -12,8 +12,7 @@ from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import EpsUse
-from nandoctor.replaying.module_constants import list_constants
-from nandoctor.replaying.optimizer_slots import measure_slots
+from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.runner import FailingStep, Watch
 
 

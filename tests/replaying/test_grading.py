@@ -11,8 +11,8 @@ from tiny_models import Pair, Prediction
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError
-from nandoctor.replaying.grading import grade
-from nandoctor.replaying.saved_outputs import saved_outputs
+from nandoctor.replaying.reproduction import grade
+from nandoctor.replaying.saved_arrays import saved_outputs
 
 NAN, INF = math.nan, math.inf
 SAVED = torch.tensor([[1.0, NAN], [INF, -4.0]])

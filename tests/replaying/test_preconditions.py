@@ -67,11 +67,11 @@ def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
 
 def test_too_little_memory_is_refused_with_the_figure(dump, monkeypatch):
     needed = 4 * (3 * 2 + 2 + 4 * 3)
-    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: needed - 1)
+    monkeypatch.setattr("nandoctor.replaying.memory.available_memory", lambda: needed - 1)
     with pytest.raises(ModelError, match=rf"at least {needed} bytes .*weights 32 bytes, batch 48 bytes.*79 bytes are"):
         nandoctor.replay(dump, Counted)
     assert Counted.built == 0
-    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: needed)
+    monkeypatch.setattr("nandoctor.replaying.memory.available_memory", lambda: needed)
     assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
     with pytest.raises(ModelError, match="gradients 32 bytes"):
         nandoctor.replay(dump, Counted, loss=lambda output, batch: output.sum())
@@ -104,7 +104,7 @@ def test_a_run_beyond_the_bound_is_an_outcome_and_the_bound_ends(dump):
 
 
 def test_a_large_model_is_told_what_to_expect(dump, monkeypatch):
-    monkeypatch.setattr("nandoctor.replaying.forecast.LARGE_NBYTES", 1)
+    monkeypatch.setattr("nandoctor.replaying.memory.LARGE_NBYTES", 1)
     heard = []
 
     class Hears(Listener):
@@ -117,5 +117,5 @@ def test_a_large_model_is_told_what_to_expect(dump, monkeypatch):
 
 
 def test_a_machine_that_does_not_tell_its_memory(dump, monkeypatch):
-    monkeypatch.setattr("nandoctor.replaying.forecast.available_memory", lambda: None)
+    monkeypatch.setattr("nandoctor.replaying.memory.available_memory", lambda: None)
     assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"

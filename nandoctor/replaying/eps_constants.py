@@ -1,12 +1,14 @@
-"""The saved state of an optimizer, measured and given the names of the model's parameters.
+"""The small constants that a model's modules and its optimizer carry.
 
-In: the second moments of a dump, and the model. Out: `OptimizerSlot`s.
+In: a model, and the second moments of a dump. Out: `EpsUse`s, by name and value alone: what they did only a replay can
+tell; `OptimizerSlot`s, measured and given the names of the model's parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,10 +16,24 @@ from torch import nn
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.report import EpsUse
+from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.tracing.tensor_stats import collect, format_of, measure
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
 _ROUNDING = 1.05
+_IS_EPS = re.compile(r"(^|[^a-z])eps(ilon)?([^a-z]|$)", re.IGNORECASE)  # not the "eps" of "steps"
+
+# Torch's own layers, and the op whose eps theirs is.
+_OPS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.LayerNorm, "layer_norm"),
+    (nn.GroupNorm, "group_norm"),
+    (nn.RMSNorm, "rms_norm"),
+    *((kind, "batch_norm") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+    *((kind, "instance_norm") for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
+    (nn.CosineSimilarity, "cosine_similarity"),
+    (nn.PairwiseDistance, "pairwise_distance"),
+)
 
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
@@ -65,3 +81,29 @@ def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, st
         if not named and all(m.index < len(given) and given[m.index][1].shape == m.values.shape for m in moments):
             return {moment.index: given[moment.index][0] for moment in moments}
     return named
+
+
+def list_constants(model: nn.Module) -> tuple[EpsUse, ...]:
+    """Every small number among the modules' attributes, or those of their classes, whose name says eps."""
+    return tuple(
+        EpsUse(place="module", module=path, type=type(module).__name__, name=name, value=value, op=_op_of(module))
+        for path, module in model.named_modules()
+        for name, value in _constants_of(module)
+    )
+
+
+def _constants_of(module: nn.Module) -> Iterator[tuple[str, float]]:
+    attributes = {
+        name: value for holder in (*reversed(type(module).__mro__), module) for name, value in vars(holder).items()
+    }
+    for name, value in attributes.items():
+        if _IS_EPS.search(name) and isinstance(value, float) and 0 < value <= LARGEST_EPS:
+            yield name, value
+
+
+def _op_of(module: nn.Module) -> str | None:
+    """The op of torch's own forward; a subclass that has another may do anything."""
+    for kind, op in _OPS:
+        if isinstance(module, kind) and type(module).__module__.startswith("torch."):
+            return op
+    return None

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from nandoctor.evidence.changes import ChangedFile
-from nandoctor.replaying.code_swap import CannotRunError, swapped_code
+from nandoctor.replaying.printed_changes import CannotRunError, swapped_code
 
 TEXT = """
 def number():

@@ -8,7 +8,7 @@ from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import FP16
-from nandoctor.replaying.optimizer_slots import measure_slots
+from nandoctor.replaying.eps_constants import measure_slots
 
 
 def moment(index, *shape, name="", dtype=torch.float16):
