@@ -16,7 +16,8 @@ from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 TOLERANCE = 0.01
-"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there.
+"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there,
+or in bf16 than twice what the unchanged step's differs in the samples that are finite in it.
 
 fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
 model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
@@ -25,6 +26,8 @@ NOISE = 4 * 2.0 ** (24 - 11)
 """fp16 carries 11 bits and fp32 24; 4 because one rounding is luckier than another."""
 MOST_NOISE = 0.03
 """And never more than this share of the largest magnitude in the whole tensor."""
+BF16_TOLERANCE = 8 * TOLERANCE
+"""The most that is allowed for what bf16, with 3 bits fewer than fp16, loses in this step without the failure."""
 _SMALLEST_SHARE = 1e-3
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 _SMALLEST_NORM = 1e-15
@@ -87,13 +90,19 @@ class Comparison:
         """The largest difference in a sample over the largest magnitude there, of the worst sample."""
         return max((float((d.largest / d.magnitude).max()) for d in self.values.values()), default=0.0)
 
-    def agrees(self, *, unsure: Comparison | None = None) -> bool:
-        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
-        return all(self._is_honest(name, unsure) for name in self.values)
+    @property
+    def largest_finite_rel_err(self) -> float:
+        """The largest difference in a sample over the largest magnitude there, among the samples where it is finite."""
+        errors = torch.cat([torch.zeros(1), *(d.largest / d.magnitude for d in self.values.values())])
+        return float(errors[torch.isfinite(errors)].max())
 
-    def _is_honest(self, name: str, unsure: Comparison | None) -> bool:
+    def agrees(self, *, unsure: Comparison | None = None, tolerance: float = TOLERANCE) -> bool:
+        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
+        return all(self._is_honest(name, unsure, tolerance) for name in self.values)
+
+    def _is_honest(self, name: str, unsure: Comparison | None, tolerance: float) -> bool:
         ours = self.values[name]
-        allowed = TOLERANCE * ours.magnitude
+        allowed = tolerance * ours.magnitude
         other = unsure.values.get(name) if unsure is not None and unsure.finite else None
         if other is not None:
             noise = (NOISE * other.largest).clamp(max=MOST_NOISE * ours.overall)

@@ -90,7 +90,10 @@ class Verifier:
         largest = made.largest_finite
         if "loss" not in made.values and largest > _LARGEST_SQUARED > self._trials.reference().largest_finite:
             return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
-        return "passed" if judgement.passes else "failed", f"finite, {percent(error)} off fp32"
+        told = f"finite, {percent(error)} off fp32"
+        if not judgement.passes:
+            return "failed", told
+        return "passed", f"{told}, within what {self._trials.step.low.label} loses" if error > TOLERANCE else told
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""

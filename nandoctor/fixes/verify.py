@@ -19,10 +19,18 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, UseFormat
-from nandoctor.evidence.formats import FP32, FP64
+from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.evidence.trace import Trace
-from nandoctor.fixes.agreement import Result, compare, gradient_error, gradients_finite, keep
+from nandoctor.fixes.agreement import (
+    BF16_TOLERANCE,
+    TOLERANCE,
+    Result,
+    compare,
+    gradient_error,
+    gradients_finite,
+    keep,
+)
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.interventions import flatten
@@ -213,7 +221,7 @@ class Trials:
         if not agrees:
             exact = self.exact(*changed)
             comparison = compare(made, reference, exact=exact)
-            agrees = comparison.agrees(unsure=compare(exact, reference))
+            agrees = comparison.agrees(unsure=compare(exact, reference), tolerance=self._tolerance)
         max_rel_err = comparison.max_rel_err
         if self.numerics and changed and not _selects(edits):
             # What was finite before must be no other value now; what was not has nothing to agree with.
@@ -221,6 +229,17 @@ class Trials:
             agrees = agrees and changes.agrees()
             max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
+
+    @cached_property
+    def _tolerance(self) -> float:
+        """In bf16 twice what the samples that are finite without a change are off by; another may be less lucky.
+
+        Where all of them are finite, what they are off by is the failure itself.
+        """
+        if self.step.low is not BF16 or (before := self.run()).values_finite:
+            return TOLERANCE
+        own_error = compare(before, self.reference()).largest_finite_rel_err
+        return min(max(TOLERANCE, 2 * own_error), BF16_TOLERANCE)
 
     def sound_reference(self, edits: tuple[Change, ...]) -> Result:
         """What a run with `edits` has to agree with: fp32 of the unchanged step, where that fails float64.
