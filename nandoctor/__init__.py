@@ -1,7 +1,6 @@
 """nandoctor: the post-mortem for mixed-precision training.
 
-In: a dump that a training script saved when its output went non-finite. Out: which layer, and what fp32 would have
-given. Importing this package does not import torch; the names below do, when they are first used.
+Importing this package does not import torch; the names below do, when they are first used.
 """
 
 from __future__ import annotations

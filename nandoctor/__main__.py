@@ -1,7 +1,4 @@
-"""`python -m nandoctor`.
-
-In: the command line. Out: the exit code.
-"""
+"""`python -m nandoctor`."""
 
 from nandoctor.cli import main
 

@@ -1,7 +1,4 @@
-"""The facade: `load` a dump, `replay` it, look at the `Case`.
-
-In: paths, models and options, as a notebook has them. Out: a `Case` around a report.
-"""
+"""The facade: `load` a dump, `replay` it, look at the `Case`."""
 
 from __future__ import annotations
 

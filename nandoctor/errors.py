@@ -1,6 +1,6 @@
 """The errors a user can cause: what is wrong, what to do about it, and the exit code.
 
-In: nothing. Out: exceptions that the command line prints without a traceback.
+The command line prints them without a traceback.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Tensors whose memory is a file: it can be written back to the disk, where a process's own memory cannot.
-
-In: tensors. Out: `map_empty`, and `kept_in_files`, a context in which large intermediate results of this thread move to
-files.
-"""
+"""Tensors whose memory is a file: it can be written back to the disk, where a process's own memory cannot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Functions that take many options as `**options: Unpack[...]` show each of them in signature and docstring.
 
-In: a function, and a TypedDict of its options. Out: the function, which a type checker, `help()` and completion know.
+A type checker, `help()` and completion know them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What this machine gives a process: cores and memory, within the limits of its container.
 
-In: nothing. Out: counts and bytes; None where the system does not tell.
+None where the system does not tell.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks healthy steps before the accident: `checkup` measures how near each layer comes to the ends of the formats.
-
-In: checkpoints, a batch and how to call the model. Out: a `Checkup`.
-"""
+"""Checks healthy steps before the accident: `checkup` measures how near each layer comes to the ends of the formats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The one search for minimal sets: of modules to keep in fp32, of the parts of a tensor that a failure needs.
-
-In: members in order, and whether some of them are enough. Out: sets of which no member can be left out.
-"""
+"""The one search for minimal sets: of modules to keep in fp32, of the parts of a tensor that a failure needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is known of torch's operations: families, singular points, domains, lengths of products, autocast's lists.
 
-In: names of aten ops without namespace, overload and the in-place underscore. Out: sets and tables of them; no torch.
+Ops go by their aten names without namespace, overload and the in-place underscore.
 """
 
 from __future__ import annotations

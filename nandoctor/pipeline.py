@@ -1,7 +1,4 @@
-"""The main job, one way: replays a dump under autocast and in fp32, diagnoses it, adds the fixes.
-
-In: a `Dump`, a model and `Settings`. Out: a `Report`.
-"""
+"""The main job, one way: replays a dump under autocast and in fp32, diagnoses it, adds the fixes."""
 
 from __future__ import annotations
 

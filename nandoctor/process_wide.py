@@ -1,7 +1,7 @@
 """Process-wide changes that several threads may hold at the same time.
 
-In: a context manager that makes one such change. Out: `Shared`, made by the first that enters, undone by the last; and
-`patched`, the one context manager that puts functions of nandoctor's in place of torch's.
+`Shared` is made by the first that enters and undone by the last; `patched` is the one context manager that puts
+functions of nandoctor's in place of torch's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Source files: which are the project's own, what they are called, and by their hashes what has changed in them.
 
-In: paths. Out: answers, `SourceHash` records, and the lines that differ between one and a file as it is now.
-
 The hashes of single lines are short: they tell where a file changed, and nobody can read the code in them.
 """
 

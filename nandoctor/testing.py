@@ -1,7 +1,4 @@
-"""For the tests of a project: the step that once failed has to pass.
-
-In: a dump and the model as it is now. Out: nothing, or an AssertionError that says where the step fails.
-"""
+"""For the tests of a project: the step that once failed has to pass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Numbers, counts, places and names as people read them.
 
-In: values of a report, and strings that come from a dump or a model and cannot be trusted. Out: short printable text.
+Strings that come from a dump or a model cannot be trusted: they are made printable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Every private part of torch that nandoctor uses, in one place, so that a new torch can be checked against it.
 
-In: nothing. Out: functions under names of our own; where torch lacks what one needs, `UnsupportedTorchError` says what.
-
 `torch_places.NEEDED` lists the places, and why no public API serves; `check_torch` looks for all of them before a
 replay.
 """

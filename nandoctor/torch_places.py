@@ -1,7 +1,4 @@
-"""The private places of torch that nandoctor uses, what for, and why nothing public serves.
-
-In: nothing. Out: `NEEDED`; `torch_compat` has the code that uses them.
-"""
+"""The private places of torch that nandoctor uses, what for, and why nothing public serves."""
 
 # Place -> what it is used for. The comments say why nothing public does the same.
 NEEDED: dict[str, str] = {

@@ -1,7 +1,6 @@
 """Tells whether the step of a dump passes under the code as it is now, and whether that can be told at all.
 
-In: a dump, a model and `Settings`. Out: a `Verification`. `replay --check`, `verify`, `fix --write` and the tests of a
-project all ask here.
+`replay --check`, `verify`, `fix --write` and the tests of a project all ask here.
 
 A step that passes has been fixed only if it is the step that failed, and something about it has changed. Where the mode
 or the random state of the failing step is not known, where nothing has changed, or where what failed is not replayed,

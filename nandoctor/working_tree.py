@@ -1,7 +1,5 @@
 """Applies a fix to the working tree: every file whole or not at all, and back again where it does not help.
 
-In: a unified diff and the folder that its paths start from. Out: changed files, or an error before any is written.
-
 The diff is applied strictly: every line of it that is context or removed has to stand where the diff says.
 """
 

@@ -1,8 +1,4 @@
-"""What a model's own code says for CUDA, made to mean the same on another device.
-
-In: the device of the replay. Out: `cuda_code`, a context in which autocast regions, custom autograd functions and
-device literals written for "cuda" act on that device.
-"""
+"""What a model's own code says for CUDA, made to mean the same on another device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""CUDA's autocast kernels, registered for the autocast dispatch key of any device.
-
-In: the op lists and the thread's autocast dtype. Out: `install_kernels`, a context in which every listed op casts and
-computes as under CUDA's autocast.
-"""
+"""CUDA's autocast kernels, registered for the autocast dispatch key of any device."""
 
 from __future__ import annotations
 

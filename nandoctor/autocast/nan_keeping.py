@@ -1,7 +1,7 @@
 """Kernels of a CPU that keep every NaN and Inf, as those of a GPU do.
 
-In: nothing. Out: `keep_nonfinite`, a context in which attention and convolutions with a non-finite operand are computed
-by torch's reference math. With finite operands the kernels are the usual ones.
+Attention and convolutions with a non-finite operand are computed by torch's reference math; with finite operands the
+kernels are the usual ones.
 
 The fused attention of the CPU takes the largest score of a row by comparisons that a NaN loses, and so returns finite
 values for a query that is NaN (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). oneDNN's convolutions leave out the

@@ -1,7 +1,7 @@
 """CUDA autocast's op lists, as data.
 
-In: nothing. Out: tuples of `aten` op names with overload; `tests/autocast/test_op_lists.py` holds them against the
-macros of the installed torch's `ATen/autocast_mode.h`.
+Tuples of `aten` op names with overload; `tests/autocast/test_op_lists.py` holds them against the macros of the
+installed torch's `ATen/autocast_mode.h`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Precision policies: what a run computes in.
-
-In: a policy and a device. Out: `apply_policy`, a context in which a model runs under CUDA's autocast on any device,
-under the fp32 reference of the same code path, or under torch's own autocast of that device.
-"""
+"""Precision policies: what a run computes in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`cuda_autocast`: CUDA's autocast on any device, for a training loop of the user's own.
-
-In: a dtype and a device. Out: a context manager and decorator that stands where `torch.autocast("cuda")` stood.
-"""
+"""`cuda_autocast`: CUDA's autocast on any device, for a training loop of the user's own."""
 
 from __future__ import annotations
 

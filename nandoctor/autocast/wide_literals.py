@@ -1,7 +1,6 @@
 """Half precision that a model's code asks for by name, computed in the format of a reference.
 
-In: the dtypes to put in the place of others. Out: `WideLiterals`, a context in which `x.half()`,
-`x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` give wider tensors.
+Under `WideLiterals`, `x.half()`, `x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` give wider tensors.
 
 What TorchScript and C++ ask for is not seen here.
 """

@@ -1,7 +1,4 @@
-"""Flags that are computed on a device and read later, without making the device wait.
-
-In: tensors. Out: `Flag`, read when its copy has long arrived.
-"""
+"""Flags that are computed on a device and read later, without making the device wait."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keeps the buffers as they were before a forward, at the cost of copying only those that the forward writes.
-
-In: a model. Out: `Snapshot`s, which become a state dict when one is wanted.
-"""
+"""Keeps the buffers as they were before a forward, at the cost of copying only those that the forward writes."""
 
 from __future__ import annotations
 

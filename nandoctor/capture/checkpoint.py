@@ -1,8 +1,4 @@
-"""Leaves the weights of a dump to a checkpoint, where they have no room in the file.
-
-In: the contents of a file, and where the training says that its checkpoints are. Out: the contents with a reference in
-place of the weights.
-"""
+"""Leaves the weights of a dump to a checkpoint, where they have no room in the file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What goes into a dump, put together when one is written.
-
-In: a recorded step, the model, the optimizers and the history. Out: the contents of a `nandoctor.dump/1` file.
-"""
+"""What goes into a dump, put together when one is written."""
 
 from __future__ import annotations
 

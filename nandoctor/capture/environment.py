@@ -1,7 +1,4 @@
-"""What stands around a step: random generators, autocast, torch's switches, versions, ranks.
-
-In: nothing but the process. Out: plain data, as the dump holds it.
-"""
+"""What stands around a step: random generators, autocast, torch's switches, versions, ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hooks that tell the recorder of every forward, also of a compiled model.
-
-In: a model, and what to call before and after. Out: hooks, removed when the stack closes.
-"""
+"""Hooks that tell the recorder of every forward, also of a compiled model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The recorder as a callback of Lightning: `Trainer(callbacks=[RecorderCallback()])`.
-
-In: what Lightning tells its callbacks. Out: dumps whose replay calls the module's `training_step`.
-"""
+"""The recorder as a callback of Lightning: `Trainer(callbacks=[RecorderCallback()])`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Looks at a model before its forward: buffers, train flags, random generators, autocast.
-
-In: a model. Out: `StateBefore`, and what a dump says of it.
-"""
+"""Looks at a model before its forward: buffers, train flags, random generators, autocast."""
 
 from __future__ import annotations
 

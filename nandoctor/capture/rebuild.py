@@ -1,7 +1,4 @@
-"""Tries, when a training begins, whether its dumps will be replayed without flags, and says what is needed if not.
-
-In: the live model, and how it and its loss are made. Out: the flags of the replay's command, and lines for the log.
-"""
+"""Tries, when a training begins, whether its dumps will be replayed without flags, and says what is needed if not."""
 
 from __future__ import annotations
 

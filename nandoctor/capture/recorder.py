@@ -1,7 +1,4 @@
-"""`Recorder`: watches a training loop for non-finite steps, saves them whole, and stops the run when it must.
-
-In: a model, and the loss of each step. Out: dumps, warnings in the log, and `NonFiniteTrainingError`.
-"""
+"""`Recorder`: watches a training loop for non-finite steps, saves them whole, and stops the run when it must."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tensors that are spread over ranks (FSDP2, tensor parallelism): this rank's part, and where it belongs.
 
-In: the tensors of a model. Out: plain tensors, and what a reader needs to join the files of all ranks. Nothing here
-talks to another rank.
+Nothing here talks to another rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where a model and a loss come from, so that a replay can make them again.
-
-In: the live model, or what built it. Out: plain data for the dump.
-"""
+"""Where a model and a loss come from, so that a replay can make them again."""
 
 from __future__ import annotations
 

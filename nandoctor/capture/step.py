@@ -1,7 +1,4 @@
-"""One step under way: what a replay of it would need, kept until it is known to be good.
-
-In: what the hooks see. Out: `RecordedStep`, and what a dump says of it.
-"""
+"""One step under way: what a replay of it would need, kept until it is known to be good."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decides what each finished step calls for: nothing, a dump, or the end of the training.
-
-In: recorded steps whose flags have arrived. Out: files, lines in the log, `NonFiniteTrainingError`.
-"""
+"""Decides what each finished step calls for: nothing, a dump, or the end of the training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Follows a training step from its first forward to the optimizer's update, and has it decided once its flags are here.
-
-In: forwards, losses and optimizer steps as they happen. Out: `RecordedStep`s handed to the `StepPolicy`.
-"""
+"""Follows a training step from its first forward to the optimizer's update, and has it decided once its flags came."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The recorder as a callback of the Trainer of transformers: `Trainer(..., callbacks=[RecorderCallback()])`.
-
-In: what the Trainer tells its callbacks, and the model's forward. Out: dumps whose replay calls the model.
-"""
+"""The recorder as a callback of the Trainer of transformers: `Trainer(..., callbacks=[RecorderCallback()])`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Looks at gradients before an optimizer's update and at weights after it, and keeps the weights from before.
-
-In: an optimizer and the names of the model's parameters. Out: magnitudes on the device, to be read late.
-"""
+"""Looks at gradients before an optimizer's update and at weights after it, and keeps the weights from before."""
 
 from __future__ import annotations
 

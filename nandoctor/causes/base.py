@@ -1,8 +1,4 @@
-"""What a cause decides on: the findings that are shown to it, and the questions that several causes ask of them.
-
-In: an examined op with its counterpart in fp32 and the ops before it; or a tensor that was non-finite from the start.
-Out: the findings, and helpers that build evidence and candidate changes.
-"""
+"""What a cause decides on: the findings that are shown to it, and the questions that several causes ask of them."""
 
 from __future__ import annotations
 

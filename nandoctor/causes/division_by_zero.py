@@ -1,7 +1,5 @@
 """division-by-zero: a denominator is exactly zero.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
 How nandoctor tells

@@ -1,7 +1,5 @@
 """elementwise-overflow: an addition, a multiplication or another element-by-element op does not fit.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     Both operands fit, their sum, product or quotient does not: a residual stream, a gate, a squared activation, a
     dropout that scales by 1 / (1 - p), a division by something tiny.

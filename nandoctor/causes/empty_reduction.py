@@ -1,7 +1,5 @@
 """empty-reduction: a mean or a spread over nothing.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
 How nandoctor tells

@@ -1,7 +1,5 @@
 """eps-underflow: the small constant that was to prevent a division by zero is lost.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     1e-8 is zero in fp16 (the smallest subnormal is 6e-8), and what is added to a larger number is absorbed. The
     denominator, or the argument of a logarithm or a root, is then exactly zero.

@@ -1,7 +1,5 @@
 """exp-overflow: an exponential grows past the format, at once or in the next multiplication.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
     the overflow comes in the cast or in the product that follows.

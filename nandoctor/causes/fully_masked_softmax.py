@@ -1,7 +1,5 @@
 """fully-masked-softmax: every position that a softmax could choose from is masked.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     A row of scores that is -inf throughout: softmax divides zero by zero and the row is NaN. A row with a single finite
     score is healthy.

@@ -1,7 +1,5 @@
 """gradient-overflow: a gradient does not fit fp16, though the forward does and fp32's does.
 
-In: a `GradientFinding`. Out: a `Cause`, or None.
-
 What it is
     The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
     scale is too small for the other gradients.

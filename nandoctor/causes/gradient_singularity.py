@@ -1,7 +1,5 @@
 """gradient-singularity: the forward is fine, and its derivative is infinite there.
 
-In: a `GradientFinding`. Out: a `Cause`, or None.
-
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
 How nandoctor tells

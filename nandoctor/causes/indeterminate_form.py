@@ -1,7 +1,5 @@
 """indeterminate-form: inf - inf, 0 * inf or inf / inf.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
     hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.

@@ -1,7 +1,5 @@
 """input-cast-overflow: a value that fp32 held does not survive the cast to fp16.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     The first layer looks guilty, but its input was too large before it did anything: autocast casts the input of every
     product to fp16, and 1e5 becomes Inf on the way in. The same happens in a hand-written `.half()`.

@@ -1,7 +1,5 @@
 """invalid-domain: a function is asked for a value outside of where it is defined.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
     1 or lgamma at 0, the edge of whose domain is infinitely high; any pole.

@@ -1,7 +1,5 @@
 """log-of-zero: a logarithm meets an exact zero.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     log(0), log1p(-1), logit(0 or 1): the value is -inf or Inf, rightly so. Also a loss that asks for the logarithm of a
     probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.

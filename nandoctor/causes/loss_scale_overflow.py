@@ -1,7 +1,5 @@
 """loss-scale-overflow: the loss scale was too large for this step, and nothing else is wrong.
 
-In: a `GradientFinding`. Out: a `Cause`, or None.
-
 What it is
     GradScaler starts at 65536 and halves the scale whenever a gradient overflows: a few skipped steps at the start of
     training are by design.

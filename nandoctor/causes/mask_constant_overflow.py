@@ -1,7 +1,5 @@
 """mask-constant-overflow: the constant that was to hide masked positions does not fit.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     -1e9 or torch.finfo(torch.float32).min, meant as "very negative", becomes -inf in fp16; or two masks at finfo.min
     are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.

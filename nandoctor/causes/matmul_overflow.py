@@ -1,7 +1,5 @@
 """matmul-overflow: a product of matrices passes what its format can hold.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     A linear layer, a convolution or an attention product whose exact result is finite, and too large for fp16. Tensor
     cores sum in fp32, so the sum itself is right; it becomes Inf when it is rounded to fp16 at the end.

@@ -1,7 +1,5 @@
 """nonfinite-update: the optimizer makes non-finite weights of finite gradients.
 
-In: an `OptimizerUpdate`. Out: a `Cause`, or None.
-
 What it is
     Forward, loss and gradients of the step are finite, and the weights are not once the optimizer has written them.
 How nandoctor tells

@@ -1,7 +1,5 @@
 """optimizer-eps-underflow: the optimizer's eps is zero in the format of the weights, and so is what it is added to.
 
-In: an `OptimizerSlot`. Out: a `Cause`, or None.
-
 What it is
     Adam divides by sqrt(v) + eps, v being the running mean of squared gradients. In pure fp16 the default eps of 1e-8
     is zero, and so is the square of any gradient below 2e-4: the step is 0/0, or a number divided by zero.

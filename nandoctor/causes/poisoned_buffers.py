@@ -1,7 +1,5 @@
 """poisoned-buffers: a buffer that this forward reads is non-finite, though the weights are fine.
 
-In: the tensor that came from the model's state. Out: a `Cause`, or None.
-
 What it is
     BatchNorm's running_mean and running_var are updated in every training forward, also in one that overflowed and
     whose step GradScaler skipped. From then on evaluation is NaN, and training looks healthy.

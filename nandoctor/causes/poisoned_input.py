@@ -1,7 +1,5 @@
 """poisoned-input: the batch itself is non-finite.
 
-In: an array of the batch. Out: a `Cause`, or None.
-
 What it is
     A NaN or an infinity in the image, the table or the signal, before any layer sees it.
 How nandoctor tells

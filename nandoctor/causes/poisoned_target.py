@@ -1,7 +1,5 @@
 """poisoned-target: the target that the loss compares with is non-finite.
 
-In: an array of the batch. Out: a `Cause`, or None.
-
 What it is
     A NaN or an infinity in the mask, the label or the regression target: the model's output is fine, its loss is not.
 How nandoctor tells

@@ -1,7 +1,5 @@
 """poisoned-weights: a weight is non-finite, or too large to be a weight.
 
-In: the tensor that came from the model's state. Out: a `Cause`, or None.
-
 What it is
     A NaN, an infinity or an absurd magnitude (1e30) in one parameter: everything computed with it is lost, and the
     failing step is only where it showed.

@@ -1,7 +1,5 @@
 """reduction-overflow: a sum over many elements does not fit.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     A sum, norm, variance or running total whose exact value is finite, and past the format's limit. Also a product with
     a matrix of ones, which is a sum written as a matmul.

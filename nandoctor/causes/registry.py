@@ -1,7 +1,4 @@
-"""Every cause, in the order in which they are asked, and the pages that `nandoctor explain` prints.
-
-In: findings, and the modules of the causes with their docstrings. Out: the first cause that can decide, and `Page`s.
-"""
+"""Every cause, in the order in which they are asked, and the pages that `nandoctor explain` prints."""
 
 from __future__ import annotations
 

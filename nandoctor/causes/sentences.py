@@ -1,7 +1,4 @@
-"""Words that the headlines of several causes share: the user's own expressions, and what becomes of a number.
-
-In: traced ops with their source. Out: parts of a sentence, code in backticks.
-"""
+"""Words that the headlines of several causes share: the user's own expressions, and what becomes of a number."""
 
 from __future__ import annotations
 

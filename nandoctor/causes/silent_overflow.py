@@ -1,7 +1,5 @@
 """silent-overflow: a value overflowed and was swallowed, and the finite output is wrong.
 
-In: a `Finding`. Out: a `Cause`, or None.
-
 What it is
     An Inf that disappears again: rsqrt(inf) is 0, 1 / inf is 0, a softmax gives all its weight to it. No NaN is ever
     seen, GradScaler skips nothing, and the layer's output is zero or one-hot.

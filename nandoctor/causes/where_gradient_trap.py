@@ -1,7 +1,5 @@
 """where-gradient-trap: a branch that `where` hides in the forward still has a gradient.
 
-In: a `GradientFinding`. Out: a `Cause`, or None.
-
 What it is
     `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
     by an infinite derivative: 0 * inf is NaN.

@@ -1,7 +1,4 @@
-"""The command line: what stands behind `nandoctor`.
-
-In: arguments. Out: text on standard output, notes and progress on standard error, an exit code.
-"""
+"""The command line: what stands behind `nandoctor`."""
 
 from nandoctor.cli.commands import main
 

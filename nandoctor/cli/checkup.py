@@ -1,7 +1,4 @@
-"""The verb for what has not failed yet, `checkup`.
-
-In: arguments. Out: a table, JSON or a page, an exit code.
-"""
+"""The verb for what has not failed yet, `checkup`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verbs that read one dump or report, and the group of all: each parses, calls, renders and exits.
-
-In: arguments. Out: text on standard output, notes and progress on standard error, an exit code.
-"""
+"""The verbs that read one dump or report, and the group of all: each parses, calls, renders and exits."""
 
 from __future__ import annotations
 

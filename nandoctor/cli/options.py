@@ -1,7 +1,4 @@
-"""The command line's options: those of a replay are made from `Settings`, so that they cannot differ from it.
-
-In: groups of settings. Out: click options that check what they are given, and help that lists them by group.
-"""
+"""The command line's options: those of a replay are made from `Settings`, so that they cannot differ from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the verbs of the command line share: options, the console, progress, and how a dump is read.
-
-In: what click parsed. Out: a dump with its settings, a console, a bar on standard error.
-"""
+"""What the verbs of the command line share: options, the console, progress, and how a dump is read."""
 
 from __future__ import annotations
 

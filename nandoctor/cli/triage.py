@@ -1,7 +1,4 @@
-"""The verb for many dumps, `triage`.
-
-In: arguments. Out: a table or JSON lines on standard output, progress on standard error, an exit code.
-"""
+"""The verb for many dumps, `triage`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verbs about a change of the code: `fix` shows or makes one, `verify` tells whether one was enough.
-
-In: arguments. Out: a diff or a verification on standard output, changed files, an exit code.
-"""
+"""The verbs about a change of the code: `fix` shows or makes one, `verify` tells whether one was enough."""
 
 from __future__ import annotations
 

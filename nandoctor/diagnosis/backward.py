@@ -1,7 +1,4 @@
-"""From non-finite gradients to the backward ops that made them of finite ones.
-
-In: the traces of both runs with their backward passes. Out: a `Conclusion`.
-"""
+"""From non-finite gradients to the backward ops that made them of finite ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What changed between two reports: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
-
-In: two `Report`s. Out: a `Comparison`.
-"""
+"""What changed between two reports: before and after a fix, epoch 3 and epoch 9, fp16 and bf16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is concluded from the traces: diagnoses, the ops to change, and the way from the origin to the symptom.
-
-In: ops with their analysis. Out: `Conclusion`, `Suspect`, and the `Origin` of an op as the report keeps it.
-"""
+"""What is concluded from the traces: diagnoses, the ops to change, and the way from the origin to the symptom."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What of a step was not looked at, so that finding nothing in the rest is no all-clear.
-
-In: the trace, and what the dump says of its loss and gradients. Out: `Gap`s, and the verdict on a step without a find.
-"""
+"""What of a step was not looked at, so that finding nothing in the rest is no all-clear."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What half precision and mixed precision make of a module's eps, as far as its layer alone can tell.
-
-In: an `EpsUse` that no replay has seen. Out: a few words for each; they are different questions.
-"""
+"""What half precision and mixed precision make of a module's eps, as far as its layer alone can tell."""
 
 from __future__ import annotations
 

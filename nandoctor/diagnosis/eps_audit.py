@@ -1,7 +1,4 @@
-"""Every small constant of a run: what it became in the format that it was really used in, and whether it did anything.
-
-In: the traced ops, the constants that modules carry, the optimizer's slots. Out: `EpsUse`s, and what to make of them.
-"""
+"""Every small constant of a run: what it became in the format that it was used in, and whether it did anything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The source around an expression, for a reader who wants to see the line in its place.
-
-In: a `SourceLine`, and the file as it is now. Out: an `Excerpt`, or None where the file cannot be read.
-"""
+"""The source around an expression, for a reader who wants to see the line in its place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What all runs of a failing step show together, before anything is changed to fix it.
-
-In: the traces, and what was concluded from them. Out: `Findings`, which the search for fixes and the report take.
-"""
+"""What all runs of a failing step show together, before anything is changed to fix it."""
 
 from __future__ import annotations
 

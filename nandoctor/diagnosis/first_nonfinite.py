@@ -1,7 +1,4 @@
-"""Where a non-finite value first came to light.
-
-In: a trace, and the fp32 trace to tell a meant infinity from an unwanted one. Out: a `NonfinitePlace`, or None.
-"""
+"""Where a non-finite value first came to light."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small constants that Python itself rounded away before torch saw them: `1.0 - 1e-17` is 1.
-
-In: a traced op, and what its module's attributes hold. Out: the constants that its line lost, by reading the source.
-"""
+"""Small constants that Python itself rounded away before torch saw them: `1.0 - 1e-17` is 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a non-finite output or loss to diagnoses: what made it, the cause that explains it, the chain between them.
-
-In: the traces of both runs. Out: a `Conclusion`.
-"""
+"""From a non-finite output or loss to diagnoses: what made it, the cause that explains it, the chain between them."""
 
 from __future__ import annotations
 

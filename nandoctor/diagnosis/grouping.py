@@ -1,7 +1,4 @@
-"""Puts the results of many dumps into groups: one cause at one place in the code.
-
-In: `DumpResult`s. Out: `Group`s, the largest first, and samples that recur over all of them.
-"""
+"""Puts the results of many dumps into groups: one cause at one place in the code."""
 
 from __future__ import annotations
 

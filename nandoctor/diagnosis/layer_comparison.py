@@ -1,7 +1,4 @@
-"""Two runs side by side, call by call.
-
-In: the traces of one model under two policies. Out: rows with headroom and relative error, and what fp16 cannot hold.
-"""
+"""Two runs side by side, call by call."""
 
 from __future__ import annotations
 

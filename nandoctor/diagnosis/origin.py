@@ -1,7 +1,4 @@
-"""The ops that made the non-finite values: back from the first of them along the flow of data.
-
-In: the traced operations of both runs. Out: a `NonfiniteTrace`: the sources, and the chain to the symptom.
-"""
+"""The ops that made the non-finite values: back from the first of them along the flow of data."""
 
 from __future__ import annotations
 

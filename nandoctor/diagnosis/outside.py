@@ -1,7 +1,4 @@
-"""Diagnoses of what was non-finite before the step ran: weights, buffers, the batch, the optimizer's state.
-
-In: tensors by name. Out: diagnoses whose origin is no op.
-"""
+"""Diagnoses of what was non-finite before the step ran: weights, buffers, the batch, the optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads a healthy step's traces for what each module would lose in narrower formats, and where a run is heading.
-
-In: the fp32 trace and the one under autocast of one step. Out: `LayerRange`s, loss scales, and extrapolations.
-"""
+"""Reads a healthy step's traces for what each module would lose in narrower formats, and where a run is heading."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the traces say, in the words of the report.
-
-In: aligned traces and the first non-finite place. Out: the report's `first_nonfinite` and `runs`.
-"""
+"""What the traces say, in the words of the report."""
 
 from __future__ import annotations
 

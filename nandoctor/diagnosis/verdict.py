@@ -1,7 +1,4 @@
-"""The verdict on a replayed dump, and the sentence that says it.
-
-In: both traces, the first non-finite place and the replay's grade. Out: a `Verdict` and a headline.
-"""
+"""The verdict on a replayed dump, and the sentence that says it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the names in a dump usually mean: input, target, output, or the bookkeeping of training.
-
-In: a name as the file has it, dotted where containers were flattened. Out: a guess, and "unknown" where there is none.
-"""
+"""What the names in a dump usually mean: input, target, output, or the bookkeeping of training."""
 
 from __future__ import annotations
 

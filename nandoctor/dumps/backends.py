@@ -1,7 +1,4 @@
-"""Torch's switches that decide which kernel runs, by the names that a dump keeps them under.
-
-In: nothing. Out: a flat table: where each is read and where it is set, a function or an attribute below `torch`.
-"""
+"""Torch's switches that decide which kernel runs, by the names that a dump keeps them under."""
 
 from __future__ import annotations
 

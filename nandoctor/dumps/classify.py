@@ -1,7 +1,4 @@
-"""Sorts what a file held into weights, arrays and plain values.
-
-In: the mapping that was saved, of any nesting. Out: `Contents`, and a state dict freed from its wrappers' prefixes.
-"""
+"""Sorts what a file held into weights, arrays and plain values."""
 
 from __future__ import annotations
 

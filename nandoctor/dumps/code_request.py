@@ -1,6 +1,6 @@
 """What code a recorded dump asks a replay to run: in words, and as the command that allows it.
 
-In: the `Recorded` of a dump. Out: rows to print and a command to type; nothing is imported to find them.
+Nothing is imported to find out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a path is that was given in place of a dump: a directory, or one part of several; and what to pass instead.
 
-In: a path. Out: its kind by the names in it, or a DumpError; nothing is opened.
+Told by the names in it; nothing is opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the model's weights in a directory of torch.distributed.checkpoint (DCP), which is pickled, without its code.
 
-In: the directory: `.metadata`, a pickle that says which tensor lies where, and files of parts, each part an archive of
-torch.save. Out: whole tensors. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+The directory holds `.metadata`, a pickle that says which tensor lies where, and files of parts, each part an archive of
+torch.save: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 The metadata is scanned like a dump, and its classes are replaced by inert ones. Parts stand at odd places, where no
 kernel may read them, so they are copied to files without a name.

@@ -1,7 +1,4 @@
-"""`Dump`: one saved failing step.
-
-In: what the reader found in a file. Out: the record that the engine replays.
-"""
+"""`Dump`: one saved failing step."""
 
 from __future__ import annotations
 

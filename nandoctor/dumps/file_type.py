@@ -1,7 +1,4 @@
-"""What kind of file it is, told from its first bytes and its zip directory before anything in it is believed.
-
-In: a path. Out: `Container`, or a DumpError that says what the file is instead.
-"""
+"""What kind of file it is, told from its first bytes and its zip directory before anything in it is believed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Numpy arrays in a pickle, rebuilt without letting the file call numpy.
 
-In: what the pickle says of an array: a type code, a shape and bytes. Out: a tensor with memory of its own.
-
 numpy's own unpickling trusts the file: `dtype.__setstate__` takes any layout and flags, and with them an array's bytes
 become Python objects at addresses of the file's choice, also under `torch.load(weights_only=True)` with numpy allowed.
 So the names of numpy's functions stand here for records that only note what they are given and judge it at the end.

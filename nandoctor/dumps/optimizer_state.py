@@ -1,7 +1,4 @@
-"""The second moments of an adaptive optimizer, whose roots its next step divides by.
-
-In: the state dict of an optimizer, as a file holds it. Out: `SecondMoment`s; none for an optimizer of another kind.
-"""
+"""The second moments of an adaptive optimizer, whose roots its next step divides by."""
 
 from __future__ import annotations
 

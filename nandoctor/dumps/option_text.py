@@ -1,7 +1,4 @@
-"""Plain values as the command line's `--model-arg K=V` takes them.
-
-In: a value out of a dump or a call. Out: text that is read back as that value, None where there is none.
-"""
+"""Plain values as the command line's `--model-arg K=V` takes them."""
 
 from __future__ import annotations
 

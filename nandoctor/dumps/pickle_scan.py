@@ -1,8 +1,4 @@
-"""Reads the pickle of a dump as a list of instructions, without obeying them.
-
-In: the container. Out: the names of the unknown classes and functions that it asks for, or a DumpError where it is
-damaged or built to exhaust memory or time.
-"""
+"""Reads the pickle of a dump as a list of instructions, without obeying them."""
 
 from __future__ import annotations
 

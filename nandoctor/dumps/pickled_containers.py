@@ -1,7 +1,4 @@
-"""Containers of libraries in a pickle, rebuilt as plain mappings without importing the libraries.
-
-In: what the pickle says of a batch or an output. Out: dicts, with the class that they stood for beside the fields.
-"""
+"""Containers of libraries in a pickle, rebuilt as plain mappings without importing the libraries."""
 
 from __future__ import annotations
 

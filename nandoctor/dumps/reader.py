@@ -1,7 +1,5 @@
 """Reads a dump from a file that nobody vouches for.
 
-In: the path of what torch.save wrote. Out: a `Dump` with its tensors on the CPU, mapped from the file if it can be.
-
 Three checks run before anything is built: the container must be plain (nothing compressed, nothing twice, nothing
 beyond its end), the pickle must name nothing unknown and multiply nothing, and torch's weights-only unpickler builds
 the rest from the bytes that were checked, with stand-ins for numpy.

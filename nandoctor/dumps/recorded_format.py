@@ -1,6 +1,6 @@
 """What a `nandoctor.dump/1` file says beside weights and arrays: the exact call, the random state, the environment.
 
-In: the mapping that such a file holds. Out: `Recorded`; nothing in it is imported, called or believed here.
+Nothing in it is imported, called or believed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tells the samples of a batch from all other samples of the data.
 
-In: a `Dump` and indexes into its batch. Out: names that the batch carries (paths, indexes of the dataset), else digests
-of the samples' own inputs.
+By names that the batch carries (paths, indexes of the dataset), else by digests of the samples' own inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Joins weights that were sharded over ranks, from the files that the ranks wrote of one step.
-
-In: the contents of one rank's file, and how to read another. Out: the same contents with whole weights.
-"""
+"""Joins weights that were sharded over ranks, from the files that the ranks wrote of one step."""
 
 from __future__ import annotations
 

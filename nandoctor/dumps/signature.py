@@ -1,7 +1,6 @@
 """Tells the dumps that this user's own recorder wrote from all others.
 
-In: the members of a zip archive, and a key that only this user can read. Out: a signature in the archive, and what
-`check_signature` says of it.
+The signature is made with a key that only this user can read, and lies in the archive.
 
 The signature is HMAC-SHA256 over the name, the length and the bytes of every member, so that a file with one byte or
 one member more is not the recorder's any more. The key is made once, in the user's configuration folder.

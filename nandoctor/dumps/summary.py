@@ -1,6 +1,6 @@
 """What is in a dump, counted and in words.
 
-In: a `Dump`. Out: a `DumpSummary`; no code of the file is run.
+No code of the file is run.
 """
 
 from __future__ import annotations

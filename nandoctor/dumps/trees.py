@@ -1,7 +1,4 @@
-"""Arguments, batches and outputs as trees of plain containers, for a file that any torch can read.
-
-In: what a training loop passes around. Out: the same in dicts, lists and tuples; on reading, with names for tensors.
-"""
+"""Arguments, batches and outputs as trees of plain containers, for a file that any torch can read."""
 
 from __future__ import annotations
 

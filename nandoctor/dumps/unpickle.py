@@ -1,8 +1,5 @@
 """Builds what the pickle of a dump describes, from the very bytes that were scanned.
 
-In: a `Container` whose pickle was found sound. Out: the saved object, its tensors mapped from the file; and whether it
-carries this user's signature.
-
 torch's weights-only unpickler does the work. It is given the tensors' data by place, for `torch.load` would look the
 members up by rules of its own.
 """

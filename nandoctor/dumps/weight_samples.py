@@ -1,7 +1,4 @@
-"""A few values of each weight, by which it is told later whether a checkpoint holds the same ones.
-
-In: a state dict. Out: samples, and their form in a file.
-"""
+"""A few values of each weight, by which it is told later whether a checkpoint holds the same ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads weights from where a training leaves them: one file, an index with its shards, or a directory.
 
-In: a path. Out: a state dict on the CPU, mapped from the files where they allow it. No code of a file is run.
+No code of a file is run.
 """
 
 from __future__ import annotations

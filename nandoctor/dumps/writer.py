@@ -1,7 +1,4 @@
-"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another, never beyond its cap.
-
-In: the contents as a dict of plain data and tensors, and a folder. Out: the path of the file.
-"""
+"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another, never beyond its cap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the members of a zip archive lie, read strictly: what two readers could understand differently is refused.
 
-In: an open file. Out: the place of each member; nothing is allocated by what the file declares.
+Nothing is allocated by what the file declares.
 
 `torch.load` finds members regardless of case and by offsets of its own, so that a file may show one pickle to a scanner
 and another to torch. Here the scan and the loader use these places and nothing else.

@@ -1,4 +1,4 @@
 """Frozen plain data: number formats, traces and reports.
 
-In: plain Python and numpy values. Out: records that every other room reads; nothing here knows torch.
+Records that every other room reads; nothing here knows torch.
 """

@@ -1,7 +1,4 @@
-"""Changes as a person reads, and a program runs them: patches of source files, and snippets.
-
-In: text. Out: `SourcePatch` and `Snippet`, which a run takes beside the `Edit`s that the search probes with.
-"""
+"""Changes as a person reads, and a program runs them: patches of source files, and snippets."""
 
 from __future__ import annotations
 

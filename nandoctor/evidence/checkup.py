@@ -1,7 +1,4 @@
-"""How near a healthy step comes to the ends of the formats, layer by layer, and where a run is heading.
-
-In: what was measured on one or more checkpoints. Out: `Checkup`, to and from plain JSON data.
-"""
+"""How near a healthy step comes to the ends of the formats, layer by layer, and where a run is heading."""
 
 from __future__ import annotations
 

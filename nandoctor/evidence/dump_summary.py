@@ -1,7 +1,4 @@
-"""What is in a dump file, as numbers and words.
-
-In: what the reader found. Out: `DumpSummary`, which `nandoctor inspect` prints and every report carries; `SavedFlags`.
-"""
+"""What is in a dump file, as numbers and words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Edits: changes to a run as plain data, which the engine makes and undoes.
-
-In: places in a model, by the names of a trace. Out: the `Edit`s, each told from the others by its `kind`.
-"""
+"""Edits: changes to a run as plain data, which the engine makes and undoes."""
 
 from __future__ import annotations
 

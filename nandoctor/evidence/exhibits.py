@@ -1,7 +1,4 @@
-"""What a report shows as it is: lines of source, a sample of the batch.
-
-In: plain values. Out: frozen records.
-"""
+"""What a report shows as it is: lines of source, a sample of the batch."""
 
 from __future__ import annotations
 

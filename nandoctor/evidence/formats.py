@@ -1,7 +1,4 @@
-"""Floating-point formats and what they can hold.
-
-In: a format's name as torch writes it. Out: `FloatFormat`, with its limits, rounding and headroom.
-"""
+"""Floating-point formats and what they can hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The JSON schema of the records, made from their type hints.
-
-In: a record class. Out: a schema in the words of JSON Schema 2020-12, as plain data.
-"""
+"""The JSON schema of the records, made from their type hints."""
 
 from __future__ import annotations
 

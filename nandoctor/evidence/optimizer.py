@@ -1,7 +1,4 @@
-"""What an optimizer's step divides by, and what it did to the weights, as numbers.
-
-In: what the engine measured, and what the recorder saw of an update. Out: `OptimizerSlot`, `OptimizerUpdate`.
-"""
+"""What an optimizer's step divides by, and what it did to the weights, as numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report: everything a renderer may look at, and the JSON contract `nandoctor.report/2`.
-
-In: what was measured and concluded. Out: `Report`, to and from plain JSON data.
-"""
+"""The report: everything a renderer may look at, and the JSON contract `nandoctor.report/2`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two reports side by side: what the diff of a failure and its fix, of two epochs or of two formats says.
-
-In: what the rules found to differ. Out: `Comparison`, frozen plain data.
-"""
+"""Two reports side by side: what the diff of a failure and its fix, of two epochs or of two formats says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What becomes of a number in a format.
-
-In: a number and a `FloatFormat`. Out: its `RoundedConstant`.
-"""
+"""What becomes of a number in a format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Records to plain JSON data and back.
-
-In: evidence records, or what a JSON parser made of them. Out: dicts, lists, strings and numbers, or records again.
-"""
+"""Records to plain JSON data and back."""
 
 from __future__ import annotations
 

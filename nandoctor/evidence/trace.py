@@ -1,7 +1,4 @@
-"""What one run of a model showed: numbers about tensors, calls of modules, operations, and the run as a whole.
-
-In: plain values measured by the engine. Out: `Trace` and its parts, which rules and reports read.
-"""
+"""What one run of a model showed: numbers about tensors, calls of modules, operations, and the run as a whole."""
 
 from __future__ import annotations
 

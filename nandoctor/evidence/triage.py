@@ -1,7 +1,4 @@
-"""Many dumps at once: what each file gave, and the groups that they fall into.
-
-In: what the replays of the files told. Out: `Triage`, to and from plain JSON data.
-"""
+"""Many dumps at once: what each file gave, and the groups that they fall into."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verdicts on a dump: one word for what kind of failure it shows.
-
-In: nothing. Out: `Verdict`, and those that say of no value that it failed.
-"""
+"""The verdicts on a dump: one word for what kind of failure it shows."""
 
 from __future__ import annotations
 

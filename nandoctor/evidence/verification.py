@@ -1,7 +1,4 @@
-"""Whether a step that failed passes now, and what is known of the change that made it: `nandoctor.verification/3`.
-
-In: what a replay of the changed code showed. Out: `Verification`, frozen plain data.
-"""
+"""Whether a step that failed passes now, and what is known of the change that made it: `nandoctor.verification/3`."""
 
 from __future__ import annotations
 

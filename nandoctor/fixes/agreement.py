@@ -1,7 +1,4 @@
-"""How near two runs of one step are: what is finite in both, and how far values and gradients are apart.
-
-In: the outcomes of runs. Out: `Result`s, and `Comparison`s of one with another, sample by sample.
-"""
+"""How near two runs of one step are: what is finite in both, and how far values and gradients are apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is worth trying on a failing step: changes of the operation, modules in fp32, fewer samples.
-
-In: the step, the findings and the trials so far. Out: `Candidate`s, each a change in several strengths.
-"""
+"""What is worth trying on a failing step: changes of the operation, modules in fp32, fewer samples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The failing step under other settings: precision, mode, samples, loss scale, seed.
-
-In: the trials of the step, and the samples to blame. Out: `Counterfactual`s.
-"""
+"""The failing step under other settings: precision, mode, samples, loss scale, seed."""
 
 from __future__ import annotations
 

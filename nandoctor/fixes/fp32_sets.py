@@ -1,7 +1,4 @@
-"""Searches for the smallest sets of modules that are enough in fp32, and for the lines in them that do it.
-
-In: the findings, and trials of the failing step. Out: `Fp32SetSearch`, and the sets as edits.
-"""
+"""Searches for the smallest sets of modules that are enough in fp32, and for the lines in them that do it."""
 
 from __future__ import annotations
 

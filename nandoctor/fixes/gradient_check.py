@@ -1,7 +1,5 @@
 """Judges the gradients of a changed step: finite at the loss scale of the training, and near to fp32's.
 
-In: the trials of a step with a loss. Out: the run with its gradients, and what is to be said of them.
-
 Where no scale is known, or it has come down since GradScaler began with 65,536, the largest one is taken at which the
 gradients are finite (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling), and none below 1. Too low a scale
 shows as an error: small gradients are then rounded to zero.

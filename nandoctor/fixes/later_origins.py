@@ -1,7 +1,4 @@
-"""Origins that show only once the first is mended: of another sample behind its NaN, or in the backward pass.
-
-In: the findings and the trials. Out: `LaterOrigins`: their diagnoses, and changes of all origins together.
-"""
+"""Origins that show only once the first is mended: of another sample behind its NaN, or in the backward pass."""
 
 from __future__ import annotations
 

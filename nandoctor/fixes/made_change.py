@@ -1,7 +1,4 @@
-"""Verifies a change that was made already, the code of a step as it was loaded, by the checks of a printed fix.
-
-In: a step, and the patch that its code has already where that is known. Out: `MadeChange`.
-"""
+"""Verifies a change that was made already, the code of a step as it was loaded, by the checks of a printed fix."""
 
 from __future__ import annotations
 

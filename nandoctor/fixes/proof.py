@@ -1,7 +1,5 @@
 """Verifies a change by running the very text that is printed, on the failing batch and on others near to it.
 
-In: a change as it is written. Out: the judgement of its run, and what each criterion said.
-
 A change of the batch holds for that batch alone, so it is not tried on variations of it.
 """
 

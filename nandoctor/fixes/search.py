@@ -1,7 +1,4 @@
-"""From a diagnosis to changes that fix the step, each proved by running it.
-
-In: the failing step, the findings and a budget. Out: `FixSearch`.
-"""
+"""From a diagnosis to changes that fix the step, each proved by running it."""
 
 from __future__ import annotations
 

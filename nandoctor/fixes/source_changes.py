@@ -1,7 +1,5 @@
 """Writes an edit that the search tried as a change of the user's source.
 
-In: edits, and the traced ops whose lines they change. Out: a `SourcePatch`, None where no text does what the edit does.
-
 What is written here is not trusted: the step is run with the text itself before anybody is shown it.
 """
 

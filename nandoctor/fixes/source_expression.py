@@ -1,7 +1,4 @@
-"""The expression that called an op, as the source has it: its arguments by the names of the op's schema.
-
-In: a node of a `SourceTree`, and the traced op. Out: the nodes of its arguments, and changed text.
-"""
+"""The expression that called an op, as the source has it: its arguments by the names of the op's schema."""
 
 from __future__ import annotations
 

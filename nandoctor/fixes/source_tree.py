@@ -1,7 +1,4 @@
-"""A source file as a concrete syntax tree, in which the expressions that a trace names are found and replaced.
-
-In: a file's text, and places as Python's line and column numbers. Out: nodes, and the text with some of them replaced.
-"""
+"""A source file as a concrete syntax tree, in which the expressions that a trace names are found and replaced."""
 
 from __future__ import annotations
 

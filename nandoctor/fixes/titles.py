@@ -1,7 +1,4 @@
-"""Says in one short sentence what a change does.
-
-In: an `Edit`. Out: text.
-"""
+"""Says in one short sentence what a change does."""
 
 from __future__ import annotations
 

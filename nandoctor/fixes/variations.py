@@ -1,7 +1,4 @@
-"""Batches near to the one that failed, and a loss where none is known: what a fix has to stand besides the step itself.
-
-In: a batch or an output. Out: a changed batch, or a scalar.
-"""
+"""Batches near to the one that failed, and a loss where none is known: what a fix has to stand besides its own step."""
 
 from __future__ import annotations
 

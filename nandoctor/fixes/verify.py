@@ -1,6 +1,6 @@
 """Tries edits on the failing step, within a budget, and judges each against fp32.
 
-In: the failing step. Out: `Trials`, whose `judge` gives a `Judgement`; nothing is run twice.
+Nothing is run twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes an edit that the search tried as what a person can use: a patch, a snippet, a setting.
 
-In: an edit that holds, and the traced ops. Out: `WrittenChange`s, the smallest first; each is run before it is shown.
+Each text is run before it is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the work of a triage is done: processes of this machine, or the workers of a Dask cluster.
-
-In: how many processes, or a scheduler's address. Out: a `concurrent.futures.Executor` whose futures fail alone.
-"""
+"""Where the work of a triage is done: processes of this machine, or the workers of a Dask cluster."""
 
 from __future__ import annotations
 

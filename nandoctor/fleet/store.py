@@ -1,6 +1,6 @@
 """The folder of a triage: one result for each content and setting, so that it can be stopped and taken up again.
 
-In: a folder. Out: `Store`; every file in it is written whole or not at all.
+Every file in it is written whole or not at all.
 """
 
 from __future__ import annotations

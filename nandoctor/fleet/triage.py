@@ -1,7 +1,4 @@
-"""Replays many dumps in long-lived workers, groups what they died of, and tries fixes on one of each group.
-
-In: files, how to replay them, and where to work. Out: `Triage`, and a folder with every result.
-"""
+"""Replays many dumps in long-lived workers, groups what they died of, and tries fixes on one of each group."""
 
 from __future__ import annotations
 

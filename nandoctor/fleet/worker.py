@@ -1,6 +1,6 @@
 """What a worker does with one file: replays it, and gives back the result and the reports as text.
 
-In: a `Job`. Out: `Answer`. torch is imported when the first job runs, and stays for the next, with the user's modules.
+torch is imported when the first job runs, and stays for the next, with the user's modules.
 """
 
 from __future__ import annotations

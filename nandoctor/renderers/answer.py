@@ -1,7 +1,4 @@
-"""The answer of a report: the cause in one sentence, its place in the source, the verdict and the replay.
-
-In: a `Report`. Out: an `Answer`, which terminal, page, Markdown and notebook show first and in this order.
-"""
+"""The answer of a report: the cause in one sentence, its place in the source, the verdict and the replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Writes a file whole or not at all, and knows the files that nandoctor wrote.
-
-In: text or bytes, and a path. Out: the file; text is in UTF-8.
-"""
+"""Writes a file whole or not at all, and knows the files that nandoctor wrote."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `nandoctor checkup` prints, and its page: the layers that come nearest to the ends of the formats.
-
-In: a `Checkup`. Out: text on a rich console, JSON, or the text of an HTML page.
-"""
+"""What `nandoctor checkup` prints, and its page: the layers that come nearest to the ends of the formats."""
 
 from __future__ import annotations
 

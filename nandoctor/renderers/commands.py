@@ -1,7 +1,4 @@
-"""The next commands to type, complete: with the dump's path and the flags that its replay was given.
-
-In: a `Report`. Out: command lines, none where the replay had an object that no command line can name.
-"""
+"""The next commands to type, complete: with the dump's path and the flags that its replay was given."""
 
 from __future__ import annotations
 

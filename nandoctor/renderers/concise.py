@@ -1,7 +1,4 @@
-"""The report in one line, for editors and for checks on GitHub.
-
-In: a `Report`. Out: "file:line: code: message", or a workflow command of GitHub Actions.
-"""
+"""The report in one line, for editors and for checks on GitHub."""
 
 from __future__ import annotations
 

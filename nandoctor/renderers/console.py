@@ -1,7 +1,4 @@
-"""The few shapes that reports and inspections share on a terminal.
-
-In: labels, sentences and rich renderables. Out: renderables that fit the width and the encoding of any console.
-"""
+"""The few shapes that reports and inspections share on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `nandoctor diff` prints: two reports side by side.
-
-In: a `Comparison`. Out: text on a rich console, or JSON.
-"""
+"""What `nandoctor diff` prints: two reports side by side."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `nandoctor eps` prints: numbers in each format, and the small constants of a model or a replay.
-
-In: `RoundedConstant`s and `EpsUse`s. Out: text on a rich console, or JSON text.
-"""
+"""What `nandoctor eps` prints: numbers in each format, and the small constants of a model or a replay."""
 
 from __future__ import annotations
 

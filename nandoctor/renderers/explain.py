@@ -1,7 +1,4 @@
-"""What `nandoctor explain` prints: one cause in full, or all of them by their titles.
-
-In: pages of the catalogue. Out: text on a rich console.
-"""
+"""What `nandoctor explain` prints: one cause in full, or all of them by their titles."""
 
 from __future__ import annotations
 

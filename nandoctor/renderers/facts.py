@@ -1,7 +1,4 @@
-"""What a report says, in sentences.
-
-In: a `Report`. Out: `Fact` records, a label and a sentence each, for every surface alike.
-"""
+"""What a report says, in sentences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `nandoctor fix` prints: one verified change as a diff or as code, where it goes, and what was checked.
-
-In: a `FixChoice`. Out: text on a rich console, or JSON.
-"""
+"""What `nandoctor fix` prints: one verified change as a diff or as code, where it goes, and what was checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What was tried on the failing step, in sentences: fixes, variations, fp32 sets, eps constants.
-
-In: a `Report`. Out: `ShownFix`, a `FixSummary` and `Fact`s; nothing where nothing was tried.
-"""
+"""What was tried on the failing step, in sentences: fixes, variations, fp32 sets, eps constants."""
 
 from __future__ import annotations
 

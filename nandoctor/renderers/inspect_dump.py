@@ -1,7 +1,4 @@
-"""What `nandoctor inspect` prints: the contents of a dump file.
-
-In: a `DumpSummary`. Out: text on a rich console.
-"""
+"""What `nandoctor inspect` prints: the contents of a dump file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Records as JSON, and reports as files of it, the contract `nandoctor.report/2` that other tools read.
-
-In: a record, or the path of a saved report. Out: text, the file, or the same `Report` again.
-"""
+"""Records as JSON, and reports as files of it, the contract `nandoctor.report/2` that other tools read."""
 
 from __future__ import annotations
 

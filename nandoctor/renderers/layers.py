@@ -1,7 +1,4 @@
-"""The layers that a picture or a table shows, both runs side by side.
-
-In: a `Report`. Out: `LayerPair` records in the order in which the calls returned, and the first non-finite one.
-"""
+"""The layers that a picture or a table shows, both runs side by side."""
 
 from __future__ import annotations
 

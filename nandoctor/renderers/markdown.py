@@ -1,6 +1,6 @@
 """The report as Markdown, fit for an issue.
 
-In: a `Report`. Out: GitHub-flavoured Markdown in which names from a dump or a model are text and nothing else.
+Names from a dump or a model are text and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a notebook shows the records of a report, as small tables, and a replay while it runs.
-
-In: the running IPython, if there is one. Out: formatters that it calls, the records staying plain data; a `Listener`.
-"""
+"""How a notebook shows the records of a report, as small tables, and a replay while it runs."""
 
 from __future__ import annotations
 

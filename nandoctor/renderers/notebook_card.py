@@ -1,6 +1,6 @@
 """The report as a fragment of HTML, for a notebook cell.
 
-In: a `Report` or a record of one. Out: one `<div>` without scripts or outside files, in the colours of the page around.
+One `<div>` without scripts or outside files, in the colours of the page around it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The report as one HTML page that needs nothing else: no network, no framework.
 
-In: a `Report`. Out: the text of the page, with styles, scripts and plots inside; whatever a dump named is escaped.
+Whatever a dump named is escaped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How far a replay is, as a bar of rich with the time that is left.
-
-In: runs that get on, and their totals where known. Out: a bar that a terminal shows live, and a notebook as text.
-"""
+"""How far a replay is, as a bar of rich with the time that is left."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes a report to a file, in the form that the file's ending asks for.
 
-In: a report and a path. Out: the file. Each renderer is imported only when its ending is asked for.
+Each renderer is imported only when its ending is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The layers around the first non-finite one, as the cells of a table.
-
-In: a `Report`. Out: a `LayerTable` of strings and flags, for the terminal and the notebook to dress.
-"""
+"""The layers around the first non-finite one, as the cells of a table."""
 
 from __future__ import annotations
 

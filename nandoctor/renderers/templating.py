@@ -1,7 +1,4 @@
-"""The one environment of all HTML templates: every string is made printable and escaped, whoever wrote it.
-
-In: the name of a template and its values. Out: text.
-"""
+"""The one environment of all HTML templates: every string is made printable and escaped, whoever wrote it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A tensor in one line.
-
-In: `TensorStats`. Out: "fp16 [4, 8, 32, 32], absmax 14.8, NaN in 8192 of 32768 (index 2 of dimension 0)".
-"""
+"""A tensor in one line."""
 
 from __future__ import annotations
 

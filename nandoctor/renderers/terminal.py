@@ -1,7 +1,4 @@
-"""The report on a terminal, on one screen.
-
-In: a `Report`. Out: text on a rich console, or a single line.
-"""
+"""The report on a terminal, on one screen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every layer of both runs as the rows of a tree: by the paths of the modules, in the order of execution.
-
-In: a `Report`. Out: `TreeRow`s, parents before their children, for a page that folds, sorts and searches them.
-"""
+"""Every layer of both runs as the rows of a tree: by the paths of the modules, in the order of execution."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `nandoctor triage` prints: the groups as a table, and what could not be analysed.
-
-In: a `Triage`. Out: text on a rich console, or JSON lines.
-"""
+"""What `nandoctor triage` prints: the groups as a table, and what could not be analysed."""
 
 from __future__ import annotations
 

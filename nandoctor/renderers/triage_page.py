@@ -1,6 +1,6 @@
 """A triage as one HTML page that links to the reports of its folder.
 
-In: a `Triage`. Out: the text of the page; whatever a dump named is escaped.
+Whatever a dump named is escaped.
 """
 
 from __future__ import annotations

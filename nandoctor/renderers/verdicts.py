@@ -1,7 +1,4 @@
-"""What each verdict means, and the tone in which every surface shows it.
-
-In: nothing. Out: one table, from a verdict to a sentence and a tone; a tone has a colour for each surface.
-"""
+"""What each verdict means, and the tone in which every surface shows it."""
 
 from __future__ import annotations
 

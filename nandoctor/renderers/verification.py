@@ -1,7 +1,4 @@
-"""What `nandoctor verify` prints: has the step been fixed, by which change, and what was checked.
-
-In: a `Verification`. Out: text on a rich console, one line, a short story, or JSON.
-"""
+"""What `nandoctor verify` prints: has the step been fixed, by which change, and what was checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Decides which code a replay may run: what the user named, and what this user's own recorder signed.
 
-In: a `Dump` and what the user named. Out: nothing, or an `UnapprovedCodeError` that shows what the file wants and the
-command that allows it. It is asked before anything is imported.
+It is asked before anything is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The backward pass of a step; in a large model each gradient is read when it is complete, and let go.
-
-In: a model and its loss. Out: the non-finite gradients, and all of them where they are wanted.
-"""
+"""The backward pass of a step; in a large model each gradient is read when it is complete, and let go."""
 
 from __future__ import annotations
 

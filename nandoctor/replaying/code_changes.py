@@ -1,7 +1,5 @@
 """Tells what has changed in the code since a dump was written, and finds the code as it was then.
 
-In: a dump, and the step as its replay runs it. Out: `CodeState`; a `SourcePatch` from the old code to the new.
-
 A recorder's dump has the hashes of the training's files. Of any other dump only its age is known: a file that is not
 newer has not been written since, and one that is may still have the text that git had for it at the time, as after a
 fresh clone. Only bodies of functions can be taken back in a model that is built already.

@@ -1,7 +1,5 @@
 """Finds the code that a dump of the user's own names.
 
-In: a `Reference`, and the `Provenance` of its file. Out: what makes the model, or an error with the command to type.
-
 Nothing is imported for a file that this user's recorder did not sign. Of the user's own, a Module class of an installed
 package or of the working directory is imported, and called with plain data alone; so is a function of the working
 directory that the training built its model by. Where it is defined is read off the source before anything is imported.

@@ -1,7 +1,7 @@
 """Leaves initial weights unfilled that the dump's own weights take the place of.
 
-In: what builds a model. Out: `DeferredFills`: while it is open, random initial values are noted instead of drawn;
-`finish` draws those that somebody still holds, each as it would have been.
+While `DeferredFills` is open, random initial values are noted instead of drawn; `finish` draws those that somebody
+still holds, each as it would have been.
 
 Memory that nothing was written to takes no space, so that a model of many gigabytes is built in little. Every tensor is
 made as it is in a plain build; whoever reads one gets it filled first, with the numbers that its turn in the random

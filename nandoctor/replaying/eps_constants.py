@@ -1,7 +1,6 @@
 """The small constants that a model's modules and its optimizer carry.
 
-In: a model, and the second moments of a dump. Out: `EpsUse`s, by name and value alone: what they did only a replay can
-tell; `OptimizerSlot`s, measured and given the names of the model's parameters.
+Those of modules go by name and value alone: what they did only a replay can tell.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Weights from a checkpoint beside the dump, and whether they are those of the step that failed.
-
-In: a `Dump` and `Settings`. Out: the dump with the weights that it is to be replayed with, and what is to be said of
-them.
-"""
+"""Weights from a checkpoint beside the dump, and whether they are those of the step that failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Matches the arrays of a dump to the parameters of a model's forward.
-
-In: a model, the dump's arrays by name, and what the user said. Out: `Binding`s, the likeliest first.
-"""
+"""Matches the arrays of a dump to the parameters of a model's forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes edits to a run, and undoes them.
-
-In: `Edit`s and what they change: a model, a batch, a policy, the ops of a thread. Out: contexts, and changed copies.
-"""
+"""Makes edits to a run, and undoes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The state that a forward may change beside its output: what to keep of it before a run, and put back after it.
 
-In: a model. Out: `restored`, a context after which parameters, buffers, other tensors, attributes, containers, random
-generators and caches of the model, and of the files that its classes are written in, are as they were.
+After `restored`, parameters, buffers, other tensors, attributes, containers, random generators and caches of the model,
+and of the files that its classes are written in, are as they were.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The loss of a step: the user's, the one that the dump names, or the one that the model returns itself.
-
-In: a `Dump` and the settings. Out: a function of output and arrays that gives a scalar, or raises `LossError`.
-"""
+"""The loss of a step: the user's, the one that the dump names, or the one that the model returns itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a replay takes, before anything is built: a forecast, and a bound for what the arguments in a file ask for.
-
-In: a dump and where it is to run; what builds a model. Out: a `Forecast`; the model, or an error before memory is
-filled.
-"""
+"""What a replay takes, before anything is built: a forecast, and a bound for what the arguments in a file ask for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Finds, builds and loads the model that a dump belongs to.
 
-In: a SPEC (`package.module:attr` or `path/to/file.py:attr`) or a live Module, and a state dict. Out: a Module.
+A SPEC is `package.module:attr` or `path/to/file.py:attr`.
 """
 
 from __future__ import annotations

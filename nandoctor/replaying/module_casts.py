@@ -1,7 +1,6 @@
 """Repeats what FSDP2's MixedPrecisionPolicy does in a training: weights, inputs and outputs cast module by module.
 
-In: a dump that says what was cast, and the model. Out: the dump with its weights as modules computed with them; hooks
-on the model. A reference widens the weights again, and inputs then follow them.
+A reference widens the weights again, and inputs then follow them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A model's weights and buffers as a run meets them: their names, their format, and which of them are non-finite.
-
-In: a model, and the calls of its modules. Out: named tensors for the op tracer; the calls with their non-finite state.
-"""
+"""A model's weights and buffers as a run meets them: their names, their format, and which of them are non-finite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Edits to single ops, made as each op is called.
-
-In: `Edit`s and the calls of a thread. Out: the ops' results, changed where an edit means them.
-"""
+"""Edits to single ops, made as each op is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which precision a step may have failed under, the likeliest first: what the grade of a replay then decides.
-
-In: a `Dump`, the settings and the saved output. Out: `Policy`s, and the format that the weights were saved in.
-"""
+"""Which precision a step may have failed under, the likeliest first: what the grade of a replay then decides."""
 
 from __future__ import annotations
 

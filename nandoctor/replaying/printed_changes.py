@@ -1,7 +1,5 @@
 """Runs a change as it is printed: patched source, and snippets as they stand.
 
-In: `SourcePatch`es and `Snippet`s. Out: contexts in which the model runs with them, and a changed batch.
-
 Every live function of a patched file takes the code that the new text gives it. It keeps its identity, closure and
 defaults, so that modules, decorators and hooks that hold it need not be built again; see `function.__code__` in
 https://docs.python.org/3/reference/datamodel.html.

@@ -1,7 +1,4 @@
-"""How far the runs of one replay are.
-
-In: runs that begin and end, and module calls that return. Out: calls of the user's `Progress` function.
-"""
+"""How far the runs of one replay are."""
 
 from __future__ import annotations
 

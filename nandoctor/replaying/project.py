@@ -1,7 +1,4 @@
-"""The code that a step comes from: what it imports and what it sets in torch are in force only while it is open.
-
-In: the folders that SPECs are imported from. Out: `Project`, and `in_project` for code that may run inside one.
-"""
+"""The code that a step comes from: what it imports and what it sets in torch are in force only while it is open."""
 
 from __future__ import annotations
 

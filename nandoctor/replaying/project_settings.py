@@ -1,7 +1,4 @@
-"""The defaults of a replay from the project's pyproject.toml.
-
-In: a dump's path and a folder. Out: `Settings`.
-"""
+"""The defaults of a replay from the project's pyproject.toml."""
 
 from __future__ import annotations
 

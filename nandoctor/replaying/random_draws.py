@@ -1,7 +1,5 @@
 """Draws the same random numbers in float64 as in fp32, so that a float64 run is of the same step.
 
-In: the ops of a thread. Out: a context in which those that draw from torch's generator do so in fp32.
-
 `randn` and `rand` take another number of bits from the generator in float64 than in fp32, so that everything after them
 differs; fp16 and bf16 draw what fp32 does, rounded. Dropout draws the same mask in every format.
 """

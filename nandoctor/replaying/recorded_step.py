@@ -1,7 +1,4 @@
-"""Runs a step as the recorder saw it: the very calls, modes, generators' states and switches of torch.
-
-In: the `Recorded` of a dump and its arrays. Out: a `Binding`, a loss, and contexts that put everything back.
-"""
+"""Runs a step as the recorder saw it: the very calls, modes, generators' states and switches of torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Brings the failing step back: the call, mode and seed under which the replay agrees with the saved output.
-
-In: a `Preparation`. Out: `Replayed`: the step as it failed, with the run that shows it, graded.
-"""
+"""Brings the failing step back: the call, mode and seed under which the replay agrees with the saved output."""
 
 from __future__ import annotations
 

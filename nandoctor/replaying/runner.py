@@ -1,7 +1,6 @@
 """The one engine: a `FailingStep`, and `run`, which runs it under a precision policy.
 
-In: a `Policy`, what to watch, and changes. Out: an `Outcome`: the `Trace` and the model's output; everything touched is
-put back.
+Everything that a run touches is put back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The arrays of a dump: the batch as the training loop passed it around, and the outputs to compare a replay with.
-
-In: a `Dump`, its model and the settings. Out: `SavedBatch` and `SavedOutputs`.
-"""
+"""The arrays of a dump: the batch as the training loop passed it around, and the outputs to compare a replay with."""
 
 from __future__ import annotations
 

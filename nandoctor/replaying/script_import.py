@@ -1,7 +1,5 @@
 """Imports a training script for what it defines, up to the place where it begins to train.
 
-In: a module that is about to be executed. Out: its names above the first `Recorder` that it makes at its top level.
-
 A script without `if __name__ == "__main__":` would train again whenever a replay takes the model's class from it. One
 that reads its arguments on the way gets those of the recorded training, or none, and never nandoctor's; where it ends
 for want of them, what it has defined by then is there.

@@ -1,7 +1,4 @@
-"""How to replay: what each setting is called, holds and means, on the command line, in Python and in pyproject.toml.
-
-In: values. Out: `Settings`.
-"""
+"""How to replay: what each setting is called, holds and means, on the command line, in Python and in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turns a dump into the step that failed, in every way that it may have been called.
 
-In: a `Dump`, a model and `Settings`. Out: `Preparation`; below here nobody reads a `Dump`.
+Below here nobody reads a `Dump`.
 """
 
 from __future__ import annotations

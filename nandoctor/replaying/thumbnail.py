@@ -1,7 +1,4 @@
-"""A small grey picture of the sample at fault, to lay a map of the damage over.
-
-In: the arrays that the model was called with. Out: a `Picture` of at most 64 x 64, None where no array is an image.
-"""
+"""A small grey picture of the sample at fault, to lay a map of the damage over."""
 
 from __future__ import annotations
 

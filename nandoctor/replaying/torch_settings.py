@@ -1,7 +1,4 @@
-"""The settings of torch that code changes for the whole process or thread, read and written together.
-
-In: nothing. Out: `read_torch_settings`, a snapshot, and `write_torch_settings`, which touches only what differs.
-"""
+"""The settings of torch that code changes for the whole process or thread, read and written together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs the user's code: what would end the process is an error like any other, and what it raised is explained.
-
-In: code to run, exceptions, and the trace up to one. Out: `kept_running`, answers, and the error to show.
-"""
+"""Runs the user's code: what would end the process is an error like any other, and what it raised is explained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`nandoctor repro`: a script with the smallest tensors that still fail, and the nearest case that passes.
 
-In: the report on a dump, and its step, to be run again. Out: the text of a script that was run before it is given.
+The script is run before it is given.
 """
 
 from __future__ import annotations

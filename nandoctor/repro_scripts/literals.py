@@ -1,7 +1,4 @@
-"""Tensors and arguments as a person would write them in Python.
-
-In: values. Out: expressions that give them again, bit for bit.
-"""
+"""Tensors and arguments as a person would write them in Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes the tensors of a program as small and plain as they can be while it still fails in the same way.
 
-In: a `Program` that fails. Out: a smaller one that fails alike: the same kind of value, and fp32 finite if it was.
+It fails alike with the same kind of value, and with fp32 finite if it was.
 """
 
 from __future__ import annotations

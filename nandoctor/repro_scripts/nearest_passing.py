@@ -1,7 +1,4 @@
-"""The nearest case that passes: one argument of a program changed, by as little as does it.
-
-In: a `Program` that fails. Out: a `PassingCase`: what takes the place of an argument.
-"""
+"""The nearest case that passes: one argument of a program changed, by as little as does it."""
 
 from __future__ import annotations
 

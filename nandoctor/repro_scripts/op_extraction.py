@@ -1,7 +1,4 @@
-"""Cuts the ops around an origin out of a run, with the tensors that they had.
-
-In: a step, and the order of the op that fails. Out: `ExtractedOps`, of which any part can be made a `Program`.
-"""
+"""Cuts the ops around an origin out of a run, with the tensors that they had."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`Program`: a few ops cut out of a run, with their tensors in hand, to be run by themselves.
-
-In: the ops, the tensors that they take from outside, and other values for them. Out: what they give.
-"""
+"""`Program`: a few ops cut out of a run, with their tensors in hand, to be run by themselves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An program as a Python script of its own: it needs torch alone, shows the failure, and the nearest case that passes.
-
-In: a `Program`, how it fails, what mends it, and the lines that say where it comes from. Out: the script's text.
-"""
+"""A program as a Python script of its own: torch alone, the failure shown, and the nearest case that passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""Watches a run: modules, operations, gradients, and what their tensors hold.
-
-In: a model and the calls that are made of it. Out: records of `evidence.trace`.
-"""
+"""Watches a run: modules, operations, gradients, and what their tensors hold."""

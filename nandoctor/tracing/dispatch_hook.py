@@ -1,7 +1,4 @@
-"""Stands between a model and torch: every op that a thread calls is handed to whoever asked for it.
-
-In: handlers. Out: `intercepting`, a context in which they see each op as the user called it, and may change it.
-"""
+"""Stands between a model and torch: every op that a thread calls is handed to whoever asked for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Watches what the backward of a custom autograd Function runs: Python of the user's, with lines of its own.
-
-In: graph nodes of such Functions. Out: the ops of their backwards as `OpCall` records, and the line of each `backward`.
-"""
+"""Watches what the backward of a custom autograd Function runs: Python of the user's, with lines of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Watches the backward pass: which forward op each gradient belongs to, and where a gradient stops being finite.
-
-In: the outputs of traced ops, as their graph grows. Out: `OpCall` records of the backward pass, in its own order.
-"""
+"""Watches the backward pass: which forward op each gradient belongs to, and where a gradient stops being finite."""
 
 from __future__ import annotations
 

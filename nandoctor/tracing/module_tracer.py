@@ -1,7 +1,4 @@
-"""Watches every module of a model while it runs.
-
-In: a model, and what to read of its tensors. Out: `ModuleCall` records; the model is left as it was.
-"""
+"""Watches every module of a model while it runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The analysis of an operation that made a non-finite value, while its tensors are still in hand.
-
-In: the op, the arguments it had and the output it gave. Out: an `OpAnalysis` with the same op in float64.
-"""
+"""The analysis of an operation that made a non-finite value, while its tensors are still in hand."""
 
 from __future__ import annotations
 

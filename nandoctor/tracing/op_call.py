@@ -1,7 +1,4 @@
-"""One call of an aten op, as the dispatcher hands it on.
-
-In: an op and its arguments. Out: what it takes, by the names of its schema, and ways to run it.
-"""
+"""One call of an aten op, as the dispatcher hands it on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Watches every operation while a model runs: which module called it, on which line, with what.
-
-In: the aten calls of one thread. Out: `OpCall` records, each op as the user wrote it; torch is left as it was.
-"""
+"""Watches every operation while a model runs: which module called it, on which line, with what."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where in a tensor its values lie: over the samples, over two dimensions, over the exponents.
-
-In: one real, dense tensor, or the mask of its non-finite elements. Out: small records of at most a thousand counts.
-"""
+"""Where in a tensor its values lie: over the samples, over two dimensions, over the exponents."""
 
 from __future__ import annotations
 

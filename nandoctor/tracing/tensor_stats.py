@@ -1,6 +1,6 @@
 """Numbers about one tensor: a cheap pass for all, exact counts for the few that need them.
 
-In: tensors as the model makes them. Out: `TensorStats`, read from the device once, at the end of the run.
+Statistics are read from the device once, at the end of the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Finds every tensor in what a model takes or gives, whatever holds it.
-
-In: a value of any kind. Out: its tensors by their places, and the places that could not be looked into.
-"""
+"""Finds every tensor in what a model takes or gives, whatever holds it."""
 
 from __future__ import annotations
 

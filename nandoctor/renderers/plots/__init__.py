@@ -1,4 +1,1 @@
-"""Plots of a report, one file per kind.
-
-In: a `Report`. Out: matplotlib figures.
-"""
+"""Plots of a report, one file per kind."""

@@ -1,7 +1,4 @@
-"""The divergence plot: how far every layer's output is from fp32's, and how much of that came in with its inputs.
-
-In: a `Report`. Out: a matplotlib figure.
-"""
+"""The divergence plot: how far every layer's output is from fp32's, and how much of that came in with its inputs."""
 
 from __future__ import annotations
 

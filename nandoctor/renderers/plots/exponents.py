@@ -1,7 +1,4 @@
-"""The exponents plot: how every layer's values spread over the binary exponents, with the format's limits.
-
-In: a `Report` with per-sample statistics. Out: a matplotlib figure.
-"""
+"""The exponents plot: how every layer's values spread over the binary exponents, with the format's limits."""
 
 from __future__ import annotations
 

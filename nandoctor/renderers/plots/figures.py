@@ -1,7 +1,4 @@
-"""The figure that every plot over the layers of a model shares, the ranges plot, and image files.
-
-In: a `Report`. Out: a matplotlib figure, or an image file.
-"""
+"""The figure that every plot over the layers of a model shares, the ranges plot, and image files."""
 
 from __future__ import annotations
 

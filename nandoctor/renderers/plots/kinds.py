@@ -1,6 +1,6 @@
 """The kinds of plots, one table: what each is called, what it shows, what it needs, and what draws it.
 
-In: a `Report` and a kind. Out: a matplotlib figure. matplotlib is imported when something is drawn.
+matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The origin plot: where in the tensor the non-finite elements are, over the image where the input is one.
-
-In: a `Report`. Out: a matplotlib figure.
-"""
+"""The origin plot: where in the tensor the non-finite elements are, over the image where the input is one."""
 
 from __future__ import annotations
 

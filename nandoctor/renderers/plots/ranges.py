@@ -1,7 +1,4 @@
-"""One panel of the ranges plot: bands of the format, bars of the runs, marks where values are not finite.
-
-In: layers side by side and a matplotlib axes. Out: the axes drawn upon; x is the index of the layer, y its magnitude.
-"""
+"""One panel of the ranges plot: bands of the format, bars of the runs, marks where values are not finite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The samples plot: which samples of the batch are non-finite, or near the limit, in which layer.
-
-In: a `Report`. Out: a matplotlib figure.
-"""
+"""The samples plot: which samples of the batch are non-finite, or near the limit, in which layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A figure as SVG inside a page.
 
-In: a matplotlib figure. Out: one `<svg>` element that scales, with its text as text and no name twice on the page.
+It scales, has its text as text, and uses no name twice on the page.
 """
 
 from __future__ import annotations

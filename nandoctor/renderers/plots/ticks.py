@@ -1,7 +1,4 @@
-"""The names of layers along the ranges plot.
-
-In: layers and a matplotlib axes whose x is the index of a layer. Out: tick labels, all of them or those that fit.
-"""
+"""The names of layers along the ranges plot."""
 
 from __future__ import annotations
 
