@@ -32,6 +32,9 @@ from nandoctor.fixes.verify import Trials
 MAX_LEADS = 4
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
 
+MOST_LOST = 0.5
+"""Of a weight that has lost more than this share of its values nothing is left to train from."""
+
 
 def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield the changes worth trying, by the verdict."""
@@ -39,10 +42,9 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     if findings.verdict == "state":
         names = tuple(name for name, buffer in trials.step.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
-        weights = tuple(
-            name for name, weight in trials.step.model.named_parameters() if not torch.isfinite(weight).all()
-        )
-        yield (ZeroWeights(names=weights),) if weights else ()
+        lost = {name: _share_lost(weight) for name, weight in trials.step.model.named_parameters()}
+        weights = tuple(name for name, share in lost.items() if share)
+        yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
         yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
@@ -55,6 +57,11 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
             yield (KeepModule(module=LOSS),)
+
+
+def _share_lost(weight: torch.Tensor) -> float:
+    """The share of the values that are not finite; 0 where there are none."""
+    return 1 - int(torch.isfinite(weight).sum()) / weight.numel() if weight.numel() else 0.0
 
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
