@@ -13,11 +13,10 @@ import torch
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
-from nandoctor.diagnosis.conclusion import Conclusion
+from nandoctor.diagnosis.conclusion import Conclusion, Findings
 from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.excerpt import read_excerpt
-from nandoctor.diagnosis.findings import Findings
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.forward import conclude
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
@@ -30,9 +29,8 @@ from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, Picture
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
-from nandoctor.evidence.trace import OpCall, TensorStats, Trace
+from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget

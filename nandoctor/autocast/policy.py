@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.autocast.device_literals import cuda_code
 from nandoctor.autocast.kernels import install_kernels
+from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals, cuda_code
 from nandoctor.autocast.nan_keeping import keep_nonfinite
-from nandoctor.autocast.wide_literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nandoctor.capture.checkpoint import WeightsSource, leave_weights
-from nandoctor.capture.dump_contents import ModelSources, Training, describe
+from nandoctor.capture.dump_contents import ModelSources, Training, WeightsSource, describe, leave_weights
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.rebuild import plan_rebuild

@@ -17,8 +17,8 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import OptimizerSlot
 from nandoctor.text import are, constant, number, part_of
 
 CODE = "optimizer-eps-underflow"

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, site_of
 from nandoctor.causes.registry import suggest_changes
+from nandoctor.diagnosis.coverage import Gap
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
 from nandoctor.diagnosis.origin import NonfiniteSource
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Trace
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, OptimizerSlot, TensorStats, Trace
+from nandoctor.evidence.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +91,24 @@ def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
         inputs=(tensor.stats,),
         output=next(iter(op.outputs), None),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The step under autocast and in fp32, and what is concluded.
+
+    `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
+    parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
+    numbers. `gaps` are what could not be looked at.
+    """
+
+    trace: Trace
+    reference: Trace
+    verdict: Verdict
+    conclusion: Conclusion
+    random: bool = False
+    ops: tuple[OpCall, ...] = ()
+    bad_gradients: tuple[TensorStats, ...] = ()
+    slots: tuple[OptimizerSlot, ...] = ()
+    notes: tuple[str, ...] = ()
+    gaps: tuple[Gap, ...] = ()

@@ -1,4 +1,7 @@
-"""Every small constant of a run: what it became in the format that it was used in, and whether it did anything."""
+"""Every small constant of a run: what it became in the format that it was used in, and whether it did anything.
+
+Of a module's eps that no replay has seen: what half and mixed precision make of it, as far as its layer can tell.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from numpy.typing import NDArray
 
 from nandoctor.causes.base import ancestors, singular_inputs
 from nandoctor.diagnosis.folded_constants import list_folded
-from nandoctor.evidence.formats import FP32, FP64, FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.formats import FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import LARGEST_EPS, round_constant
-from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.rounding import LARGEST_EPS, RoundedConstant, round_constant
+from nandoctor.evidence.trace import OpCall, OptimizerSlot
 from nandoctor.ops import (
     CASTS,
     CLAMPS,
@@ -25,13 +27,21 @@ from nandoctor.ops import (
     MAXIMA,
     MOVES,
     PRODUCTS,
+    ROOT_IN_INPUT,
+    RUN_IN_FP32,
     SCALINGS,
     SUMS,
     UNFILLED,
 )
+from nandoctor.text import percent
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
+OUTLOOK = (
+    "Half precision (model.half()) computes in fp16 throughout: a constant is what fp16 makes of it, but in torch's "
+    "own norms. Mixed precision (autocast) runs norms, softmax, log, pow and sums in fp32; adds, divides and roots "
+    "keep the format that they get: there the line that uses the constant decides, and a replay tells: --dump DUMP."
+)
 
 
 def audit(
@@ -217,3 +227,27 @@ def _joined(group: Sequence[EpsUse]) -> EpsUse:
 def _mean(shares: Iterable[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
+
+
+def in_half_precision(use: EpsUse) -> str:
+    """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
+    if use.op in ROOT_IN_INPUT and use.value**-0.5 >= FP16.overflow_threshold:
+        return "1/root overflows"
+    return "fine: fp32" if use.op in EPS_IN_FP32 else describe_rounding(round_constant(use.value, FP16))
+
+
+def in_mixed_precision(use: EpsUse) -> str:
+    """Under fp16 autocast, whose lists decide for torch's own layers; for others the line that uses it does."""
+    if use.op in EPS_IN_FP32 | RUN_IN_FP32:
+        return "fine: fp32"
+    return "as .half()" if use.op in EPS_IN_INPUT else "see --dump"
+
+
+def describe_rounding(rounded: RoundedConstant) -> str:
+    """What is left of the number: "zero", "subnormal, 6.6 % off"."""
+    if rounded.effect in ("zero", "overflow"):
+        return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
+    if rounded.rel_err == 0:
+        return "exact" if rounded.effect == "normal" else "subnormal, exact"
+    off = f"{percent(rounded.rel_err)} off"
+    return f"{'rounded' if rounded.effect == 'normal' else 'subnormal'}, {off}"

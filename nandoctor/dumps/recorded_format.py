@@ -16,7 +16,7 @@ import torch
 from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.trees import check_depth, name_tensors
 from nandoctor.errors import DumpError
-from nandoctor.evidence.optimizer import OptimizerUpdate
+from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.source_files import SourceHash
 from nandoctor.text import brief
 

@@ -1,6 +1,6 @@
 """Reads weights from where a training leaves them: one file, an index with its shards, or a directory.
 
-No code of a file is run.
+No code of a file is run. A few values of each weight tell later whether a checkpoint holds the same ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from nandoctor.dumps.directories import Listing, list_directory, refuse_part, st
 from nandoctor.dumps.distributed_checkpoint import read_distributed
 from nandoctor.dumps.file_type import regular_size
 from nandoctor.dumps.reader import read_state
+from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list
@@ -162,3 +164,24 @@ def _read_safetensors(path: Path) -> State:
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
     return check_weights(state, nbytes)
+
+
+def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:
+    """Up to 64 values of each dense tensor, spread over it, on the CPU."""
+    plain = {
+        name: tensor for name, tensor in state.items() if tensor.layout is torch.strided and not tensor.is_quantized
+    }
+    return {name: _sample(tensor.detach()) for name, tensor in plain.items()}
+
+
+def _sample(tensor: torch.Tensor) -> WeightSample:
+    num_taken = min(tensor.numel(), MAX_SAMPLED)
+    at = torch.arange(num_taken, dtype=torch.float64).mul(tensor.numel() / max(num_taken, 1)).long()
+    places = torch.unravel_index(at.to(tensor.device), tensor.shape) if tensor.dim() else ()
+    values = tensor[places] if tensor.dim() else tensor.reshape(1)
+    return WeightSample(at=at, values=values.cpu().clone())
+
+
+def describe_samples(samples: Mapping[str, WeightSample]) -> dict[str, Any]:
+    """The samples as plain data and tensors."""
+    return {name: {"at": sample.at, "values": sample.values} for name, sample in samples.items()}

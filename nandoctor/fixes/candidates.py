@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate
-from nandoctor.diagnosis.conclusion import Conclusion, Suspect
-from nandoctor.diagnosis.findings import Findings
+from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
     Edit,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from nandoctor.causes.base import site_of
-from nandoctor.diagnosis.findings import Findings
+from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, OpSite
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS

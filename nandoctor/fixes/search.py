@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate
-from nandoctor.diagnosis.findings import Findings
+from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,

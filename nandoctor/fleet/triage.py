@@ -20,8 +20,7 @@ from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Answer, Job, run_job
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.jsonfile import read_report
-from nandoctor.renderers.triage import triage_lines
-from nandoctor.renderers.triage_page import triage_page
+from nandoctor.renderers.triage import triage_lines, triage_page
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import Settings, anchored, override
 from nandoctor.text import are, plural

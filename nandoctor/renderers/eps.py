@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.diagnosis.eps_advice import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
+from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant
 from nandoctor.renderers.console import Encodable, literal

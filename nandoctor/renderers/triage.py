@@ -1,4 +1,4 @@
-"""What `nandoctor triage` prints: the groups as a table, and what could not be analysed."""
+"""What `nandoctor triage` prints, and its page: the groups as a table, and what could not be analysed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
 from nandoctor.renderers.atomic_write import MARK
 from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.templating import render
+from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import brief, join_first, join_words, percent, plural, printable, shorten
 
 _MAX_LISTED = 5
@@ -178,3 +180,19 @@ def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
 
 def _counted(paths: Sequence[str]) -> str:
     return join_words([paths[0], f"{len(paths) - 1:,} more"])
+
+
+def triage_page(triage: Triage) -> str:
+    """The whole page as text."""
+    return render(
+        "triage.html.j2",
+        triage=triage,
+        headline=describe_triage(triage),
+        results={result.path: result for result in triage.dumps},
+        missing=fold_reasons(triage.dumps),
+        verdicts=VERDICTS,
+        place_of=describe_place,
+        samples_of=describe_samples,
+        steps_of=describe_steps,
+        name_of=name_sample,
+    )

@@ -11,8 +11,7 @@ import torch
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import WeightSample
-from nandoctor.dumps.weight_samples import sample_weights
-from nandoctor.dumps.weights import State, read_weights
+from nandoctor.dumps.weights import State, read_weights, sample_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.model_loading import fit_prefix

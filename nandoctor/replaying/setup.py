@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import comparable_values

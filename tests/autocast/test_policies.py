@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast import op_lists
-from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, make_policy, torch_dtype
 from nandoctor.autocast.region import cuda_autocast
 from nandoctor.errors import NanDoctorError

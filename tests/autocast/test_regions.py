@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.device_literals import cuda_code
+from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
 from nandoctor.autocast.region import cuda_autocast
 from nandoctor.evidence.formats import FP16
