@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import TypeVar
 
 import torch
@@ -14,11 +13,12 @@ from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion, Findings
-from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
+from nandoctor.diagnosis.coverage import describe_blindness, describe_narrow_reference, find_gaps, judge_unfailing
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.excerpt import read_excerpt
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.forward import conclude
+from nandoctor.diagnosis.interruption import find_so_far, without_backward
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
 from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
@@ -28,7 +28,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, Picture
-from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -38,11 +38,11 @@ from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
-from nandoctor.text import are, file_line, join_first, part_of, plural
+from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import collect, measure
 
@@ -53,8 +53,8 @@ T = TypeVar("T")
 class Diagnosed:
     """A report without fixes, the step that it is about, to be run again, and what was found in it.
 
-    `step` and `findings` are None where nothing was run. `random` tells whether the step draws random numbers, in one
-    of the modes that were tried.
+    `step` and `findings` are None where nothing was run, `step` also after an interrupt: nothing more is to be run.
+    `random` tells whether the step draws random numbers, in one of the modes that were tried.
     """
 
     report: Report
@@ -116,11 +116,12 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
 
 def _diagnose_step(preparation: Preparation, summary: DumpSummary) -> Diagnosed:
     replayed = reproduce(preparation)
-    findings = _diagnose(replayed)
+    findings = _find(replayed)
     how = f"Replayed as {replayed.step.description} in {replayed.name}."
     notes = (how, *_describe_draws(replayed), *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summary, notes)
-    return Diagnosed(report=report, step=replayed.step, findings=findings, random=replayed.any_random)
+    step = None if replayed.step.progress.interrupted else replayed.step
+    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
 
 
 def _describe_draws(replayed: Replayed) -> Iterator[str]:
@@ -180,8 +181,8 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         notes=(
             *notes,
             *findings.notes,
-            *_describe_blindness(trace),
-            *_describe_narrow_reference(reference, step.low),
+            *describe_blindness(trace),
+            *describe_narrow_reference(reference, step.low),
             *describe_error_source(runs.autocast.modules),
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=step.loss is not None),
@@ -197,30 +198,6 @@ def _read_excerpt(first: Diagnosis | None) -> Excerpt | None:
     return None if source is None else read_excerpt(source)
 
 
-def _describe_blindness(trace: Trace) -> tuple[str, ...]:
-    """What is said of the modules alone, because their operations cannot be watched."""
-    if trace.blinded is None:
-        return ()
-    reason = shorten(trace.blinded, 90)
-    if "INTERNAL ASSERT" in trace.blinded:  # torch's own remark on operations that its dispatcher does not hand over
-        reason = "the model computes with a tensor class whose operations torch does not show"
-    return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
-
-
-def _describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
-    """What a non-finite reference computed in fewer bits all the same, so that precision may be to blame."""
-    formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
-    narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
-    if reference.finite or not narrow:
-        return ()
-    op, dtype = narrow[0]
-    line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
-    return (
-        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
-        "which could not be widened: what fails in both runs may be a matter of precision all the same.",
-    )
-
-
 def describe_environment(device: torch.device) -> Environment:
     """The versions and the device of this replay."""
     return Environment(
@@ -232,11 +209,31 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
+def _find(replayed: Replayed) -> Findings:
+    """What the step shows; after an interrupt that the progress takes, what is known of it."""
+    progress = replayed.step.progress
+    if progress.interrupted:
+        return find_so_far(replayed.trace, None)
+    try:
+        return _diagnose(replayed)
+    except KeyboardInterrupt as stop:
+        if not progress.stop():
+            raise
+        partial = stop.trace if isinstance(stop, RunInterrupted) else None
+        is_reference = partial is not None and partial.policy == REFERENCE.label
+        return find_so_far(replayed.trace, partial if is_reference else None)
+
+
 def _diagnose(replayed: Replayed) -> Findings:
     """Forward and loss, then the backward pass where there is a loss, then what the optimizer would do next."""
     findings = _diagnose_forward(replayed)
     if replayed.step.loss is not None:
-        findings = _diagnose_backward(replayed.step, findings)
+        try:
+            findings = _diagnose_backward(replayed.step, findings)
+        except KeyboardInterrupt:
+            if not replayed.step.progress.stop():
+                raise
+            return without_backward(findings)
     slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
     recorded = replayed.step.recorded
     findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import shorten
 
 from nandoctor.evidence.dump_summary import SavedFlags
+from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.text import join_first
+from nandoctor.text import file_line, join_first, plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +87,27 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
     if gaps:
         return "cannot-tell"
     return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"
+
+
+def describe_blindness(trace: Trace) -> tuple[str, ...]:
+    """What is said of the modules alone, because their operations cannot be watched."""
+    if trace.blinded is None:
+        return ()
+    reason = shorten(trace.blinded, 90)
+    if "INTERNAL ASSERT" in trace.blinded:  # torch's own remark on operations that its dispatcher does not hand over
+        reason = "the model computes with a tensor class whose operations torch does not show"
+    return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
+
+
+def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
+    """What a non-finite reference computed in fewer bits all the same, so that precision may be to blame."""
+    formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
+    narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
+    if reference.finite or not narrow:
+        return ()
+    op, dtype = narrow[0]
+    line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
+    return (
+        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
+        "which could not be widened: what fails in both runs may be a matter of precision all the same.",
+    )

@@ -11,7 +11,7 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.text import part_of, samples_text
+from nandoctor.text import part_of, plural, samples_text
 
 _KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 
@@ -50,12 +50,24 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps:
         return _headline_of_healthy(trace)
     if verdict == "cannot-tell":
         return gaps[0].text
+    if verdict == "interrupted":
+        return _headline_of_interrupted(trace, conclusion.first_nonfinite)
     if verdict == "not-reproduced":
         return "The replay is finite, and the saved step is not"
     first = next(iter(conclusion.diagnoses), None)
     if first is not None and first.cause is not None:
         return first.cause.headline or first.cause.explanation.rstrip(".")
     return _headline_of_place(trace, first, conclusion.first_nonfinite)
+
+
+def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
+    if place is None:
+        returned = sum(call.leave is not None for call in trace.calls)
+        return (
+            f"Interrupted: nothing was non-finite {_under(trace)} in the {plural(returned, 'module call')} until then"
+        )
+    what = describe_nonfinite(place.value, trace)
+    return f"Interrupted: {_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
 
 
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
@@ -87,6 +99,8 @@ def _under(trace: Trace) -> str:
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = count_nonfinite(stats, trace)
+    if not found.kinds:
+        return f"some of {plural(stats.numel, 'element')}"
     kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
     text = f"{kinds} in {part_of(found.num_bad, found.numel, 'element')}"
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:

@@ -14,6 +14,8 @@ from nandoctor.text import call_label
 
 LOSS = "<loss>"
 """What stands for the loss function where a module's path is asked for."""
+INTERRUPTED = "interrupted"
+"""What stands for the message of an exception where the user interrupted a run."""
 Phase = Literal["forward", "loss", "backward"]
 
 _NO_AUTOCAST = {"none": " without autocast", "fp32": "", "fp64": ""}

@@ -15,6 +15,7 @@ Verdict = Literal[
     "not-reproduced",
     "cannot-tell",
     "fixed",
+    "interrupted",
 ]
 NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "cannot-tell", "fixed"})
 """Nothing non-finite was seen: in all there is; though the dump holds some; in what could be looked at; though the dump

@@ -93,9 +93,8 @@ def _ending_gently(listener: Listener) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not listener.stops_gently:
+        if not listener.stop():
             raise
-        listener.interrupted = True
 
 
 def _notes_of_interrupt(listener: Listener, untried: Sequence[str]) -> Iterator[str]:

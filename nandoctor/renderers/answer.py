@@ -55,11 +55,14 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
         link=link,
         where=printable(_describe_where(report)),
         code=() if excerpt is None else tuple(_code_lines(excerpt, _remark(report), context, width)),
-        facts=(
-            Fact(label=report.verdict, text=describe_verdict(report)),
-            Fact(label="replay", text=describe_reproduction(report.reproduction)),
-        ),
+        facts=tuple(_answer_facts(report)),
     )
+
+
+def _answer_facts(report: Report) -> Iterator[Fact]:
+    yield Fact(label=report.verdict, text=describe_verdict(report))
+    if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
+        yield Fact(label="replay", text=describe_reproduction(report.reproduction))
 
 
 def _file_link(file: str) -> str:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Link, Origin, ReplayAttempt, Report, Reproduction
-from nandoctor.evidence.trace import TensorStats
+from nandoctor.evidence.report import (
+    Diagnosis,
+    FirstNonfinite,
+    Grade,
+    Link,
+    Origin,
+    ReplayAttempt,
+    Report,
+    Reproduction,
+)
+from nandoctor.evidence.trace import INTERRUPTED, TensorStats
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
     are,
@@ -30,6 +39,14 @@ _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
 _MAX_LISTED = 3
 _MAX_STOPS = 4
+
+_GRADES: Mapping[Grade, str] = {
+    "exact": "as saved",
+    "same-mask": "the same values are non-finite",
+    "elsewhere": "other values are non-finite",
+    "finite": "finite",
+    "no-reference": "nothing to compare with",
+}
 
 _CLOSE = 0.02
 """Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
@@ -89,7 +106,7 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 def _describe_attempt(attempt: ReplayAttempt) -> str:
     drawn = "the saved random state" if attempt.seed is None else f"seed {attempt.seed}"
-    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {attempt.grade}"
+    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {_GRADES[attempt.grade]}"
 
 
 def _count(count: int | None) -> str:
@@ -173,7 +190,7 @@ def _describe_place(first: FirstNonfinite, report: Report) -> str:
 def _describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
     found = first.elements
-    extent = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
+    extent = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}" if found.kinds else "not counted"
     if found.samples and len(first.value.shape) > 1:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
@@ -241,7 +258,7 @@ def _run_facts(report: Report) -> Iterator[Fact]:
         text = f"{_name(too_large.label)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact(label="too large", text=text)
     for run in (report.runs.autocast, report.runs.fp32):
-        if run.raised:
+        if run.raised not in (None, INTERRUPTED):
             message = brief(run.raised, _MESSAGE_WIDTH)
             yield Fact(label="raised", text=f"the {run.dtype} run stopped early: {message}")
 

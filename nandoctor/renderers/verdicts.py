@@ -48,4 +48,5 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
     "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
     "fixed": ShownVerdict(meaning="the step failed, and passes under the code as it is now", tone=GOOD),
+    "interrupted": ShownVerdict(meaning="the diagnosis was stopped before it was complete", tone=UNCLEAR),
 }

@@ -15,8 +15,8 @@ Progress = Callable[[str, int, int | None], None]
 class Listener:
     """A `Progress` that is told the diagnosis as well, and how the search for fixes gets on.
 
-    With `stops_gently` an interrupt of the search ends it, and the report has what was found until then; `interrupted`
-    tells that this happened.
+    With `stops_gently` an interrupt ends the replay, and the report has what was found until then; `interrupted` tells
+    that this happened.
     """
 
     stops_gently = False
@@ -37,6 +37,11 @@ class Listener:
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Hear how many runs were spent on fixes, how many there may be, and the title of the first verified one."""
 
+    def stop(self) -> bool:
+        """Hear of an interrupt, and tell whether to report what is known."""
+        self.interrupted = self.stops_gently
+        return self.interrupted
+
 
 class Told(Listener):
     """Passes the runs of a replay on to a plain `Progress`."""
@@ -56,6 +61,7 @@ class RunProgress:
         self._report = report
         self._stage = ""
         self._num_calls: int | None = None
+        self.interrupted = False
 
     def expect(self, forecast: str) -> None:
         """Hand on what the replay will take, to who listens to more than stages."""
@@ -70,6 +76,11 @@ class RunProgress:
     def on_call(self, done: int) -> None:
         """Report that `done` module calls have returned."""
         self._report(self._stage, done, self._num_calls)
+
+    def stop(self) -> bool:
+        """Pass an interrupt on, and tell whether to report what is known; `interrupted` then is True."""
+        self.interrupted = isinstance(self._report, Listener) and self._report.stop()
+        return self.interrupted
 
     def end(self, num_calls: int) -> None:
         """Remember how many calls the run made."""

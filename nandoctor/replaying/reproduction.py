@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted
 from nandoctor.replaying.setup import Preparation
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -126,18 +126,36 @@ class Replayed:
 def reproduce(preparation: Preparation) -> Replayed:
     """Replay until the failing step is shown again, else as near to it as can be; all settings tried are named.
 
+    An interrupt that the progress takes (its `interrupted` is True then) leaves the best replay so far.
+
     Raises:
         ModelError: the model cannot be called with the batch.
     """
-    best = _search(preparation.steps, preparation)
+    try:
+        best = _search(preparation.steps, preparation)
+    except RunInterrupted as stop:
+        if not stop.trace.calls or not stop.step.progress.stop():
+            raise
+        unknown = Reproduction(grade="no-reference")
+        return Replayed(step=stop.step, trace=stop.trace, random=False, reproduction=unknown)
     for policy in preparation.policies[1:]:
-        if best.reproduction.grade in ("exact", "no-reference"):
+        if best.step.progress.interrupted or best.reproduction.grade in ("exact", "no-reference"):
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
-        with suppress(ModelError):  # without autocast the model may not run at all
+        with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
     return best
+
+
+@contextmanager
+def _leaving(best: Replayed | None) -> Iterator[None]:
+    """Let an interrupt that the progress takes end what is inside, where there is a replay to leave."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if best is None or not best.step.progress.stop():
+            raise
 
 
 def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:
@@ -147,9 +165,10 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     for training, seed in _settings(preparation):
         if seed != preparation.seeds[0] and not any(replayed.random for replayed in tried):
             break
-        tried.append(_replay([replace(step, training=training, seed=seed) for step in calls], preparation))
+        with _leaving(tried[0] if tried else None):
+            tried.append(_replay([replace(step, training=training, seed=seed) for step in calls], preparation))
         calls = (tried[0].step,)
-        if tried[-1].accepted:
+        if tried[-1].accepted or calls[0].progress.interrupted:
             break
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]

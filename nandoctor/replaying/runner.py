@@ -22,7 +22,7 @@ from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import TensorStats, Trace
+from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
@@ -84,6 +84,15 @@ class Outcome:
     random: bool
     loss: torch.Tensor | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """The user interrupted a run: `step` is what ran, `trace` what was recorded until then."""
+
+    def __init__(self, step: FailingStep, trace: Trace) -> None:
+        super().__init__()
+        self.step = step
+        self.trace = trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +164,7 @@ class FailingStep:
         Raises:
             ModelError: the forward raised while everything was still finite, so the call itself is wrong.
             LossError: the loss that the dump names did.
+            RunInterrupted: the user interrupted the run.
         """
         policy = policy or self.policy
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
@@ -194,7 +204,7 @@ class _Result:
     loss: torch.Tensor | None = None
     bad_gradients: tuple[TensorStats, ...] = ()
     gradients: Mapping[str, torch.Tensor] | None = None
-    raised: Exception | None = None
+    raised: Exception | KeyboardInterrupt | None = None
     elapsed_s: float = 0.0
 
 
@@ -277,7 +287,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         batch=collect(inputs),
         output=collect(output),
         elapsed_s=result.elapsed_s,
-        raised=None if result.raised is None else f"{type(result.raised).__name__}: {result.raised}",
+        raised=_describe_end(result.raised),
         ops=ops,
         buffers=frozenset(name for name, _ in step.model.named_buffers()),
         loss=collect(loss)[0] if loss else None,
@@ -287,8 +297,16 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         num_samples=interventions.batch_size(batch, step.used),
         unread=unread,
     )
+    if isinstance(result.raised, KeyboardInterrupt):
+        raise RunInterrupted(step, trace) from result.raised
     made = Outcome(trace=trace, output=result.output, random=random, loss=result.loss, gradients=result.gradients)
     return made, result.raised
+
+
+def _describe_end(raised: Exception | KeyboardInterrupt | None) -> str | None:
+    if raised is None:
+        return None
+    return INTERRUPTED if isinstance(raised, KeyboardInterrupt) else f"{type(raised).__name__}: {raised}"
 
 
 @contextmanager
@@ -331,7 +349,7 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
                 result.bad_gradients, result.gradients = run_backward(
                     step.model, result.loss, loss_scale=step.loss_factor, keep=run.watch.keep
                 )
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         result.raised = error
     finally:
         if observers.gradients is not None:
