@@ -30,7 +30,7 @@ TESTED = "2.13"  # the release that the test suite is run on
 
 # The dispatcher asks this key before autocast, autograd and the decomposition of composite ops, so an op is seen there
 # once, under the name that the user called. Torch keeps the key for its own tests and gives it no kernels.
-_OBSERVER_KEY = "TESTING_ONLY_GenericMode"
+OBSERVER_KEY = "TESTING_ONLY_GenericMode"
 
 
 def check_torch() -> None:
@@ -90,7 +90,7 @@ if not TYPE_CHECKING:
 def observer_kernel(observe: Callable[..., Any]) -> Iterator[None]:
     """Register `observe(keys, op, *args, **kwargs)` for every op that a thread in `observed` calls; process-wide."""
     with kernel_library("_") as library:
-        _find("torch.library.Library.fallback")(library, observe, _OBSERVER_KEY, with_keyset=True)
+        _find("torch.library.Library.fallback")(library, observe, OBSERVER_KEY, with_keyset=True)
         yield
 
 
@@ -111,7 +111,7 @@ def call_below_observer(op: OpOverload, keys: Any, *args: Any, **kwargs: Any) ->
 
 @cache
 def _observer_key() -> Any:
-    return _find("torch._C._parse_dispatch_key")(_OBSERVER_KEY)
+    return _find("torch._C._parse_dispatch_key")(OBSERVER_KEY)
 
 
 @cache
@@ -161,9 +161,9 @@ def kernel_library(namespace: str) -> Iterator[Library]:
         _find("torch.library.Library._destroy")(library)
 
 
-def autocast_ops(device_type: str) -> list[str]:
-    """The qualified names, "aten::mm", of the ops that the autocast of a device type has kernels for."""
-    return list(_find("torch._C._dispatch_get_registrations_for_dispatch_key")(autocast_key(device_type)))
+def list_ops(key: str) -> list[str]:
+    """The qualified names, "aten::mm.out", of the ops that have a kernel for a dispatch key; of all ops for ""."""
+    return list(_find("torch._C._dispatch_get_registrations_for_dispatch_key")(key))
 
 
 def autocast_key(device_type: str) -> str:
@@ -236,9 +236,7 @@ def fsdp_policy(module: nn.Module) -> Any:
 
 def version_of(tensor: Tensor) -> int | None:
     """How often the tensor was written to in place; None for an inference tensor, for which torch does not count."""
-    if tensor.is_inference():
-        return None
-    return tensor._version
+    return None if tensor.is_inference() else tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -268,8 +266,7 @@ def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Every leaf of a nested container."""
-    leaves: list[Any] = _find("torch.utils._pytree.tree_leaves")(tree)
-    return leaves
+    return list(_find("torch.utils._pytree.tree_leaves")(tree))
 
 
 def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -294,8 +291,7 @@ def storage_of(tensor: Tensor) -> int:
 
 def count_storage_users(tensor: Tensor) -> int:
     """How many tensors show the memory of this one, itself among them."""
-    storage = tensor.untyped_storage()
-    return int(_find("torch._C._storage_Use_Count")(storage._cdata)) - 1
+    return int(_find("torch._C._storage_Use_Count")(storage_of(tensor))) - 1
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -308,6 +304,11 @@ def unwrap(tensor: Tensor) -> Tensor:
     while is_wrapped(tensor):
         tensor = _find("torch._C._functorch.get_unwrapped")(tensor)
     return tensor
+
+
+def answers_itself(tensor: Tensor) -> bool:
+    """Tell whether a class (masked, fake, fp8) decides on each operation, and so may refuse any of ours."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_transforming() -> bool:
@@ -388,8 +389,7 @@ def read_loss_scale(scaler: Any) -> tuple[Tensor | None, int | None]:
 
     `get_scale()` would wait for the device. A scaler that has scaled nothing yet has its first scale.
     """
-    scale = getattr(scaler, "_scale", None)
-    if isinstance(scale, Tensor):
+    if isinstance(scale := getattr(scaler, "_scale", None), Tensor):
         return scale.detach().clone(), version_of(scale)
     first = getattr(scaler, "_init_scale", None)
     if first is None and isinstance(scaler, torch.amp.GradScaler):

@@ -18,7 +18,7 @@ from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import is_view, schema_of, version_of
+from nandoctor.torch_compat import answers_itself, is_view, schema_of, version_of
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -68,7 +68,8 @@ def _register(library: Library, device_type: str) -> None:
 def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
     """The kernel of each listed op that this torch has; the other ops of the device's own list fall through."""
     ops = {name: op for name in _runs() if (op := _find_op(name)) is not None}
-    own = [name.removeprefix("aten::") for name in torch_compat.autocast_ops(device_type) if name.startswith("aten::")]
+    listed = torch_compat.list_ops(torch_compat.autocast_key(device_type))
+    own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
     kernels = {name: _make_kernel(op, _runs()[name], device_type) for name, op in ops.items()}
     return dict.fromkeys([name for name in own if name not in _runs()], fallthrough_kernel) | kernels
 
@@ -158,8 +159,11 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
     """One low-precision product: operands rounded, arithmetic in fp32, the result rounded once.
 
     The roundings are ordinary casts, so autograd rounds each gradient where CUDA does: the result's gradient comes in
-    `dtype`, is multiplied in fp32, and leaves in `dtype` before it reaches an fp32 weight.
+    `dtype`, is multiplied in fp32, and leaves in `dtype` before it reaches an fp32 weight. A tensor class that answers
+    each op itself is asked as CUDA's autocast asks it, and computes as it does.
     """
+    if any(answers_itself(tensor) for tensor in call.tensors()):
+        return call.cast(lower).run()
 
     def lift(tensor: Tensor) -> Tensor:
         lifted = lower(tensor).float()

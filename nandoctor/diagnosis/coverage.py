@@ -94,8 +94,6 @@ def describe_blindness(trace: Trace) -> tuple[str, ...]:
     if trace.blinded is None:
         return ()
     reason = shorten(trace.blinded, 90)
-    if "INTERNAL ASSERT" in trace.blinded:  # torch's own remark on operations that its dispatcher does not hand over
-        reason = "the model computes with a tensor class whose operations torch does not show"
     return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
 
 

@@ -31,7 +31,11 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
     symptoms = _symptoms(trace, places)
     if not symptoms:
         return _conclude_untraced(trace, places)
-    return _conclude_traced(trace_back(trace.ops, reference, symptoms), trace, places, low)
+    found = trace_back(trace.ops, reference, symptoms)
+    if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
+        # It came through a tensor that cannot be looked into: whatever ended there is what it may come from.
+        found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms])
+    return _conclude_traced(found, trace, places, low)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:

@@ -36,6 +36,7 @@ from nandoctor.replaying.random_draws import drawn_in_fp32
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
 from nandoctor.torch_compat import plain_torch
+from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved
 from nandoctor.tracing.function_backward import FunctionTracer
 from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
@@ -251,8 +252,7 @@ def _run(run: _Run) -> Outcome:
             raise error
         if error is None or shows_damage(outcome.trace):
             return outcome
-    # What is made and checked in one forward shows in its ops alone; and tensors that dispatch ops themselves
-    # (jagged nested ones) cannot be watched op by op.
+    # What is made and checked in one forward shows in its ops alone.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
     if error is not None and not shows_damage(outcome.trace):
@@ -262,6 +262,14 @@ def _run(run: _Run) -> Outcome:
 
 def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
+    outcome, error = _record_once(run)
+    if error is None or not is_unobserved(error):
+        return outcome, error
+    with classes_observed:
+        return _record_once(run)
+
+
+def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: widened(tensor, run.policy).clone() for name, tensor in chosen.items()}

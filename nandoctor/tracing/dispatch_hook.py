@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,10 @@ import torch
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import (
+    OBSERVER_KEY,
     call_below_observer,
+    kernel_library,
+    list_ops,
     observed,
     observer_kernel,
     script_line,
@@ -75,6 +79,36 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 observer_registered = Shared(lambda: observer_kernel(_observe))
 """Where the hook is known to torch. To register it takes longer than a run of a small model, and it is idle outside of
 `intercepting`: whoever makes many runs holds it meanwhile."""
+
+
+@contextmanager
+def _observer_for_each_op() -> Iterator[None]:
+    names = [name.partition("::") for name in list_ops("")]
+    with ExitStack() as stack:
+        libraries = {namespace: stack.enter_context(kernel_library(namespace)) for namespace, _, _ in names}
+        for namespace, _, name in names:
+            kernel = partial(_observe_named, namespace, name)
+            libraries[namespace].impl(name, kernel, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+        yield
+
+
+def _observe_named(namespace: str, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    # Torch remembers this function when its library is gone, and calls it in the fallback's stead, which takes the op.
+    return _observe(keys, op, *(args[1:] if args and args[0] is op else args), **kwargs)
+
+
+classes_observed = Shared(_observer_for_each_op)
+"""Where the hook sees those ops as well that a tensor class or a dispatch mode answers itself.
+
+Torch finds no kernel for these but one that was registered for the very op, which takes fifty times as long.
+"""
+
+
+def is_unobserved(error: Exception) -> bool:
+    """Tell whether torch found no kernel of the hook for an op that a tensor class or a dispatch mode answers."""
+    return "func != nullptr INTERNAL ASSERT" in str(error)
 
 
 def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:

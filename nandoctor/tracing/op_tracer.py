@@ -15,13 +15,13 @@ import torch
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
 from nandoctor.ops import UNFILLED
-from nandoctor.torch_compat import schema_of, tree_leaves, unwrap, version_of
+from nandoctor.torch_compat import answers_itself, schema_of, tree_leaves, unwrap, version_of
 from nandoctor.tracing.dispatch_hook import CallSite, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
 from nandoctor.tracing.op_call import Invocation
-from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, measure
+from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, is_unreadable, measure, plain_part
 
 OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
@@ -103,12 +103,12 @@ class OpTracer:
         self._storages: dict[int, _Storage] = {}
         self._num_analyses = 0
         for kind, name, tensor in known:
-            self._name(tensor, (kind, name))
+            self._name(plain_part(tensor), (kind, name))
 
     def _name(self, tensor: torch.Tensor, name: Name) -> None:
         """Know a tensor by its identity, and by its memory under another guise: `weight.data`."""
         self._names[id(tensor)] = name
-        if tensor.layout == torch.strided and tensor.data_ptr():
+        if _has_memory(tensor) and tensor.data_ptr():
             self._names[tensor.data_ptr()] = name
             self._storages[_address(tensor)] = _Storage(weakref.ref(tensor), None)
 
@@ -126,7 +126,7 @@ class OpTracer:
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
-        tensor = unwrap(tensor)
+        tensor = plain_part(tensor)
         writer = self._find_writer(tensor)
         if writer is not None and not self._is_outdated(writer, tensor):
             return writer.order
@@ -143,7 +143,7 @@ class OpTracer:
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it. Ops without floating-point output, or with none yet, are run and forgotten."""
-        inputs = [self._identify(name, unwrap(tensor)) for name, tensor in call.tensors()]
+        inputs = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
         try:
@@ -158,12 +158,14 @@ class OpTracer:
 
     def _note(self, call: Invocation, inputs: list[_Tensor], output: Any, rng_state: torch.Tensor | None) -> None:
         """Record an op that has run; `call` has the arguments as they were before."""
-        leaves = [unwrap(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        made = [unwrap(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = [plain_part(leaf) for leaf in made]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings) or call.name in UNFILLED:
             return
         analysis = None
-        if self._num_analyses < MAX_ANALYSES and _makes_nonfinite(inputs, readings):
+        is_known = self._num_analyses < MAX_ANALYSES and not any(is_unreadable(tensor) for _, tensor in call.tensors())
+        if is_known and _makes_nonfinite(inputs, readings):
             # An infinity that the code wrote down is a mask most of the time: every layer may have one.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(call, leaves, rng_state)
@@ -171,7 +173,7 @@ class OpTracer:
         order = len(self._recordings) - 1
         if self._gradients is not None:
             recording = self._recordings[order]
-            self._gradients.claim(leaves, order, recording.op, recording.owner)
+            self._gradients.claim(made, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
             self._remember(leaf, order, reading, wrote=schema_of(call.op).is_mutable)
         if self._on_op is not None:
@@ -191,8 +193,8 @@ class OpTracer:
 
     def _find_alias(self, tensor: torch.Tensor) -> Name | None:
         """The name of the tensor from outside that lies at the same place, if nobody wrote there since."""
-        is_strided = tensor.layout == torch.strided
-        return self._names.get(tensor.data_ptr()) if is_strided and self.producer_of(tensor) is None else None
+        is_known = _has_memory(tensor) and self.producer_of(tensor) is None
+        return self._names.get(tensor.data_ptr()) if is_known else None
 
     def _find_writer(self, tensor: torch.Tensor) -> _Writer | None:
         """What was noted of this very tensor, outdated or not."""
@@ -279,8 +281,12 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _address(tensor: torch.Tensor) -> int:
     """Views share their memory, so a write through one of them is found from all; without any, the tensor's own id."""
-    address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    address = tensor.untyped_storage().data_ptr() if _has_memory(tensor) else 0
     return address or -id(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not answers_itself(tensor)
 
 
 def _to_call(

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import sparse_values, unwrap
+from nandoctor.torch_compat import answers_itself, sparse_values, unwrap
 from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
 
 SAMPLE_SIZE = 1024
@@ -133,21 +134,45 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's numbers as one real, dense tensor without autograd; None for those that have none to show."""
     if format_of(tensor.dtype) is None or is_lazy(tensor):
         return None
-    tensor = unwrap(tensor).detach()
+    tensor = plain_part(tensor)
+    if answers_itself(tensor):
+        return None
+    tensor = tensor.detach()
     if tensor.is_nested:
         tensor = tensor.values()
-    elif tensor.layout in _SPARSE and not _dispatches_itself(tensor):
+    elif tensor.layout in _SPARSE:
         tensor = sparse_values(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or _dispatches_itself(tensor):
+    if tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if tensor.element_size() == 1:  # fp8 has storage and casts, hardly any other kernels
         return tensor.float()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _dispatches_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether a subclass (masked, fake, distributed) decides on each operation, and so may refuse any of ours."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+def plain_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside of one that wraps it: under `torch.vmap`, or in a class of its own that lists its parts.
+
+    Of several parts (the numbers and their scale in fp8) it is one that is non-finite, else the largest. A class that
+    lists none comes back as it is.
+    """
+    tensor = unwrap(tensor)
+    while answers_itself(tensor) and (parts := _parts(tensor)):
+        tensor = next((part for part in parts if not all_finite(part)), max(parts, key=torch.Tensor.numel))
+    return tensor
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The floating-point tensors that a class lists by `__tensor_flatten__`, the protocol of torch's own subclasses."""
+    with suppress(Exception):  # the class's own code
+        named = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        tensors = (part for part in named if isinstance(part, torch.Tensor) and not part.is_meta)
+        return [part for part in tensors if format_of(part.dtype) is not None]
+    return []
+
+
+def is_unreadable(tensor: torch.Tensor) -> bool:
+    """Tell whether the numbers of a floating-point tensor cannot be had."""
+    return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
 def _as_stored(values: torch.Tensor) -> torch.Tensor:

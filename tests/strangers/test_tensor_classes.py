@@ -1,0 +1,167 @@
+"""Tensor classes and dispatch modes that answer each operation themselves: their operations are traced all the same."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from visits import blamed, line, normal
+
+
+class Scaled(torch.Tensor):
+    """fp8 numbers with a scale that refuse to become fp32, as torchao's do; `__tensor_flatten__` lists the parts."""
+
+    @staticmethod
+    def __new__(cls, data, scale, dtype):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype)
+        made.data8, made.scale = data, scale
+        return made
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten._to_copy.default:
+            assert kwargs["dtype"] in (torch.float16, torch.bfloat16), "only under autocast"
+            return cls(args[0].data8, args[0].scale, kwargs["dtype"])
+        dtype = next(arg.dtype for arg in args if isinstance(arg, cls))
+
+        def widen(value):
+            is_tensor = isinstance(value, torch.Tensor)
+            value = value.data8.float() / value.scale if isinstance(value, cls) else value
+            return value.float() if is_tensor else value
+
+        return op(*tree_map(widen, args), **tree_map(widen, kwargs or {})).to(dtype)
+
+
+class Rounded(torch.autograd.Function):
+    """A product in fp8, and its gradient as if it had not been."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        scale = 400 / x.detach().float().abs().max()
+        return torch.mm(Scaled((x.float() * scale).to(torch.float8_e4m3fn), scale, x.dtype), weight.t())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.to(x.dtype) @ weight.to(x.dtype), gradient.t().float() @ x.float()
+
+
+class InFp8(nn.Linear):
+    def forward(self, x):
+        return Rounded.apply(x, self.weight)
+
+
+class Opaque(torch.Tensor):
+    """Numbers that nobody else is told how to find."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        made = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        plain = [
+            tree_map(lambda value: value.inside if isinstance(value, cls) else value, part) for part in (args, kwargs)
+        ]
+        return op(*plain[0], **(plain[1] or {}))
+
+
+class Hiding(nn.Linear):
+    def forward(self, x):
+        return super().forward(Opaque(x))
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+class Counted(nn.Linear):
+    def forward(self, x):
+        with Counting():
+            return super().forward(x)
+
+
+class Selective(nn.Linear):
+    def forward(self, x):
+        def choose(context, op, *args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, choose)
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+class Ragged(nn.Linear):
+    def forward(self, x):
+        rows = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return super().forward(rows).values()
+
+
+class Net(nn.Module):
+    """A layer with a factor before and after it."""
+
+    def __init__(self, layer, before, after):
+        super().__init__()
+        self.entry, self.layer, self.before, self.after = nn.Linear(8, 8), layer, before, after
+
+    def forward(self, x):
+        h = self.layer(self.entry(x) * self.before)
+        return h * self.after
+
+
+def mean_square(output, batch):
+    return output.float().square().mean()
+
+
+LAYERS = (InFp8, Hiding, Counted, Selective, Ragged)
+MUL = ("precision", "", "mul", "elementwise-overflow")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "text"),
+    [
+        (1.0, 1.0, ("healthy",), None),
+        (1.0, 1e6, MUL, "return h * self.after"),
+        (1e6, 1.0, MUL, "h = self.layer(self.entry(x) * self.before)"),
+    ],
+    ids=["healthy", "after", "before"],
+)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_what_is_around_them_is_blamed(examine, layer, before, after, expected, text):
+    report = examine(Net(layer(8, 8), before, after), {"x": normal(4, 8)}, loss=mean_square)
+    assert blamed(report) == expected
+    assert text is None or line(report) == text
+    assert not any("ASSERT" in note or "one by one" in note for note in report.notes)
+
+
+def test_a_nan_weight_of_theirs_is_the_origin(examine):
+    model = Net(InFp8(8, 8), 1.0, 1.0)
+    with torch.no_grad():
+        model.layer.weight[2, 3] = torch.nan
+    report = examine(model, {"x": normal(4, 8)})
+    assert blamed(report)[::3] == ("state", "poisoned-weights")
+
+
+def test_an_output_of_such_a_class_is_read(examine):
+    class Packed(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.entry, self.factor = nn.Linear(8, 8), factor
+
+        def forward(self, x):
+            h = self.entry(x) * self.factor
+            return Scaled(h, torch.ones(()), h.dtype)
+
+    assert blamed(examine(Packed(1.0), {"x": normal(4, 8)})) == ("healthy",)
+    assert blamed(examine(Packed(1e6), {"x": normal(4, 8)})) == MUL
