@@ -50,7 +50,7 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
         return
     outer, _mode.open = _mode.open, True
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(_pack, lambda saved: saved):
             yield
     finally:
         _mode.open = outer
@@ -69,10 +69,6 @@ def _pack(tensor: torch.Tensor) -> Any:
         return tensor
     with torch.no_grad():
         return map_empty(tensor.shape, tensor.dtype).copy_(tensor)
-
-
-def _unpack(saved: Any) -> Any:
-    return saved
 
 
 def _is_large(tensor: torch.Tensor) -> bool:

@@ -232,3 +232,10 @@ def brief(text: str, width: int = _BRIEF_WIDTH) -> str:
 def brief_list(names: Iterable[str]) -> str:
     """Names that nobody vouches for: the first dozen, and how many more there are."""
     return join_first([brief(name) for name in names])
+
+
+def diff_kind(line: str) -> str:
+    """What a line of a diff is: "file", "hunk", "add", "del", or "" for one that stays."""
+    if line.startswith(("---", "+++")):
+        return "file"
+    return {"+": "add", "-": "del", "@": "hunk"}.get(line[:1], "")

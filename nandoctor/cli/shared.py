@@ -141,12 +141,13 @@ class ReplayDisplay(Listener):
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
-        from nandoctor.renderers.terminal import answer_parts, print_parts
+        from nandoctor.renderers.console import print_parts
+        from nandoctor.renderers.terminal import answer_parts
 
         self._searching = True
         if self._tells:
             self._bar.display.stop()
-            print_parts(answer_parts(report, self._output.width), self._output)
+            print_parts(answer_parts(report, self._output.width), self._output, crop=False)
             self._output.file.flush()
             self.told = True
             self._bar.display.start()

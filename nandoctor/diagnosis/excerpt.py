@@ -35,7 +35,7 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
         path=relative_path(source.file),
         function=".".join(scope.name for scope in scopes),
         first=first,
-        lines=tuple(_plain(line) for line in lines[first - 1 : last]),
+        lines=tuple(line.rstrip().expandtabs(_TAB)[:_LONGEST_LINE] for line in lines[first - 1 : last]),
         line=source.line,
         end_line=end_line,
         column=_place(lines[source.line - 1], source.column) if known else None,
@@ -47,10 +47,6 @@ def relative_path(file: str) -> str:
     """The path as one would type it here: relative where the file lies in the working directory."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else file
-
-
-def _plain(line: str) -> str:
-    return line.rstrip().expandtabs(_TAB)[:_LONGEST_LINE]
 
 
 def _place(line: str, offset: int | None) -> int:

@@ -85,7 +85,7 @@ def _conclude_traced(
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, low)]
     # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
     # is to blame before it.
-    found.sort(key=lambda item: (_code(item[1]) == _MASK, item[0]))
+    found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == _MASK, item[0]))
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -157,10 +157,6 @@ def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
         if tensor.origin == "weight" and tensor.stats is not None:
             found += diagnose_outside("weight", tensor.path, tensor.stats, trace)
     return found
-
-
-def _code(diagnosis: Diagnosis) -> str | None:
-    return diagnosis.cause.code if diagnosis.cause else None
 
 
 def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:

@@ -57,7 +57,8 @@ def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, Te
 
     `reference` and `autocast` were traced op by op; `gradients` are those of the parameters at loss scale 1.
     """
-    wide = _wide_ops(autocast)
+    # What autocast leaves in fp32 has room.
+    wide = {op.key for op in autocast.ops if not any(stats.dtype is autocast.format for stats in op.outputs)}
     forward, backward = _see_forward(reference, wide), _see_backward(reference, wide, gradients)
     order = list(dict.fromkeys([*forward, *backward]))
     return tuple(
@@ -70,11 +71,6 @@ def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, Te
         )
         for module in order
     )
-
-
-def _wide_ops(autocast: Trace) -> set[tuple[str, int, str, int]]:
-    """The operations that autocast leaves in fp32: their values have room."""
-    return {op.key for op in autocast.ops if not any(stats.dtype is autocast.format for stats in op.outputs)}
 
 
 def _see_forward(reference: Trace, wide: set[tuple[str, int, str, int]]) -> dict[str, _Seen]:

@@ -100,12 +100,9 @@ def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
         return float(data)
     if type(data) in arms:
         return data
-    by_kind = {item.default: arm for arm in arms for item in _fields_of(arm) if item.name == "kind"}
+    records = filter(dataclasses.is_dataclass, arms)
+    by_kind = {item.default: arm for arm in records for item in dataclasses.fields(arm) if item.name == "kind"}
     return _decode_kind(by_kind, data, place) if by_kind else _decode(arms[0], data, place)
-
-
-def _fields_of(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
 
 
 def _decode_kind(by_kind: Mapping[Any, Any], data: Any, place: str) -> Any:

@@ -39,7 +39,7 @@ def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch,
     except BudgetSpent:
         complete = False
     search = Fp32SetSearch(
-        sets=tuple(Fp32Set(modules=tuple(map(_to_record, kept)), minimal=True) for kept in found),
+        sets=tuple(_record_set(kept) for kept in found),
         num_modules=len(members),
         num_probes=trials.num_judged - before,
         complete=complete,
@@ -60,8 +60,9 @@ def _exceeds(member: KeepModule, findings: Findings) -> bool:
     return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
 
 
-def _to_record(member: KeepModule) -> Fp32Module:
-    return Fp32Module(module=member.module, children=member.children)
+def _record_set(kept: tuple[KeepModule, ...]) -> Fp32Set:
+    members = (Fp32Module(module=member.module, children=member.children) for member in kept)
+    return Fp32Set(modules=tuple(members), minimal=True)
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:

@@ -76,7 +76,7 @@ def search_fixes(
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
-    if _blames_optimizer(findings):
+    if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
     listener = listener or Listener()
     search = _Search(step, findings, budget, listener)
@@ -140,10 +140,6 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
         yield f"No change helped: {plural(len(ranked), 'change')} tried."
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
-
-
-def _blames_optimizer(findings: Findings) -> bool:
-    return any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1])
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
@@ -259,7 +255,8 @@ class _Search:
         for edit in candidate:
             probe = self._trials.judge(edit)
             written = list(self._writer.write(edit))
-            last = [_make_fix(edit, next(iter(written), _advice(edit)), replace(probe, passes=False), ())]
+            advice = WrittenChange(kind="advice", title=write_title(edit), text="")
+            last = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
             # The probe cannot widen an op that writes to its argument; the text can.
             for text in written if probe.passes or isinstance(edit, KeepOp) else ():
                 proof, checks = self._verifier.verify(text, edit)
@@ -267,10 +264,6 @@ class _Search:
                 if proof.passes:
                     return last
         return last
-
-
-def _advice(edit: Edit) -> WrittenChange:
-    return WrittenChange(kind="advice", title=write_title(edit), text="")
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
@@ -310,7 +303,8 @@ def _size(edit: Edit, findings: Findings) -> int:
     if isinstance(edit, Together):
         return sum(_size(single, findings) for single in edit.edits)
     if isinstance(edit, KeepModule):
-        return 5 + (sum(is_below(path, edit.module) for path in _called(findings)) if edit.children else 1)
+        called = {call.module for call in findings.trace.calls}
+        return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
     if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
         return 8  # fp32 shows that the values are sound: to keep them is better than to cut them
     return _SIZES.get(type(edit), 1)
@@ -325,7 +319,3 @@ _SIZES: dict[type, int] = {
     UseFormat: _WHOLE,
     KeepSamples: 2 * _WHOLE,
 }
-
-
-def _called(findings: Findings) -> set[str]:
-    return {call.module for call in findings.trace.calls}

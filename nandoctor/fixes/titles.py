@@ -16,8 +16,6 @@ from nandoctor.evidence.edits import (
     ResetBuffers,
     ScaleFirst,
     SetArgument,
-    SetAttribute,
-    SetFlag,
     StableLog,
     Together,
     ZeroWeights,
@@ -54,10 +52,6 @@ def _title_op(edit: KeepOp) -> str:
     return f"Compute {where} in fp32"
 
 
-def _title_attribute(edit: SetAttribute) -> str:
-    return f"Set {edit.name} of {edit.type} to {code_number(edit.value)} (was {code_number(edit.was)})"
-
-
 def _title_argument(edit: SetArgument) -> str:
     new = "the lowest number of its format" if edit.value is None else code_number(edit.value)
     what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
@@ -78,14 +72,6 @@ def code_number(value: float) -> str:
         digits, _, exponent = f"{value:.5e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:g}"
-
-
-def _title_flag(edit: SetFlag) -> str:
-    return f"Call {edit.site.op} with {edit.argument}=True{_where_if_known(edit.site)}"
-
-
-def _title_clamp(edit: ClampArgument) -> str:
-    return f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}"
 
 
 def _clamp_in_words(edit: ClampArgument) -> str:
@@ -146,10 +132,12 @@ def _title_weights(edit: ZeroWeights) -> str:
 _TITLES: dict[str, Callable[[Any], str]] = {
     "keep-module": _title_module,
     "keep-op": _title_op,
-    "set-attribute": _title_attribute,
+    "set-attribute": lambda edit: (
+        f"Set {edit.name} of {edit.type} to {code_number(edit.value)} (was {code_number(edit.was)})"
+    ),
     "set-argument": _title_argument,
-    "set-flag": _title_flag,
-    "clamp": _title_clamp,
+    "set-flag": lambda edit: f"Call {edit.site.op} with {edit.argument}=True{_where_if_known(edit.site)}",
+    "clamp": lambda edit: f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}",
     "guard": _title_guard,
     "scale-first": _title_scale,
     "unmask-rows": lambda _: "Open the rows that are masked throughout, and take zeros for them",
@@ -164,8 +152,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
 
 
 def _place(site: OpSite) -> str:
-    return f"line {site.source.line} of {_file_name(site.source.file)}" if site.source else ""
-
-
-def _file_name(path: str) -> str:
-    return path.replace("\\", "/").rpartition("/")[2]
+    if site.source is None:
+        return ""
+    name = site.source.file.replace("\\", "/").rpartition("/")[2]
+    return f"line {site.source.line} of {name}"

@@ -82,10 +82,11 @@ class ChangeWriter:
         return _snippet_of(edits[0]) if len(edits) == 1 else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
+        # The names may be a stranger's: as JSON they are string literals, whatever is in them.
         lines = [
             "import torch\n\n",
             _WIDEN,
-            f"\nfor name in {_listed(paths)}:",
+            f"\nfor name in {json.dumps(list(paths))}:",
             "    module = model.get_submodule(name)",
             '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)',
             "    module.register_forward_pre_hook(widen, with_kwargs=True)",
@@ -153,8 +154,3 @@ def _keep_samples(edit: KeepSamples) -> str:
         "    if value.dim() and len(value) == size:\n"
         "        batch[name] = value[kept]\n"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    # The names may be a stranger's: as JSON they are string literals, whatever is in them.
-    return json.dumps(list(names))

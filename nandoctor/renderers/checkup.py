@@ -11,7 +11,7 @@ from rich.text import Text
 from nandoctor.diagnosis.ranges import by_headroom
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
 from nandoctor.evidence.formats import FP16
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
 from nandoctor.renderers.templating import render
 from nandoctor.text import bits_text, number, percent, plural, shorten
 
@@ -44,8 +44,7 @@ def checkup_page(checkup: Checkup) -> str:
 
 def print_checkup(checkup: Checkup, console: Console) -> None:
     """Print for the last checkpoint the layers with the least headroom, then where the run is heading."""
-    for part in _parts(checkup, console.width):
-        console.print(Encodable(part), highlight=False)
+    print_parts(_parts(checkup, console.width), console)
 
 
 def _parts(checkup: Checkup, width: int) -> Iterator[Table | Text]:
@@ -135,7 +134,7 @@ def describe_crossing(crossing: Crossing) -> str:
 
 
 def _table(layers: Sequence[LayerRange], width: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     table.add_column("module", no_wrap=True)
     for heading in ("largest", *(shown.label for shown in CHECKED_FORMATS), "to 0 in fp16"):
         table.add_column(heading, no_wrap=True, justify="right")

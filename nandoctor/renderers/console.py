@@ -9,7 +9,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.text import printable, printable_code
+from nandoctor.text import diff_kind, printable, printable_code
 
 _PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
 
@@ -42,11 +42,15 @@ class CodeLine:
         yield Segment.line()
 
 
+def print_parts(parts: Iterable[RenderableType], console: Console, *, crop: bool = True) -> None:
+    """Print renderables one below the other; without `crop` what is never broken goes past the edge."""
+    for part in parts:
+        console.print(Encodable(part), highlight=False, crop=crop)
+
+
 def diff_style(line: str) -> str:
     """The style of a line of a diff."""
-    if line.startswith(("---", "+++")):
-        return "bold"
-    return {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
+    return {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}.get(diff_kind(line), "")
 
 
 def _unpadded(line: list[Segment]) -> list[Segment]:
@@ -72,6 +76,11 @@ def _plainer(segment: Segment, encoding: str) -> Segment:
 def literal(text: str, style: str = "") -> Text:
     """Text shown as it is: no markup, and nothing in it can move the cursor or start a new line."""
     return Text(printable(text), style=style)
+
+
+def plain_table(gap: int = 2) -> Table:
+    """A table without lines, its columns so far apart."""
+    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Table:

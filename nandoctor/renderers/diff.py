@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report_diff import Comparison, LayerChange
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
 
@@ -23,8 +23,7 @@ _NONE = "none"
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the outcome, the facts that changed, and the layers that changed most."""
-    for part in _parts(comparison, console.width):
-        console.print(Encodable(part), highlight=False)
+    print_parts(_parts(comparison, console.width), console)
 
 
 def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
@@ -63,7 +62,7 @@ def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _table(changes: Sequence[LayerChange], width: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     table.add_column("layer", no_wrap=True)
     for heading in ("before", "after", "times", "headroom"):
         table.add_column(heading, no_wrap=True, justify="right")

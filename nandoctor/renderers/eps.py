@@ -12,7 +12,7 @@ from rich.text import Text
 from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import RoundedConstant
-from nandoctor.renderers.console import Encodable, literal
+from nandoctor.renderers.console import literal, plain_table, print_parts
 from nandoctor.renderers.jsonfile import dumps
 from nandoctor.text import brief, constant, file_line, number, percent, printable, shorten
 
@@ -39,44 +39,41 @@ def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console
                 _absorbed_from(rounded),
             )
             table.add_row(*map(literal, cells), style=_WARNING.get(rounded.effect, ""))
-        _print([*([Text()] if place else []), table], console)
+        print_parts([*([Text()] if place else []), table], console)
 
 
 def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
     """Print what a replay saw: the format that each constant was used in, and what it did there."""
     if not uses:
-        _print([literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")], console)
+        print_parts(
+            [literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")], console
+        )
         return
     table = _table("where", "line", "eps", "used by", "in", "became")
     for use in uses:
         cells = (_place(use), _line(use), constant(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
         table.add_row(*map(literal, cells), style=_WARNING.get(use.effect or "", ""))
-    _print([table], console)
+    print_parts([table], console)
 
 
 def print_outlook(uses: Sequence[EpsUse], console: Console) -> None:
     """Print what half precision would make of each constant, and what mixed precision does."""
     if not uses:
-        _print(
+        print_parts(
             [literal("No module has an eps among its attributes. One that is written in a line shows in a replay:")],
             console,
         )
-        _print([literal("nandoctor eps --model SPEC --dump DUMP")], console)
+        print_parts([literal("nandoctor eps --model SPEC --dump DUMP")], console)
         return
     table = _table("module", "type", "eps", ".half()", "autocast")
     for use in uses:
         cells = (_place(use), brief(use.type, _TYPE_WIDTH), constant(use.value))
         table.add_row(*map(literal, (*cells, in_half_precision(use), in_mixed_precision(use))))
-    _print([table, Text(), literal(OUTLOOK)], console)
-
-
-def _print(parts: Iterable[Table | Text], console: Console) -> None:
-    for part in parts:
-        console.print(Encodable(part), highlight=False)
+    print_parts([table, Text(), literal(OUTLOOK)], console)
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table

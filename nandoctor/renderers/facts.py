@@ -89,7 +89,7 @@ def detail_facts(report: Report) -> list[Fact]:
 
 def describe_reproduction(reproduction: Reproduction) -> str:
     """The replay's grade against the saved output: may the rest be believed."""
-    output = _name(reproduction.output or "the output")
+    output = short_name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
         what = f"nothing like the saved {output}" if reproduction.output else "no saved output"
         return f"unchecked: there is {what} to compare with"
@@ -139,7 +139,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
     if len(report.chain) > 1:
         yield Fact(label="path", text=_describe_path(report.chain))
     if report.bad_gradients:
-        names = [_name(stats.path) for stats in report.bad_gradients]
+        names = [short_name(stats.path) for stats in report.bad_gradients]
         yield Fact(label="gradients", text=f"non-finite: {join_first(names, _MAX_LISTED)}")
     if report.also:
         yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
@@ -153,13 +153,13 @@ def describe_origin(origin: Origin) -> str:
     damage = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
     what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
     if origin.function is not None:
-        what = f"{origin.op} in the backward of {_name(origin.function)}"
-    return f"{what} in {_name(origin.place.in_words)}: {damage}"
+        what = f"{origin.op} in the backward of {short_name(origin.function)}"
+    return f"{what} in {short_name(origin.place.in_words)}: {damage}"
 
 
 def _describe_path(chain: Sequence[Link]) -> str:
     """The ops that the damage went through, from where it was made to where it showed."""
-    stops = [f"{link.op} in {_name(link.place.in_words)}" for link in chain]
+    stops = [f"{link.op} in {short_name(link.place.in_words)}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
     return " -> ".join(shown)
 
@@ -170,7 +170,7 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
     for diagnosis in diagnoses:
         code = diagnosis.cause.code if diagnosis.cause else "unexplained"
         op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
-        place = f"{op}{_name(diagnosis.origin.place.in_words)}"
+        place = f"{op}{short_name(diagnosis.origin.place.in_words)}"
         if place not in places.setdefault(code, []):
             places[code].append(place)
     return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
@@ -178,13 +178,13 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
 
 def _describe_place(first: FirstNonfinite, report: Report) -> str:
     if first.where == "batch":
-        return f"{_name(first.value.path or 'an input')} is non-finite in the saved batch"
+        return f"{short_name(first.value.path or 'an input')} is non-finite in the saved batch"
     if first.where == "loss":
         return "every layer is finite; the loss is not"
-    owner = _name(first.place.with_type)
+    owner = short_name(first.place.with_type)
     if first.where == "output" or first.seen_in is None:
         return f"{owner} is the first non-finite of {plural(len(select_layers(report).pairs), 'layer')}"
-    return f"first seen inside the forward of {owner}, before the call of {_name(first.seen_in.label)}"
+    return f"first seen inside the forward of {owner}, before the call of {short_name(first.seen_in.label)}"
 
 
 def _describe_extent(first: FirstNonfinite) -> str:
@@ -200,7 +200,7 @@ def _describe_extent(first: FirstNonfinite) -> str:
 def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
     if len(inputs) == 1:
         return _describe_range(inputs[0])
-    return join_first([f"{_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
+    return join_first([f"{short_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
 
 
 def _describe_range(stats: TensorStats) -> str:
@@ -246,7 +246,7 @@ def _state_facts(report: Report) -> Iterator[Fact]:
 
 
 def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
-    texts = [f"{_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
+    texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
     return f"non-finite: {join_first(texts, _MAX_LISTED)}"
 
 
@@ -255,7 +255,7 @@ def _run_facts(report: Report) -> Iterator[Fact]:
         return
     too_large, first = report.runs.first_unholdable, report.first_nonfinite
     if too_large and (first is None or too_large.key != first.place.key):
-        text = f"{_name(too_large.label)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
+        text = f"{short_name(too_large.label)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact(label="too large", text=text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised not in (None, INTERRUPTED):
@@ -263,5 +263,6 @@ def _run_facts(report: Report) -> Iterator[Fact]:
             yield Fact(label="raised", text=f"the {run.dtype} run stopped early: {message}")
 
 
-def _name(name: str) -> str:
+def short_name(name: str) -> str:
+    """A name from a model or a file, short enough to stand in a sentence."""
     return brief(name, _NAME_WIDTH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -11,24 +11,16 @@ from rich.text import Text
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
-from nandoctor.renderers.console import CodeLine, Encodable, diff_style, labelled, literal
-from nandoctor.renderers.fix_facts import describe_outcome
+from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, print_parts
+from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome
 from nandoctor.text import constant, printable
 
-_PLACES: Mapping[str, str] = {
-    "snippet": "run it where the model is built, before the first step; `model` is your model",
-    "state": "run it once after the weights are loaded; `model` is your model",
-    "data": "run it on this batch before the model sees it; `batch` is a dict of its tensors",
-    "setting": "set it in the training loop",
-    "advice": "no code to run: change it by hand",
-}
 _MAX_OTHERS = 3
 
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
     """Print the chosen one of the report's changes, and the next best ones in a line each."""
-    for part in _parts(choice, report):
-        console.print(Encodable(part), highlight=False, crop=False)
+    print_parts(_parts(choice, report), console, crop=False)
 
 
 def _parts(choice: FixChoice, report: Report) -> Iterator[CodeLine | Text | Table]:
@@ -62,7 +54,7 @@ def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
     yield "result", describe_outcome(chosen.outcome)
     yield from (("checked", _describe_check(check)) for check in chosen.checks)
     if chosen.kind != "source":
-        yield "where", _PLACES[chosen.kind]
+        yield "where", WHERE_TO_RUN[chosen.kind]
     elif choice.verification is None:
         pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
         for label, flags in (("apply it", ("--write",)), ("or", ("--diff", "| git apply"))):

@@ -18,9 +18,8 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.renderers.commands import fix_command
-from nandoctor.renderers.facts import Fact
+from nandoctor.renderers.facts import Fact, short_name
 from nandoctor.text import (
-    brief,
     constant,
     file_line,
     join_first,
@@ -32,7 +31,6 @@ from nandoctor.text import (
     samples_text,
 )
 
-_NAME_WIDTH = 64
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 40
 _TOLD_IN_FULL = 2  # output and gradients; of variations of the batch the names say enough
@@ -137,14 +135,16 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         command = fix_command(report, *pick, "--write")
         with_git = f"git apply, in {printable(fix.patch_root or 'your project')}"
         yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
-    elif fix.kind in _WHERE_TO_RUN:
-        yield Fact(label="apply it", text=_WHERE_TO_RUN[fix.kind])
+    elif fix.kind in WHERE_TO_RUN:
+        yield Fact(label="apply it", text=WHERE_TO_RUN[fix.kind])
 
 
-_WHERE_TO_RUN = {
+WHERE_TO_RUN = {
     "snippet": "run these lines once the model is built and its weights are loaded",
     "state": "run these lines once, after the weights are loaded",
     "data": "run these lines before the step; they were tried on this batch alone, and the next may fail again",
+    "setting": "set it in the training loop",
+    "advice": "no code to run: change it by hand",
 }
 
 
@@ -243,7 +243,7 @@ def describe_fp32_sets(search: Fp32SetSearch) -> str:
 
 
 def _describe_member(member: Fp32Module) -> str:
-    owner = _name(member.module or "the model")
+    owner = short_name(member.module or "the model")
     return owner if member.children else f"{owner} without its submodules"
 
 
@@ -323,9 +323,9 @@ def list_small_constants(report: Report) -> list[TableLine]:
 def _describe_owner(use: EpsUse) -> str:
     if use.place == "optimizer":
         return "the optimizer"
-    owner = _name(use.module or "the model")
+    owner = short_name(use.module or "the model")
     more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
-    return f"{owner}.{_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
+    return f"{owner}.{short_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
 
 
 def _describe_line(use: EpsUse) -> str:
@@ -335,7 +335,7 @@ def _describe_line(use: EpsUse) -> str:
 def describe_eps(use: EpsUse) -> str:
     """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
     line = f" ({_describe_line(use)})" if use.source else ""
-    place = f"{printable(use.op)} of {_name(use.module or 'the model')}" if use.place == "op" and use.op else None
+    place = f"{printable(use.op)} of {short_name(use.module or 'the model')}" if use.place == "op" and use.op else None
     return f"{constant(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
 
 
@@ -352,7 +352,3 @@ def describe_effect(use: EpsUse) -> str:
         wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
         return f"is subnormal in {use.dtype}{wrong}{absorbed}"
     return f"is kept in {use.dtype}{absorbed}"
-
-
-def _name(name: str) -> str:
-    return brief(name, _NAME_WIDTH)

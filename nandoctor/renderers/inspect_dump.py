@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
 from nandoctor.text import brief, byte_size, plural, shape_text, shorten
 
 _LAYOUTS = {
@@ -24,8 +24,7 @@ _NAME_WIDTH, _DTYPE_WIDTH = 32, 10
 
 def print_inspection(summary: DumpSummary, console: Console) -> None:
     """Print what the file holds, what of it is non-finite, and what a full replay would miss."""
-    for part in _parts(summary):
-        console.print(Encodable(part), highlight=False)
+    print_parts(_parts(summary), console)
 
 
 def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
@@ -60,7 +59,7 @@ def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
 
 
 def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for heading in (title, "shape", "dtype", "role", "non-finite"):
         table.add_column(heading, no_wrap=True)
     for array in arrays[:_MAX_ROWS]:

@@ -83,7 +83,7 @@ def _fixes(report: Report) -> Iterator[str]:
     if fixes and not open_fixes:
         yield from ("", "**No fix was verified**")
     if others:
-        yield from _fold(f"{plural(len(others), 'other change')} tried", _each(others))
+        yield from _fold(f"{plural(len(others), 'other change')} tried", (line for fix in others for line in _fix(fix)))
 
 
 def escape(text: str) -> str:
@@ -121,11 +121,6 @@ def _fenced(lines: Sequence[str], language: str) -> Iterator[str]:
     """Lines in a fence that none of them can end."""
     fence = "`" * max([3, *(len(run) + 1 for line in lines for run in _FENCE.findall(line))])
     yield from (f"{fence}{language}", *lines, fence)
-
-
-def _each(fixes: Sequence[ShownFix]) -> Iterator[str]:
-    for fix in fixes:
-        yield from _fix(fix)
 
 
 def _trials(report: Report) -> Iterator[str]:
@@ -168,8 +163,9 @@ def _notes(report: Report) -> Iterator[str]:
         ("device", where.device),
         ("dump", report.dump.path),
     )
-    yield from _facts([*(Fact(label=name, text=text) for name, text in versions), *_remarks(report)])
-
-
-def _remarks(report: Report) -> Iterator[Fact]:
-    yield from (Fact(label="note", text=note) for note in report.notes)
+    yield from _facts(
+        [
+            *(Fact(label=name, text=text) for name, text in versions),
+            *(Fact(label="note", text=note) for note in report.notes),
+        ]
+    )

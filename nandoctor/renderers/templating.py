@@ -15,6 +15,7 @@ from nandoctor.text import (
     bits_text,
     byte_size,
     call_label,
+    diff_kind,
     number,
     plural,
     printable,
@@ -41,7 +42,7 @@ def _environment() -> jinja2.Environment:
     )
     filters = (
         number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, list_operands, bar_width,
-        with_code, diff_class, code_line,
+        with_code, diff_kind, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
     return environment
@@ -58,13 +59,6 @@ def with_code(text: str) -> Markup:
 def code_line(line: str) -> Markup:
     """A line of code to be copied: its tabs are kept."""
     return escape(printable_code(line))
-
-
-def diff_class(line: str) -> str:
-    """The class of a line of a diff."""
-    if line.startswith(("---", "+++")):
-        return "file"
-    return {"+": "add", "-": "del", "@": "hunk"}.get(line[:1], "")
 
 
 def _finalize(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
@@ -13,7 +13,7 @@ from rich.text import Text
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.console import CodeLine, Encodable, diff_style, labelled, literal
+from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, plain_table, print_parts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
@@ -46,15 +46,9 @@ def print_report(report: Report, console: Console, *, told: bool = False, has_pa
     Where `answer_parts` were `told` already, what comes after them; how a page is made unless the reader `has_page`.
     """
     if not told:
-        print_parts(answer_parts(report, console.width), console)
-    print_parts(fix_parts(report), console)
-    print_parts(evidence_parts(report, console.width, has_page=has_page), console)
-
-
-def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
-    """Print parts of a report; code and commands are left whole, whatever the width, so that they can be copied."""
-    for part in parts:
-        console.print(Encodable(part), highlight=False, crop=False)
+        print_parts(answer_parts(report, console.width), console, crop=False)
+    print_parts(fix_parts(report), console, crop=False)
+    print_parts(evidence_parts(report, console.width, has_page=has_page), console, crop=False)
 
 
 def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
@@ -137,7 +131,7 @@ def _layers(layers: LayerTable, width: int) -> Table:
     type_width = min(max(len(row.type) for row in layers.rows), max(_MIN_TYPE_WIDTH, room // 3))
     name_width = max(_MIN_NAME_WIDTH, room - type_width)
     common = layers.common if any(len(row.layer) > name_width for row in layers.rows) else ""
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    table = plain_table(_GAP)
     name_heading = shorten(f"in {common[:-1]}", name_width) if common else layers.headings[0]
     for heading, justify in zip((f"  {name_heading}", *layers.headings[1:]), _JUSTIFY, strict=True):
         table.add_column(literal(heading), justify=justify, no_wrap=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
 from nandoctor.renderers.atomic_write import MARK
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import brief, join_first, join_words, percent, plural, printable, shorten
@@ -40,8 +40,7 @@ def triage_lines(triage: Triage) -> str:
 
 def print_triage(triage: Triage, console: Console) -> None:
     """Print the groups, what fixes them, what recurs, what could not be analysed, and where the rest is."""
-    for part in _parts(triage, console.width):
-        console.print(Encodable(part), highlight=False)
+    print_parts(_parts(triage, console.width), console)
 
 
 def _parts(triage: Triage, width: int) -> Iterator[Table | Text]:
@@ -132,7 +131,7 @@ def _table(groups: Sequence[Group], width: int) -> Table:
     shown = [column for column in columns if any(cell not in ("-", "") for cell in column[2])]
     others = sum(max(map(len, (name, *cells))) + 2 for name, _, cells in shown if name != "place")
     room = max(width - others - 2, _MIN_PLACE_WIDTH)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = plain_table()
     for name, is_number, _ in shown:
         table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
     for row in zip(*(cells for _, _, cells in shown), strict=True):

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nandoctor.evidence.verification import CodeState, Verification, VerificationOutcome
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, print_parts
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR, Tone
 from nandoctor.text import brief, file_line, join_first, percent, plural, printable
 
@@ -26,8 +26,8 @@ def print_verification(verification: Verification, console: Console) -> None:
     """Print the outcome, what has changed, what was checked, and what to do next."""
     word, tone = _SHOWN[verification.outcome]
     badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
-    for part in (Text.assemble(badge, " ", literal(verification.headline)), Text(), labelled(_facts(verification))):
-        console.print(Encodable(part), highlight=False)
+    headline = Text.assemble(badge, " ", literal(verification.headline))
+    print_parts([headline, Text(), labelled(_facts(verification))], console)
 
 
 def one_line(verification: Verification) -> str:

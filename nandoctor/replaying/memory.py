@@ -80,15 +80,12 @@ def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if any(isinstance(item, torch.Tensor) for item in args):
         return 0
     name = func.overloadpacket.__name__
-    sizes = [math.prod(item) for item in args if isinstance(item, (list, tuple)) and all(map(_is_int, item))]
+    shapes = (item for item in args if isinstance(item, (list, tuple)))
+    sizes = [math.prod(shape) for shape in shapes if all(isinstance(size, int) for size in shape)]
     if name in _COUNTED_BY_A_NUMBER:
         sizes += [abs(int(item)) ** (2 if name == "eye" else 1) for item in args if isinstance(item, (int, float))]
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return max(sizes, default=0) * int(dtype.itemsize)
-
-
-def _is_int(item: object) -> bool:
-    return isinstance(item, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,9 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
             why = stopped.get(module)
             if isinstance(why, SystemExit):
                 raise _explain_import(location, why) from why
+            public = [item for item in dir(value) if not item.startswith("_")]
             raise ModelError(
-                f"{location} has no {attribute!r}.{_suggest(name, _public_names(value))}",
+                f"{location} has no {attribute!r}.{_suggest(name, public)}",
                 remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if why else ""),
             )
         value = getattr(value, name)
@@ -375,7 +376,3 @@ def _holds_fractions(tensor: torch.Tensor) -> bool:
 def _suggest(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f" (nearest: {near[0]})" if near else ""
-
-
-def _public_names(value: Any) -> list[str]:
-    return [name for name in dir(value) if not name.startswith("_")]

@@ -64,8 +64,5 @@ def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
     values = values[torch.isfinite(values) & (values != 0)]
     if values.numel() < _ENOUGH:
         return None
-    return next((format_of(dtype) for dtype in (torch.bfloat16, torch.float16) if _fits(values, dtype)), None)
-
-
-def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).float(), values)
+    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
+    return next(map(format_of, fitting), None)

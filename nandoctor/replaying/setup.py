@@ -169,7 +169,7 @@ class _Code:
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
-    fills = DeferredFills() if _is_large(dump) else None
+    fills = DeferredFills() if memory_of(dump.state.values()) >= LARGE_NBYTES else None
     with cuda_code(device):
         with fills.building() if fills is not None else nullcontext():
             model, notes = _build(dump, source, settings)
@@ -212,11 +212,6 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
         f"The saved output is non-finite throughout and does not show in which precision: {policies[0].format} was "
         "assumed (--amp-dtype).",
     )
-
-
-def _is_large(dump: Dump) -> bool:
-    """Tell whether the weights are worth being neither drawn nor copied."""
-    return memory_of(dump.state.values()) >= LARGE_NBYTES
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:

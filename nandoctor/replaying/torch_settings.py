@@ -26,10 +26,6 @@ def write_torch_settings(settings: Mapping[str, Any]) -> None:
             write(value)
 
 
-def _read_device() -> torch.device:
-    return torch.get_default_device()
-
-
 def _write_device(device: torch.device) -> None:
     # Where nobody had set one torch tells "cpu", and to set that would put a mode in the way of every call.
     torch.set_default_device(None if device.type == "cpu" else device)
@@ -103,7 +99,7 @@ _FP32_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mk
 _CUDA = torch.backends.cuda
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default device": (_read_device, _write_device),
+    "default device": (torch.get_default_device, _write_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
     "deterministic algorithms": (_read_determinism, _write_determinism),

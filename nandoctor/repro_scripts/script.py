@@ -35,7 +35,8 @@ def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> 
     width = max(map(len, facts), default=0)
     lines = "\n".join(_wrap(f"{label:<{width}}  {_printable(text)}", width + 2) for label, text in facts.items())
     where = "in the gradients of " if program.gradient else "from "
-    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{_public(program.nodes[-1])}"
+    name = program.nodes[-1].function.replace(METHOD, "torch.Tensor.")
+    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
     last = "Needs torch alone, on a CPU or with CUDA; ends with 0 if it fails as stated."
     return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
 
@@ -94,10 +95,6 @@ def _ending(program: Program, last: Node) -> Iterator[str]:
 def _uses_low(program: Program) -> bool:
     values = (leaf for node in program.nodes for leaf in tree_leaves((node.args, dict(node.kwargs))))
     return any(node.mode == "product" for node in program.nodes) or any(value is program.low for value in values)
-
-
-def _public(node: Node) -> str:
-    return node.function.replace(METHOD, "torch.Tensor.")
 
 
 class _Writer:
