@@ -48,12 +48,12 @@ def own_source(file: str) -> Path | None:
     What was installed into a folder of the project, such as a virtual environment, is not of the project.
     """
     here = Path.cwd().resolve()
-    if not file or "\0" in file:
+    if not file:
         return None
     try:
         path = (here / file).resolve()
         inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file()
-    except (OSError, RuntimeError):  # a loop of links, a name that is too long
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or no name
         return None
     folders = [folder for folder in path.parents if folder.is_relative_to(here)]
     installed = any(folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file() for folder in folders)

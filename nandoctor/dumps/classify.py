@@ -203,8 +203,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     if isinstance(value, nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
-        # By subscription: a pickle may give an OrderedDict an attribute called "items".
-        return _sort_mapping(contents, name, {key: value[key] for key in value}, depth)
+        return _sort_mapping(contents, name, dict(value), depth)
     if is_random_state(name) and is_dense(value) and value.dtype == torch.uint8:
         contents.rng_states[name] = check_state(value)
     elif is_bookkeeping(name):

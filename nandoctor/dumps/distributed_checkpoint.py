@@ -12,7 +12,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 from nandoctor.dumps.classify import check_weights, choose_state
 from nandoctor.dumps.file_type import regular_size
+from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.pickle_scan import named_globals
 from nandoctor.dumps.reader import read_part
 from nandoctor.dumps.zip_members import damaged
@@ -31,6 +34,9 @@ _MAX_NBYTES = 512 << 20
 _MAX_INSTRUCTIONS = 10_000_000
 _MAX_STRIDE = (1 << 63) - 1
 _PACKAGE = "torch.distributed.checkpoint"
+_MAX_SPLIT_DIMS = 8  # a part has 2 to the power of this many corners
+
+_Box = tuple[tuple[int, int], ...]  # the first element and the one behind the last, for each dimension
 
 
 class _Record:
@@ -49,13 +55,15 @@ class _Tensor(_Record):
     """Stands for the description of a tensor; that of any other value is of no use here."""
 
 
-def _size(sizes: object = ()) -> tuple[int, ...]:
-    """`torch.Size`, of nothing but a tuple."""
-    return _whole(sizes)
+class _Size(_Record):
+    """Stands for `torch.Size`: gives nothing but a tuple."""
+
+    def __new__(cls, sizes: object = ()) -> Any:
+        return _whole(sizes)
 
 
 _STAND_INS: Mapping[str, Any] = {
-    "torch.Size": _size,
+    "torch.Size": _Size,
     "torch.serialization._get_layout": _Record,
     f"{_PACKAGE}.metadata.TensorStorageMetadata": _Tensor,
     **{
@@ -159,14 +167,14 @@ class _Files:
     """The files of parts. All that is read of them together is bounded by their size: joining parts copies them."""
 
     def __init__(self, folder: Path) -> None:
-        self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+        self._names = {path.name for path in folder.glob("*.distcp") if path.is_file()}
         self._folder = folder
-        self.nbytes = self._left = sum(self._sizes.values())
+        self.nbytes = self._left = sum((folder / name).stat().st_size for name in self._names)
 
     def read(self, place: _Record) -> torch.Tensor:
         """The tensor at that place."""
         name, offset, length = (place.fields.get(key) for key in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or name not in self._sizes or type(offset) is not int or type(length) is not int:
+        if not isinstance(name, str) or name not in self._names or type(offset) is not int or type(length) is not int:
             raise DumpError(
                 f"{brief(str(name))}, which holds a part of the weights, is not in it.",
                 remedy="Put the files of all ranks into one directory.",
@@ -177,8 +185,8 @@ class _Files:
         if self._left < 0:
             raise damaged("it claims more weights than it holds")
         part = read_part(self._folder / name, offset, length)
-        if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
-            raise damaged("a part of it is no tensor")
+        if not is_dense(part):
+            raise damaged("a part of it is no plain tensor")
         if part.numel() * part.element_size() > length:
             raise damaged("a part of it claims more values than it holds")
         return part
@@ -186,18 +194,37 @@ class _Files:
 
 def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]], files: _Files) -> torch.Tensor:
     shape = _whole(described.fields.get("size"))
-    num_left = math.prod(shape)
-    if not parts or num_left > files.nbytes or math.prod(max(size, 1) for size in shape) > _MAX_STRIDE:
-        raise _unfit(name, f"{num_left:,} values in {plural(len(parts), 'part')}")
+    numel = math.prod(shape)
+    if not parts or numel > files.nbytes or math.prod(max(size, 1) for size in shape) > _MAX_STRIDE:
+        raise _unfit(name, f"{numel:,} values in {plural(len(parts), 'part')}")
     whole: torch.Tensor | None = None
+    boxes = []
     for index, place in parts:
         part, offset = files.read(place), _whole(index.fields.get("offset"))
         whole = map_empty(shape, part.dtype) if whole is None else whole
         _place(whole, part, offset, name)
-        num_left -= part.numel()
-    if whole is None or num_left:
-        raise _unfit(name, "values are missing")
+        if part.numel():
+            boxes.append(tuple((start, start + size) for start, size in zip(offset, part.shape, strict=True)))
+    if whole is None or not _cover_once(boxes, shape):
+        raise _unfit(name, "they overlap, or values are missing")
     return whole
+
+
+def _cover_once(boxes: Sequence[_Box], shape: Sequence[int]) -> bool:
+    """Tell whether each element of a tensor of this shape lies in exactly one of the boxes, all of which are in it.
+
+    The sum of the boxes' indicator functions has its mixed difference at the corners alone, with alternating signs;
+    where the differences are those of the whole, the sums are the same function.
+    """
+    whole = tuple((0, size) for size in shape)
+    split = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
+    if 0 in shape or len(split) > _MAX_SPLIT_DIMS:
+        return 0 in shape
+    left: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [(whole, -1), *((box, 1) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(split)):
+            left[tuple(box[dim][end] for dim, end in zip(split, ends, strict=True))] += sign * (-1) ** sum(ends)
+    return not any(left.values())
 
 
 def _place(whole: torch.Tensor, part: torch.Tensor, offset: Sequence[int], name: str) -> None:

@@ -102,7 +102,7 @@ def to_tensor(value: object) -> torch.Tensor:
         DumpError: the file contradicts itself about an array.
     """
     if isinstance(value, torch.Tensor):
-        return torch.Tensor.detach(value)  # not value.detach: a pickle may give a tensor attributes of any name
+        return value.detach()
     array = value.to_numpy() if isinstance(value, PickledArray) else np.asarray(value)
     # torch takes neither big-endian arrays nor negative strides, and may not write to the bytes of a pickle.
     return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))

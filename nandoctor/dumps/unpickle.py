@@ -32,10 +32,30 @@ def load_pickle(container: Container) -> tuple[object, Provenance]:
     """Build the object, with `DumpError` or whatever torch raises where the file contradicts itself."""
     with _only_stand_ins():
         if container.members is None:
-            return torch.load(container.pickle, map_location="cpu", weights_only=True), Provenance()  # type: ignore[arg-type]  # a mmap reads and seeks
-        data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
-        provenance = _judge(container, data)
-        return unpickle_weights(container.pickle, _storage_reader(container.storages, data)), provenance
+            saved: object = torch.load(container.pickle, map_location="cpu", weights_only=True)  # type: ignore[arg-type]  # a mmap reads and seeks
+            provenance = Provenance()
+        else:
+            data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
+            provenance = _judge(container, data)
+            saved = unpickle_weights(container.pickle, _storage_reader(container.storages, data))
+    _remove_attributes(saved)
+    return saved, provenance
+
+
+def _remove_attributes(saved: object) -> None:
+    """Take off the attributes that a pickle gave to tensors and mappings: one called "numel" hides the method."""
+    waiting, seen = [saved], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, (torch.Tensor, dict)):
+            getattr(item, "__dict__", {}).clear()
+        if isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            waiting += item
 
 
 def _storage_reader(members: Mapping[str, Member], data: UntypedStorage) -> Callable[[Any], object]:

@@ -117,30 +117,39 @@ def _read_tag(path: Path) -> str:
 
 def _read_index(path: Path) -> State:
     """All shards that the index of Hugging Face names, each tensor from the file that it is said to be in."""
-    if regular_size(path) > _MAX_INDEX_NBYTES:
-        raise damaged("its index is larger than that of any model")
-    try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        files = {name: _plain_name(file) for name, file in places.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged("it has no weight_map of names and files") from error
     state: dict[str, torch.Tensor] = {}
-    for file in sorted(set(files.values())):
-        if not (path.parent / file).is_file():
+    shards: dict[tuple[int, int], State] = {}  # by the file itself, to which a thousand names may be links
+    for file, names in sorted(_read_places(path).items()):
+        shard_path = path.parent / file
+        if not shard_path.is_file():
             raise DumpError(
                 f"{brief(file)}, one of the shards that it names, is not beside it.",
                 remedy="Put all shards into the folder of the index.",
             )
-        shard = _read_file(path.parent / file)
-        wanted = [name for name, place in files.items() if place == file]
-        missing = [name for name in wanted if name not in shard]
+        status = shard_path.stat()
+        place = status.st_dev, status.st_ino
+        shard = shards[place] = shards.get(place) or _read_file(shard_path)
+        missing = [name for name in names if name not in shard]
         if missing:
             raise DumpError(
                 f"{brief(file)} does not hold {brief_list(missing)}, as the index says.",
                 remedy="Take index and shards of one checkpoint.",
             )
-        state |= {name: shard[name] for name in wanted}
+        state |= {name: shard[name] for name in names}
     return state
+
+
+def _read_places(index: Path) -> Mapping[str, list[str]]:
+    """The names of the tensors that the index has in each file."""
+    if regular_size(index) > _MAX_INDEX_NBYTES:
+        raise damaged("its index is larger than that of any model")
+    names: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            names.setdefault(_plain_name(file), []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged("it has no weight_map of names and files") from error
+    return names
 
 
 def _plain_name(file: object) -> str:

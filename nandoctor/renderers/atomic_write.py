@@ -24,7 +24,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write the file; a reader sees the old one or the whole new one. Raises NanDoctorError if it cannot."""
-    target = Path(path).resolve()  # through links: the file they name is replaced, not the link
+    target = Path(os.path.realpath(path))  # through links: the file they name is replaced, not the link
     draft = target.with_name(f".nandoctor-{os.urandom(8).hex()}.tmp")
     try:
         with draft.open("xb") as file:

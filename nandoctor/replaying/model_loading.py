@@ -269,10 +269,10 @@ def _signature(factory: Callable[..., Any]) -> str:
 
 
 def _import_file(path: Path, project: Project) -> ModuleType:
-    path = path.resolve()
     if not path.is_file():
         near = _suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise ModelError(f"There is no file {path}.{near}", remedy="Check the part of the SPEC before the colon.")
+    path = path.resolve()
     project.enter_folder(path.parent)
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:

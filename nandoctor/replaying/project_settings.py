@@ -27,7 +27,7 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
     if project is None:
         return Settings()
     table = _read_table(project)
-    for matching in _matching_tables(dump.resolve(), table.pop("dumps", []), project):
+    for matching in _matching_tables(Path(os.path.realpath(dump)), table.pop("dumps", []), project):
         table |= matching
     options = {key.replace("-", "_"): value for key, value in table.items()}
     try:

@@ -293,13 +293,13 @@ _SPECS = ("model", "config", "call", "loss")
 def anchored(options: Mapping[str, Any]) -> dict[str, Any]:
     """These options with the files of their SPECs, and the path of the weights, made absolute."""
     made = {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
-    return made if made.get("weights") is None else {**made, "weights": str(Path(made["weights"]).resolve())}
+    return made if made.get("weights") is None else {**made, "weights": str(Path(made["weights"]).absolute())}
 
 
 def anchor(spec: Any) -> Any:
     """A file's SPEC made absolute, so that it does not move when the project's pyproject.toml lies further up."""
     location, separator, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
-    return f"{Path(location).resolve()}{separator}{attribute}" if location.endswith(".py") else spec
+    return f"{Path(location).absolute()}{separator}{attribute}" if location.endswith(".py") else spec
 
 
 def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -218,22 +218,3 @@ def test_a_broken_checkpoint_has_one_clear_error(kind, tmp_path, monkeypatch):
         read_weights(tmp_path)
     assert message in caught.value.message
     assert not Path("mark").exists()
-
-
-def test_parts_of_two_ranks_are_joined(tmp_path, state):
-    """A tensor in two parts, as two ranks write it: the metadata is edited by hand."""
-    whole = torch.arange(12.0).view(4, 3)
-    save_dcp({"low.weight": whole[:2].clone(), "high.weight": whole[2:].clone()}, tmp_path)
-    path = tmp_path / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    described = metadata.state_dict_metadata
-    described["w.weight"] = described.pop("low.weight")
-    described["w.weight"].size = torch.Size([4, 3])
-    del described["high.weight"]
-    metadata.planner_data = {"w.weight": ("w.weight",)}
-    metadata.storage_data = {
-        type(index)("w.weight", torch.Size([0, 0]) if index.fqn == "low.weight" else torch.Size([2, 0])): place
-        for index, place in metadata.storage_data.items()
-    }
-    path.write_bytes(pickle.dumps(metadata))
-    assert torch.equal(read_weights(tmp_path)["w.weight"], whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,21 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.inspect_dump import print_inspection
+
+
+def hiding(item):
+    """A tensor or mapping with attributes that hide its methods, as a pickle can set them."""
+    names = (*("numel", "dim", "item", "detach", "contiguous", "isnan", "float"), *("keys", "values", "get"))
+    vars(item).update(dict.fromkeys(names, "text"))
+    return item
+
+
+def all_hiding(tree):
+    """The tree with such mappings in place of all dicts."""
+    if isinstance(tree, dict):
+        return hiding(OrderedDict((key, all_hiding(item)) for key, item in tree.items()))
+    return type(tree)(map(all_hiding, tree)) if isinstance(tree, (list, tuple)) else tree
+
 
 KINDS = {
     "COO": torch.Tensor.to_sparse,
@@ -40,6 +56,7 @@ KINDS = {
     "complex32": lambda t: t.to(torch.complex32),
     "conjugated": lambda t: t.to(torch.complex64).conj(),
     "integers": lambda t: t.to(torch.int32),
+    "with attributes in place of methods": lambda t: hiding(t.clone()),
 }
 STATE = (("state_dict", "linear.weight"), ("optimizer", "state", 0, "exp_avg_sq"), ("optimizer", "state", 0, "step"))
 PLAIN = (*STATE, ("optimizer", "state", 0, "exp_avg"), ("x",), ("logit",), ("scaler", "scale"), ("rng_state",))
@@ -76,6 +93,15 @@ def test_an_odd_tensor_is_read_or_refused(kind):
         with suppress(NanDoctorError):
             print_inspection(summarize(read_dump("case.pth")), Console(file=io.StringIO()))
     assert seen
+
+
+@pytest.mark.parametrize("make", [mutate.plain, mutate.recorded])
+def test_attributes_of_mappings_hide_no_methods(make):
+    torch.save(make(), "plain.pth")
+    torch.save({key: all_hiding(item) for key, item in make().items()}, "hiding.pth")
+    told = [summarize(read_dump(name)) for name in ("plain.pth", "hiding.pth")]
+    assert [item.name for item in told[0].arrays] == [item.name for item in told[1].arrays]
+    assert told[0].num_parameters == told[1].num_parameters > 0
 
 
 @pytest.mark.slow
