@@ -92,19 +92,25 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """The op in fp32, or its line; where neither is enough the code of the block's forward, or the block."""
+    for kept in _op_in_fp32(lead, trials.step.model):
+        yield (kept,)
+        if trials.passes(kept):
+            return
     site = lead.site
     if site.module == LOSS:
         return
-    if not _is_library(site, trials.step.model):
-        source = site.source.whole if site.source is not None else None
-        for kept in (KeepOp(site=site), KeepOp(site=replace(site, op="", nth=0, source=source))):
-            yield (kept,)
-            if trials.passes(kept):
-                return
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
         yield (KeepModule(module=site.module),)
+
+
+def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
+    """The op, and its line; neither where it stands in no code of the user's."""
+    if _is_library(lead.site, model):
+        return ()
+    line = lead.site.source.whole if lead.site.source is not None else None
+    return KeepOp(site=lead.site), KeepOp(site=replace(lead.site, op="", nth=0, source=line))
 
 
 def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
@@ -151,21 +157,28 @@ def join(edits: Sequence[Edit]) -> Edit:
 
 
 def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """For each origin its first change that passes while the others' blocks are in fp32; then all of these at once."""
-    strong = [
-        KeepModule(module=lead.site.module, children=not _has_children(lead.site.module, findings.trace))
-        for lead in leads
-    ]
-    if not trials.passes(*dict.fromkeys(strong)):
+    """For the origins of each block their first changes that pass while the others' blocks are in fp32; then all."""
+    blocks: dict[Edit, list[Suspect]] = {}
+    for lead in leads:
+        children = not _has_children(lead.site.module, findings.trace)
+        blocks.setdefault(KeepModule(module=lead.site.module, children=children), []).append(lead)
+    if not trials.passes(*blocks):
         return
     chosen: list[Edit] = []
-    for place, lead in enumerate(leads):
-        others = [edit for edit in strong[:place] + strong[place + 1 :] if edit != strong[place]]
-        groups = chain(specific(lead, trials.step.model), _in_fp32(lead, findings, trials))
-        proposals = (edit for candidate in groups for edit in candidate)
-        chosen.append(next((edit for edit in proposals if trials.passes(edit, *others)), strong[place]))
+    for block, members in blocks.items():
+        others = [other for other in blocks if other != block]
+        proposals = (edit for candidate in _for_block(members, findings, trials) for edit in candidate)
+        chosen.append(next((edit for edit in proposals if trials.passes(edit, *others)), block))
     yield (join(chosen),)
-    yield (join(list(dict.fromkeys(strong))),)
+    yield (join(list(blocks)),)
+
+
+def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
+    """The changes of one origin, or of several in one block at once."""
+    model = trials.step.model
+    if len(leads) == 1:
+        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
+    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
 
 
 def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:

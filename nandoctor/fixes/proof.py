@@ -12,13 +12,12 @@ from functools import cached_property, partial
 
 import torch
 
-from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import Edit, KeepSamples
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, gradients_finite, sample_errors
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
 from nandoctor.fixes.variations import VARIATIONS
-from nandoctor.fixes.verify import Judgement, Trials
+from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change
@@ -95,7 +94,7 @@ class Verifier:
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
-        if _selects(change):
+        if selects((change,)):
             return "not-checked", "the change takes samples out of the batch"
         if not self._healthy:
             return "not-checked", "every sample fails" if self._guilty else "the samples to blame are not known"
@@ -182,12 +181,6 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
-
-
-def _selects(change: Change) -> bool:
-    if isinstance(change, SourcePatch | Snippet):
-        return isinstance(change, Snippet) and change.kind == "data"
-    return any(isinstance(edit, KeepSamples) for edit in interventions.flatten((change,)))
 
 
 def _judge_loss(made: Result) -> Said:

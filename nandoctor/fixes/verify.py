@@ -223,7 +223,7 @@ class Trials:
             comparison = compare(made, reference, exact=exact)
             agrees = comparison.agrees(unsure=compare(exact, reference), tolerance=self._tolerance)
         max_rel_err = comparison.max_rel_err
-        if self.numerics and changed and not _selects(edits):
+        if self.numerics and changed and not selects(edits):
             # What was finite before must be no other value now; what was not has nothing to agree with.
             changes = compare(reference, self.reference())
             agrees = agrees and changes.agrees()
@@ -250,7 +250,7 @@ class Trials:
         return self.exact() if self.numerics and not changed else self.reference(*changed)
 
     def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
-        return edits if _selects(edits) or (self.numerics and not self._sound_in_fp64) else ()
+        return edits if selects(edits) or (self.numerics and not self._sound_in_fp64) else ()
 
     @cached_property
     def _sound_in_fp64(self) -> bool:
@@ -309,7 +309,7 @@ class Trials:
             return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
         except LossError:
             # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
-            if self._is_own_batch and not _selects(edits):
+            if self._is_own_batch and not selects(edits):
                 if not edits:
                     raise
                 self.reference()  # raises as well where it is not the change that the loss cannot be computed with
@@ -329,8 +329,11 @@ class Trials:
             raise BudgetSpent from error
 
 
-def _selects(edits: tuple[Change, ...]) -> bool:
-    return any(isinstance(edit, KeepSamples) for edit in _key(edits))
+def selects(edits: Iterable[Change]) -> bool:
+    """Tell whether samples are taken out of the batch, by an edit or by the text that is printed for it."""
+    return any(
+        edit.kind == "data" if isinstance(edit, Snippet) else isinstance(edit, KeepSamples) for edit in _key(edits)
+    )
 
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:

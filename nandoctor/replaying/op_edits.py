@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
 from nandoctor.tracing.dispatch_hook import Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
@@ -113,8 +114,12 @@ def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]
 
 
 def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
+    """The op on wide operands; a composite op passes the type of its operand on, as cross_entropy to log_softmax."""
+    wide = call.mapped(widen)
+    if call.name not in CASTS and dict(call.arguments()).get("dtype") in LOW_DTYPES:
+        wide = wide.with_argument("dtype", torch.float32)
     with without_autocast():
-        return proceed(call.mapped(widen))
+        return proceed(wide)
 
 
 def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:

@@ -1,0 +1,75 @@
+"""Fixes at a line of the loss function, and of the batch where nothing else helps."""
+
+import subprocess
+
+import pytest
+import torch
+
+import nandoctor
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Linear(6, 4)
+        self.text = nn.Linear(5, 4)
+
+    def forward(self, image, text):
+        image = F.normalize(self.image(image), dim=-1)
+        return 55000 * image @ F.normalize(self.text(text), dim=-1).T
+
+def both_ways(logits, batch):
+    pairs = torch.arange(len(logits))
+    rows = F.cross_entropy(logits, pairs)
+    columns = F.cross_entropy(
+        logits.T,
+        pairs,
+    )
+    return (rows + columns) / 2
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.means = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return -torch.exp(-((y - self.means(x)) ** 2)).sum(-1).log()
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FILE)
+    torch.manual_seed(0)
+    return tmp_path
+
+
+def save(model, **arrays):
+    torch.save({"state_dict": model.state_dict(), **arrays}, "dump.pth")
+
+
+def test_every_line_of_a_loss_that_overflows_is_widened(project):
+    model = torch.nn.ModuleDict({"image": torch.nn.Linear(6, 4), "text": torch.nn.Linear(5, 4)})
+    save(model, image=torch.randn(6, 6), text=torch.randn(6, 5))
+    fix = nandoctor.replay("dump.pth", "net.py:Towers", loss="net.py:both_ways").report.fixes[0]
+    changed = [line[1:].strip() for line in fix.patch.splitlines()[3:] if line.startswith("+")]
+    assert (fix.verified, changed) == (True, ["rows = F.cross_entropy(logits.float(), pairs)", "logits.T.float(),"])
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    changed = nandoctor.replay("dump.pth", "net.py:Towers", loss="net.py:both_ways", fixes=False)
+    assert changed.verdict == "healthy"
+
+
+def test_a_batch_without_a_sample_is_compared_with_itself(project):
+    """The sample is fine in float64, which is no reference for a batch that it is not in."""
+    y = torch.zeros(5, 1)
+    y[3] = 20.0
+    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=y)
+    report = nandoctor.replay("dump.pth", "net.py:Mixture").report
+    fix = next(fix for fix in report.fixes if fix.kind == "data")
+    assert fix.verified
+    assert "kept = [0, 1, 2, 4]" in fix.patch
