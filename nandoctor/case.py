@@ -15,7 +15,7 @@ from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import FORMATS
+from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -226,12 +226,12 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def describe(tensor: torch.Tensor) -> str:
     """A tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)"; it may live on any device."""
     from nandoctor.renderers.tensors import describe_tensor
-    from nandoctor.tracing.tensor_stats import collect, measure
+    from nandoctor.tracing.tensor_stats import measure_all
 
-    reading = measure(tensor, counts_for=FORMATS["float16"])
-    if reading is None:
+    measured = measure_all([("", tensor)], counts_for=FP16)
+    if not measured:
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: no floating-point values"
-    return describe_tensor(collect([("", reading)])[0])
+    return describe_tensor(measured[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,25 +8,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def takes_options(
-    record: type, *, defaults: Mapping[str, Any] | None = None, meanings: Mapping[str, str] | None = None
+    record: type, *, meanings: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Name the keys of a TypedDict in the signature of a function, in place of its `**options`.
 
-    A default is None where `defaults` has none. In the docstring `meanings` replace the line of `**options`. Any other
+    The defaults are None. In the docstring `meanings` replace the line of `**options`. Any other
     keyword is a TypeError, as it is where parameters are written out.
     """
     options = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=(defaults or {}).get(name),
+            default=None,
             annotation=getattr(kind, "__forward_arg__", kind),
         )
         for name, kind in record.__annotations__.items()

@@ -13,7 +13,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import add_batch, read_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
-from nandoctor.evidence.trace import TensorStats, describe_run
+from nandoctor.evidence.trace import describe_run
 from nandoctor.keywords import takes_options
 from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.progress import Progress, RunProgress
@@ -22,7 +22,7 @@ from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override
 from nandoctor.replaying.setup import ModelSource, prepare
 from nandoctor.text import part_of
-from nandoctor.tracing.tensor_stats import collect, measure
+from nandoctor.tracing.tensor_stats import measure_all
 
 Checkpoint = Dump | str | os.PathLike[str]
 
@@ -89,7 +89,7 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
             f"{dump.path}: this step is not healthy, its output is non-finite in fp32.",
             remedy=f"Find out why: nandoctor replay {dump.path}.",
         )
-    gradients = {stats.path: stats for stats in _measure_gradients(wide)}
+    gradients = {stats.path: stats for stats in measure_all((wide.gradients or {}).items())}
     layers = measure_layers(wide.trace, narrow.trace, gradients)
     return CheckedStep(
         path=str(dump.path),
@@ -113,11 +113,6 @@ def _run_first(steps: Sequence[FailingStep]) -> tuple[FailingStep, Outcome]:
             first = first or error
     assert first is not None
     raise first
-
-
-def _measure_gradients(outcome: Outcome) -> tuple[TensorStats, ...]:
-    readings = [(name, measure(gradient)) for name, gradient in (outcome.gradients or {}).items()]
-    return collect([(name, reading) for name, reading in readings if reading is not None])
 
 
 def _find_step(dump: Dump) -> int | None:

@@ -44,7 +44,7 @@ from nandoctor.replaying.setup import ModelSource, Preparation, prepare
 from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
-from nandoctor.tracing.tensor_stats import collect, measure
+from nandoctor.tracing.tensor_stats import measure_all
 
 T = TypeVar("T")
 
@@ -343,7 +343,11 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
             "(model, batch) -> output that makes its own.",
         )
     weights, buffers = (
-        [(array.name, stats) for array in group if (stats := _count(dump.state[array.name], low)) is not None]
+        [
+            (array.name, stats)
+            for array in group
+            for stats in measure_all([("", dump.state[array.name])], counts_for=low)
+        ]
         for group in (summary.bad_weights, summary.bad_buffers)
     )
     first, *others = diagnose_state(weights, buffers) or (None,)
@@ -363,9 +367,3 @@ def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Repor
         notes=("The file holds no batch, so nothing was run.",),
         next_steps=advise("state", summary),
     )
-
-
-def _count(tensor: torch.Tensor, low: FloatFormat) -> TensorStats | None:
-    """The exact counts of one saved tensor, None where it is stored in a way that shows no numbers."""
-    reading = measure(tensor, counts_for=low)
-    return None if reading is None else collect([("", reading)])[0]

@@ -7,10 +7,14 @@ functions of nandoctor's in place of torch's.
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from nandoctor.torch_compat import look_up
 
@@ -91,3 +95,15 @@ def _put_back(owner: Any, name: str, value: Any) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
+
+
+@contextmanager
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Put Python's, numpy's and torch's generators back: torch's on the CPU, and on `device` where that is CUDA's."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -19,9 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nandoctor.capture.dump_contents import ModelSources, Training, WeightsSource, describe, leave_weights
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.rebuild import plan_rebuild
 from nandoctor.capture.sharding import refuse_flat_weights
-from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, unwrap_model
+from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, plan_rebuild, unwrap_model
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker

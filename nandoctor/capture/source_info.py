@@ -1,21 +1,27 @@
-"""Where a model and a loss come from, so that a replay can make them again."""
+"""Where a model and a loss come from, and whether a replay will be able to make them again without being told how."""
 
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.trees import pack
+from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
 
 _MAX_SOURCES = 500
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -149,10 +155,101 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
     """The configuration that a model of transformers is built from."""
     config: Any = getattr(model, "config", None)
     kind = type(config)
-    if not any(base.__name__.lower() == "pretrainedconfig" for base in kind.__mro__):  # spelled in two ways
+    if not is_transformers_config(kind):
         return {}
     return {
         "arguments": {"config": pack(config.to_dict(), "model.config").tree},
         "config": f"{kind.__module__}:{kind.__qualname__}",
         "attention": str(getattr(config, "_attn_implementation", None) or ""),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebuildPlan:
+    """How a replay will get its model and its loss.
+
+    `flags` are what has to follow `nandoctor replay FILE`, "" for nothing. `advice` tells what would make a replay
+    work, or work without flags, one sentence each.
+    """
+
+    flags: str = ""
+    advice: tuple[str, ...] = ()
+
+
+def plan_rebuild(
+    model: nn.Module,
+    source: Mapping[str, str],
+    arguments: Mapping[str, Any],
+    *,
+    built: bool,
+    loss: Mapping[str, str] | None,
+) -> RebuildPlan:
+    """See how the model can be made again; its class is called with `arguments` on the meta device, without weights."""
+    flags, advice = _plan_model(model, source, arguments, built=built)
+    return RebuildPlan(flags=flags, advice=(*advice, *_advise_loss(loss)))
+
+
+def _plan_model(
+    model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
+) -> tuple[str, list[str]]:
+    name = source["name"]
+    if "<" in name or not (source["file"] or source["module"] not in ("__main__", "")):
+        where = "inside a function" if "<" in name else "in no file"
+        return " --model FILE.py:NAME", [
+            f"{name} is defined {where}, where a replay cannot import it: define it at the top level of a .py file."
+        ]
+    if built and _is_own_function(source) and all(map(_is_plain, arguments.values())):
+        return "", []
+    if built:
+        location = source["file"] if source["module"] == "__main__" or source["file"] else source["module"]
+        return f" --model {shlex.quote(f'{location}:{name}')}", []
+    if is_transformers_config(type(getattr(model, "config", None))):
+        return "", []
+    problem = _try_class(model, arguments)
+    if problem is None:
+        return "", []
+    return " --model FILE.py:NAME", [
+        f"{name} cannot be built again {problem}. Give Recorder arguments={{...}}, plain data that {name} was called "
+        "with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the model."
+    ]
+
+
+def _is_own_function(source: Mapping[str, str]) -> bool:
+    """Tell whether it stands at the top level of a file in the working directory, from where a replay imports it."""
+    return bool(source["file"]) and not Path(source["file"]).is_absolute() and source["name"].isidentifier()
+
+
+def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+    """Call the model's class as the replay will; what is wrong with it, None if it makes the same parameters."""
+    odd = sorted(name for name, value in arguments.items() if not _is_plain(value))
+    if odd:
+        return f"from its arguments: {', '.join(odd)} would not be plain data in the file"
+    try:
+        with generators_kept(), torch.device("meta"):
+            twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
+    except Exception as error:
+        return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
+    own, other = ({name: p.shape for name, p in net.named_parameters()} for net in (model, twin))
+    different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    if different:
+        return f"as {class_of(model).__name__}({', '.join(arguments)}): {different[0]} would be another or missing"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
+    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+
+
+def _advise_loss(loss: Mapping[str, str] | None) -> Iterator[str]:
+    """What to change where a replay could not import the loss."""
+    if loss is None:
+        return
+    within = bool(loss["file"]) and not Path(loss["file"]).is_absolute()
+    if not within or not loss["name"].isidentifier():
+        name = loss["name"].rpartition(".")[2] or loss["name"]
+        yield (
+            f"The loss ({name}) cannot be imported by a replay, which then sees no gradients. Give Recorder a function "
+            "at the top level of a file of this project: def loss_of(output, batch): return ..."
+        )

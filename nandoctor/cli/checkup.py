@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
-from nandoctor.cli.shared import console
+from nandoctor.cli.shared import console, json_option
 
 _File = click.Path(path_type=Path)
 
@@ -25,7 +25,7 @@ _File = click.Path(path_type=Path)
     callback=check_files(".html", ".json"),
     help="Write .html or .json.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+@json_option
 @settings_options(*MODEL_AND_STEP)
 def checkup(
     checkpoints: tuple[Path, ...], batch: Path | None, file: Path | None, as_json: bool, **options: Any

@@ -42,7 +42,6 @@ from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
 
 if TYPE_CHECKING:
-    from nandoctor.case import Case
     from nandoctor.evidence.report import EpsUse, Report
     from nandoctor.evidence.rounding import RoundedConstant
 
@@ -348,15 +347,11 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
         from nandoctor.renderers.jsonfile import read_report
 
         return read_report(source)
-    return _replay(source, {**options, "fixes": False}).report
-
-
-def _replay(dump: Path, options: dict[str, Any], *, quiet: bool = False) -> Case:
-    with progress_shown(quiet=quiet) as progress:
+    with progress_shown() as progress:
         from nandoctor.case import replay
 
-        opened, settings = load_dump(dump, options)
-        return replay(opened, progress=progress, **settings)
+        opened, settings = load_dump(source, {**options, "fixes": False})
+        return replay(opened, progress=progress, **settings).report
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:

@@ -109,3 +109,8 @@ def _escape(letter: str) -> str:
     except UnicodeEncodeError:
         data = letter.encode("utf-8", "surrogatepass")
     return "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def is_transformers_config(kind: Any) -> bool:
+    """Tell whether models of transformers are built from this class, whose base is spelled in two ways."""
+    return any(base.__name__.lower() == "pretrainedconfig" for base in getattr(kind, "__mro__", ()))

@@ -88,13 +88,10 @@ def _step(slots: Mapping[str, object]) -> int:
 def _decays(group: Mapping[object, object]) -> tuple[float, float]:
     """Adam's betas, or RMSprop's alpha; Adagrad adds up and forgets nothing."""
     betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
-    if (
-        isinstance(betas, (tuple, list))
-        and len(betas) == 2
-        and all(isinstance(beta, float) and 0 <= beta < 1 for beta in betas)
-    ):
-        return betas[0], betas[1]
-    return 0.0, 0.0
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        return 0.0, 0.0
+    are_shares = all(isinstance(beta, float) and 0 <= beta < 1 for beta in betas)
+    return (betas[0], betas[1]) if are_shares else (0.0, 0.0)
 
 
 def _second_moment(slots: object) -> torch.Tensor | None:

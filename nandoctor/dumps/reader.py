@@ -78,7 +78,7 @@ def read_part(path: Path, offset: int, nbytes: int) -> object:
     return _load(container, trust=False)[0]
 
 
-def add_batch(dump: Dump, path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
     """The dump with the batch of another file in place of its own; weights in that file are not used.
 
     Raises:
@@ -86,7 +86,7 @@ def add_batch(dump: Dump, path: str | os.PathLike[str], *, trust: bool = False) 
     """
     location = Path(path)
     try:
-        container, saved, _ = _open(location, trust=trust)
+        container, saved, _ = _open(location, trust=False)
         contents = sort_contents(saved, container.nbytes)
         if not contents.arrays:
             raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')

@@ -13,7 +13,7 @@ from nandoctor.errors import LossError
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.file_memory import map_empty
 from nandoctor.machine import memory_of
-from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
+from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all
 
 LARGE_NBYTES = 256 << 20
 """Weights from which on memory counts for more than the time that it takes to save it."""
@@ -48,17 +48,11 @@ def run_backward(
             return released.nonfinite(), released.kept
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-        nonfinite = _find_nonfinite(made)
+        nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
         return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made.items()} if keep else None
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-def _find_nonfinite(gradients: Mapping[str, torch.Tensor]) -> tuple[TensorStats, ...]:
-    readings = [(name, measure(gradient)) for name, gradient in gradients.items()]
-    measured = collect([(name, reading) for name, reading in readings if reading is not None])
-    return tuple(stats for stats in measured if not stats.finite)
 
 
 class ReleasedGradients:

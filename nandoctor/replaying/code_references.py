@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from nandoctor.dumps.code_request import approving_command, spec_of
+from nandoctor.dumps.code_request import approving_command, is_transformers_config, spec_of
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
@@ -222,7 +222,7 @@ def _defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
 
 def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:
     """A model of transformers from its configuration class and the values that the dump has for it."""
-    if not any(base.__name__.lower() == "pretrainedconfig" for base in getattr(kind, "__mro__", ())):
+    if not is_transformers_config(kind):
         raise ModelError(
             f"{getattr(kind, '__name__', kind)} is no configuration class of transformers.",
             remedy="Name the class with --config package.module:NAME.",

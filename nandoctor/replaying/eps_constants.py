@@ -17,7 +17,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OptimizerSlot
-from nandoctor.tracing.tensor_stats import collect, format_of, measure
+from nandoctor.tracing.tensor_stats import format_of, measure_all
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
 _ROUNDING = 1.05
@@ -38,17 +38,11 @@ _OPS: tuple[tuple[type[nn.Module], str], ...] = (
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
     """Every second moment with exact counts, flushes judged against `low`."""
     names = _names(moments, model)
-    slots = []
-    for moment in moments:
-        reading = measure(moment.values, counts_for=low)
-        if reading is not None:
-            (stats,) = collect([("", reading)])
-            slots.append(
-                OptimizerSlot(
-                    parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment)
-                )
-            )
-    return tuple(slots)
+    return tuple(
+        OptimizerSlot(parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment))
+        for moment in moments
+        for stats in measure_all([("", moment.values)], counts_for=low)
+    )
 
 
 def _safe_eps(moment: SecondMoment) -> float | None:

@@ -18,7 +18,7 @@ from nandoctor.machine import memory_of
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.torch_compat import is_running_norm
 from nandoctor.tracing.op_tracer import TensorKind
-from nandoctor.tracing.tensor_stats import collect, is_finite, measure
+from nandoctor.tracing.tensor_stats import is_finite, measure, measure_all
 
 
 def known_tensors(
@@ -48,9 +48,8 @@ def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[Tens
     for path, module in model.named_modules():
         buffers = () if _writes_only(module) else module.named_buffers(recurse=False)
         own = (*module.named_parameters(recurse=False), *buffers)
-        readings = [(name, measure(tensor, counts_for=low)) for name, tensor in own if not is_finite(measure(tensor))]
-        if readings:
-            nonfinite[path] = collect([(name, reading) for name, reading in readings if reading is not None])
+        if found := [(name, tensor) for name, tensor in own if not is_finite(measure(tensor))]:
+            nonfinite[path] = measure_all(found, counts_for=low)
     return nonfinite
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,13 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.machine import bounded_memory
-from nandoctor.process_wide import is_forked
+from nandoctor.process_wide import generators_kept, is_forked
 from nandoctor.replaying.torch_settings import read_torch_settings, write_torch_settings
 from nandoctor.source_files import is_installed
 
@@ -90,7 +88,7 @@ class Project:
             )
         with _lock:
             before = read_torch_settings()
-            with self._open(), _generators_kept():
+            with self._open(), generators_kept():
                 try:
                     yield
                 finally:
@@ -170,18 +168,6 @@ class Project:
                 del sys.modules[name]
         for name, module in before.items():
             sys.modules.setdefault(name, module)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Python's, numpy's and torch's generator on the CPU: what code draws while it is imported and built."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import fill, slots
-from nandoctor.process_wide import is_forked
+from nandoctor.process_wide import generators_kept, is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -201,8 +201,7 @@ def seeded(
 
     A `seed` of None starts from the saved `states` of torch's generators, and from what `recorded` has of the others.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+    with generators_kept(device):
         random.seed(seed or 0)
         np.random.seed(seed or 0)
         _seed_torch(seed or 0, device)
@@ -211,12 +210,8 @@ def seeded(
             if recorded is not None:
                 restore_host_generators(recorded)
         before = _generator_states(device)
-        try:
-            with from_saved_states() if seed is None else nullcontext():
-                yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+        with from_saved_states() if seed is None else nullcontext():
+            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:

@@ -37,10 +37,9 @@ from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved
-from nandoctor.tracing.function_backward import FunctionTracer
 from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
-from nandoctor.tracing.op_tracer import OnOp, OpTracer
+from nandoctor.tracing.op_tracer import FunctionTracer, OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect
 from nandoctor.tracing.tensor_tree import list_unread
 

@@ -1,21 +1,32 @@
-"""Watches every operation while a model runs: which module called it, on which line, with what."""
+"""Watches every operation while a model runs, and in custom Functions' backwards: on which line, with what."""
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
 from nandoctor.ops import UNFILLED
-from nandoctor.torch_compat import answers_itself, schema_of, tree_leaves, unwrap, version_of
+from nandoctor.torch_compat import (
+    answers_itself,
+    function_backward,
+    replace_function_backward,
+    schema_of,
+    tree_leaves,
+    unwrap,
+    version_of,
+)
 from nandoctor.tracing.dispatch_hook import CallSite, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
@@ -319,3 +330,38 @@ def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
         origin=kind,  # type: ignore[arg-type]
         path=path,
     )
+
+
+class FunctionTracer:
+    """Records with `ops` whatever the nodes in `watch` run; the orders count through all of them."""
+
+    def __init__(self, ops: OpTracer) -> None:
+        ops.phase = "backward"
+        self._ops = ops
+
+    def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
+        """Record the ops of this node's backward as `owner`'s; return what undoes it."""
+
+        def watched(backward: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(backward)
+            def run(*args: Any) -> Any:
+                with self._ops.watching(lambda: owner):
+                    return backward(*args)
+
+            return run
+
+        return replace_function_backward(node, watched)
+
+    def line_of(self, node: Any) -> SourceLine | None:
+        """The line of the `def backward`, below its decorators; None for what was not written in Python."""
+        code = getattr(inspect.unwrap(function_backward(node)), "__code__", None)
+        if code is None:
+            return None
+        lines = linecache.getlines(code.co_filename)
+        numbered = enumerate(lines[code.co_firstlineno - 1 :], start=code.co_firstlineno)
+        line, text = next(((n, t) for n, t in numbered if t.lstrip().startswith("def ")), (code.co_firstlineno, ""))
+        return SourceLine(file=code.co_filename, line=line, text=text.strip())
+
+    def calls(self) -> tuple[OpCall, ...]:
+        """The ops so far, in order."""
+        return self._ops.calls()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +100,14 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if values is None or values.numel() == 0:
         return True
     return all(math.isfinite(limit) for limit in torch.aminmax(_as_stored(values)))
+
+
+def measure_all(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, counts_for: FloatFormat | None = None
+) -> tuple[TensorStats, ...]:
+    """The statistics of all that have numbers, by their names; `counts_for` as in `measure`."""
+    readings = [(name, measure(tensor, counts_for=counts_for)) for name, tensor in tensors]
+    return collect([(name, reading) for name, reading in readings if reading is not None])
 
 
 def collect(readings: Readings) -> tuple[TensorStats, ...]:
