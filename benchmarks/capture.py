@@ -1,6 +1,6 @@
-"""What the recorder costs a training step, as a ratio to the same step without it.
+"""What the recorder costs a training step: as a ratio to the same step without it, and in time by the model's size.
 
-In: `python benchmarks/capture.py [--device cuda]`. Out: one table on standard output; README.md keeps one.
+In: `python benchmarks/capture.py [--device cuda]`. Out: two tables on standard output; README.md keeps them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import nandoctor
 
 ROUNDS = 150
 WARM_UP = 5
+STEPS_A_ROUND = 30
+"""A clock of the processor's time is too coarse for one step of the smallest models."""
 
 
 class SmallNet(nn.Module):
@@ -77,6 +79,32 @@ def main() -> None:
         for way in ("fp32", "fp16 with GradScaler", "fp16 with GradScaler, fused"):
             if way == "fp32" or device.type == "cuda":
                 print(f"  {title:<36} {way:<28} {_measure(model.to(device), x.to(device), target, way)}")
+    if device.type == "cpu":
+        _print_by_size()
+
+
+def _print_by_size() -> None:
+    """Time that the recorder adds to a step, for models of 3 modules a block, with 4 parameters and 0 or 3 buffers."""
+    print(f"time added to a step; median of the differences of {ROUNDS} rounds, and difference of the least")
+    for num_blocks in (1, 16, 150):
+        for norm in (nn.LayerNorm, nn.BatchNorm1d):
+            blocks = [module for _ in range(num_blocks) for module in (nn.Linear(8, 8), norm(8), nn.ReLU())]
+            model = nn.Sequential(*blocks)
+            sizes = [len(list(of)) for of in (model.modules(), model.parameters(), model.buffers())]
+            print("  {:>3} modules, {:>3} parameters, {:>3} buffers".format(*sizes), _measure_added(model, num_blocks))
+
+
+def _measure_added(model: nn.Module, num_blocks: int) -> str:
+    x, target = torch.randn(4, 8), torch.randint(8, (4,))
+    inner = max(1, STEPS_A_ROUND // num_blocks)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = _make_step(deepcopy(model), x, target, "fp32")
+        recorded = _make_step(deepcopy(model), x, target, "fp32", folder=Path(folder))
+        rows = [[_time(step, x.device, inner) for step in (plain, recorded)] for _ in range(ROUNDS + WARM_UP)]
+    rows = rows[WARM_UP:]
+    added = statistics.median(with_it - without for without, with_it in rows)
+    least, most = min(row[0] for row in rows), min(row[1] for row in rows)
+    return f"{1e6 * added:6.0f} us {1e6 * (most - least):6.0f} us  of {1e6 * least:6.0f} us"
 
 
 def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) -> str:
@@ -116,14 +144,15 @@ def _make_step(
     return step
 
 
-def _time(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds: the processor's on a CPU, which other programs do not add to; those on the clock on a GPU."""
+def _time(step: Callable[[], None], device: torch.device, num_steps: int = 1) -> float:
+    """Seconds a step: the processor's on a CPU, which other programs do not add to; those on the clock on a GPU."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     started = clock()
-    step()
+    for _ in range(num_steps):
+        step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return clock() - started
+    return (clock() - started) / num_steps
 
 
 def _count_syncs(step: Callable[[], None]) -> int:

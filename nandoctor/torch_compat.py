@@ -7,11 +7,12 @@ replay.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from io import BytesIO
 from mmap import mmap
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -237,6 +238,11 @@ def fsdp_policy(module: nn.Module) -> Any:
 def version_of(tensor: Tensor) -> int | None:
     """How often the tensor was written to in place; None for an inference tensor, for which torch does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of many that are no inference tensors."""
+    return list(map(attrgetter("_version"), tensors))
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,19 +14,28 @@ from nandoctor.capture.environment import read_rank
 
 
 class Flag:
-    """A number on a device, on its way to the host since it was made.
+    """Numbers on a device, on their way to the host since this was made.
 
     `values` waits for the copy alone, not for what the device was given to do after it.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("_event", "_host", "_values")
+
+    def __init__(self, numbers: torch.Tensor | float) -> None:
         self._event: Any = None
-        self._host = tensor.detach()
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor.detach(), non_blocking=True)
+        self._host: torch.Tensor | None = None
+        self._values: list[float] = []
+        if not isinstance(numbers, torch.Tensor):
+            self._values = [float(numbers)]
+        elif numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers.detach(), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self._event.record(torch.cuda.current_stream(numbers.device))
+        elif numbers.device.type == "cpu":
+            self._values = _read(numbers)
+        else:
+            self._host = numbers
 
     @property
     def on_device(self) -> bool:
@@ -35,7 +45,7 @@ class Flag:
     @property
     def ready(self) -> bool:
         """True if reading it does not wait."""
-        return not self.on_device or (self._event is not None and bool(self._event.query()))
+        return self._event is None or bool(self._event.query())
 
     @property
     def nonfinite(self) -> bool:
@@ -44,35 +54,48 @@ class Flag:
 
     def values(self) -> list[float]:
         """The numbers."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [float(item) for item in self._host.flatten().tolist()]
+        if self._host is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._values, self._host = _read(self._host), None
+        return self._values
 
 
-def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """One bool on the device: True if any element of the floating-point tensors is NaN or Inf; None without any."""
-    found = [~torch.isfinite(values).all() for values in tensors if values.is_floating_point() or values.is_complex()]
-    if not found:
-        return None
-    device = found[0].device
-    return found[0] if len(found) == 1 else torch.stack([flag.to(device) for flag in found]).any()
+def _read(numbers: torch.Tensor) -> list[float]:
+    return [float(number) for number in numbers.detach().flatten().tolist()]
 
 
-def reduce_over_ranks(local: torch.Tensor, *, ask_all: bool = True) -> torch.Tensor:
-    """[the flag of this rank, that of rank 0, of rank 1, ...]; to ask all, every rank must do so at the same step."""
+def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask_all: bool) -> Flag:
+    """1 if any element of the floating-point tensors is NaN or Inf, else 0; followed by the answers of all ranks.
+
+    To ask all, every rank must do so at the same step.
+    """
+    found = [_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex()]
     rank, world_size = read_rank()
     if not ask_all or world_size == 1:
-        return local
-    flags = torch.zeros(1 + world_size, device=local.device)
-    flags[0] = flags[1 + rank] = local
+        return Flag(_any(found, device) if any(isinstance(flag, torch.Tensor) for flag in found) else any(found))
+    flags = torch.zeros(1 + world_size, device=device)
+    flags[0] = flags[1 + rank] = _any(found, device)
     dist.all_reduce(flags[1:], op=dist.ReduceOp.MAX)
-    return flags
+    return Flag(flags)
 
 
-def largest_over_ranks(local: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
+    """The answer itself for one number on a CPU, where it costs less than a kernel."""
+    if values.numel() == 1 and values.device.type == "cpu" and values.layout is torch.strided:
+        return not cmath.isfinite(values.item())
+    return ~torch.isfinite(values).all()
+
+
+def _any(found: Iterable[torch.Tensor | bool], device: torch.device) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(flag, device=device) for flag in found or [False]]).any()
+
+
+def largest_over_ranks(local: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float | None:
     """The largest magnitude on any rank, inf for NaN, which no maximum over ranks is defined for; all have to ask."""
     if read_rank()[1] == 1:
         return local
-    found = torch.zeros((), device=device) if local is None else local.float().nan_to_num(math.inf, math.inf)
+    found = torch.as_tensor(0.0 if local is None else local, dtype=torch.float32, device=device)
+    found = found.nan_to_num(math.inf, math.inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import random
 import sys
@@ -22,7 +23,7 @@ from nandoctor.dumps.backends import BACKENDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomStates:
-    """The states of all generators, as their own functions give them."""
+    """The states of all generators, as their own functions give them; None where one is not there to be set."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -31,29 +32,57 @@ class RandomStates:
 
     def to_plain(self) -> dict[str, Any]:
         """Tensors and numbers only, which any torch can load."""
-        _, keys, position, has_gauss, cached = self.numpy
         version, words, gauss_next = self.python
         plain: dict[str, Any] = {
             "torch": self.cpu,
-            "numpy": {
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next},
+        }
+        if self.numpy is not None:
+            _, keys, position, has_gauss, cached = self.numpy
+            plain["numpy"] = {
                 "keys": torch.from_numpy(keys.astype("int64")),
                 "position": int(position),
                 "has_gauss": int(has_gauss),
                 "cached_gaussian": float(cached),
-            },
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next},
-        }
+            }
         return plain if self.cuda is None else {**plain, "cuda": self.cuda}
 
 
-def keep_random_states(device: torch.device) -> RandomStates:
-    """The generators as they are; of CUDA's the one of this device, which its host keeps: nothing waits."""
-    return RandomStates(
-        cpu=torch.get_rng_state(),
-        cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        numpy=np.random.get_state(),
-        python=random.getstate(),
-    )
+class Generators:
+    """The process's random generators; of CUDA's the one of `device`, which its host keeps: nothing waits.
+
+    numpy takes longer to tell its state than all others, so it is asked only once its words in memory have changed.
+    They do not tell of the second number of a normal pair, which it holds back: it is always asked after one.
+    """
+
+    _NBYTES = 625 * 4  # 624 words and the place among them, as numpy's MT19937 keeps them
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._words = b""
+        self._numpy: Any = None
+        self._holds_back = False
+
+    def read(self) -> RandomStates:
+        """The states as they are now."""
+        return RandomStates(
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+            numpy=self._read_numpy(),
+            python=random.getstate(),
+        )
+
+    def _read_numpy(self) -> Any:
+        """The state of numpy's global generator; None of one that somebody put there and no replay can set."""
+        numpy_random: Any = np.random
+        generator = numpy_random.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            return None
+        words = ctypes.string_at(generator.ctypes.state_address, self._NBYTES)
+        if words != self._words or self._holds_back:
+            self._words, self._numpy = words, np.random.get_state()
+            self._holds_back = self._holds_back or bool(self._numpy[3])
+        return self._numpy
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:

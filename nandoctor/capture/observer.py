@@ -5,16 +5,20 @@ Only those buffers are copied that the forward writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from nandoctor.capture.environment import RandomStates, keep_random_states, read_autocast
+from nandoctor.capture.environment import Generators, RandomStates, read_autocast
+from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
-from nandoctor.torch_compat import buffers_of, copy_tensors, is_running_norm, version_of
+from nandoctor.torch_compat import buffers_of, is_running_norm, versions_of
+
+Buffers = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +41,13 @@ class Observer:
         self._modules = tuple(model.modules())
         first = next(iter([*model.parameters(), *model.buffers()]), None)
         self.device = first.device if first is not None else torch.device("cpu")
+        self._generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
 
     def look(self) -> StateBefore:
         """The state as it is now."""
         return StateBefore(
-            random=keep_random_states(self.device),
+            random=self._generators.read(),
             buffers=self._buffers.keep(),
             training=tuple([module.training for module in self._modules]),
             autocast=read_autocast(self.device.type),
@@ -50,11 +55,7 @@ class Observer:
 
     def look_between(self) -> RandomStates:
         """What a further call of the same step starts from: the loop may have drawn in between."""
-        return keep_random_states(self.device)
-
-    def learn(self, before: StateBefore) -> None:
-        """See which buffers the forward wrote."""
-        self._buffers.learn(before.buffers)
+        return self._generators.read()
 
     def note_autocast(self, state: dict[str, Any]) -> None:
         """Keep the autocast that was found within the model's call."""
@@ -80,18 +81,52 @@ class Observer:
         return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
 
 
+class SnapshotPlan:
+    """Which of these very tensors are copied before each forward; of all but the `written` the versions are kept."""
+
+    def __init__(self, buffers: Buffers, written: Set[int], *, copies_all: bool) -> None:
+        self.buffers, self.copies_all = buffers, copies_all
+        there = {index: buffer for index, buffer in enumerate(buffers) if buffer is not None}
+        # Inference tensors count no versions, so that nobody can tell whether one was written.
+        uncounted = {index for index, buffer in there.items() if buffer.is_inference()}
+        self.watched = [index for index in there if index not in written and index not in uncounted]
+        copied = [index for index in there if copies_all or index in written or index in uncounted]
+        self.odd = [index for index in copied if not can_join(there[index])]
+        joined = [index for index in copied if can_join(there[index])]
+        self._order = JoinOrder([there[index] for index in joined])
+        self._joined = [joined[place] for place in self._order.places]
+        self._sources, self._watched = ([there[index] for index in group] for group in (self._joined, self.watched))
+
+    def is_for(self, buffers: Buffers) -> bool:
+        """True of the same tensors."""
+        return all(map(is_, buffers, self.buffers))
+
+    def versions(self) -> list[int]:
+        """The versions of the watched as they are now."""
+        return versions_of(self._watched)
+
+    def copy(self) -> list[torch.Tensor]:
+        """What `split` makes copies of."""
+        return self._order.copy(self._sources)
+
+    def split(self, joined: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The copies by place among the buffers."""
+        return dict(zip(self._joined, self._order.split(joined), strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The buffers before one forward: each itself with its version, and copies of those known to be written."""
+    """The buffers before one forward: copies of those known to be written, of the others the versions."""
 
-    buffers: tuple[torch.Tensor | None, ...]
-    versions: tuple[int | None, ...]
-    copies: dict[int, torch.Tensor]
+    plan: SnapshotPlan
+    versions: list[int]
+    joined: list[torch.Tensor]
+    odd: dict[int, torch.Tensor]
 
     def changed(self) -> list[int]:
-        """Which buffers were written to in place since."""
-        now = tuple([None if buffer is None else version_of(buffer) for buffer in self.buffers])
-        return [i for i, version in enumerate(now) if version != self.versions[i]] if now != self.versions else []
+        """Which of those that are watched were written to in place since."""
+        now = self.plan.versions()
+        return [index for index, old, new in zip(self.plan.watched, self.versions, now, strict=True) if old != new]
 
 
 class BufferKeeper:
@@ -103,32 +138,33 @@ class BufferKeeper:
     def __init__(self, model: nn.Module) -> None:
         places = [(path, module, name) for path, module in model.named_modules() for name in buffers_of(module)]
         self.names = tuple(f"{path}.{name}" if path else name for path, _, name in places)
-        self._places = [(buffers_of(module), name) for _, module, name in places]
+        self._registries = [buffers_of(module) for _, module, _ in places]
+        self._own_names = [name for *_, name in places]
         self._written = {i for i, (_, module, _) in enumerate(places) if is_running_norm(module)}
-        self._unseen = True
+        self._last: Snapshot | None = None
 
     def keep(self) -> Snapshot:
         """The buffers as they are now."""
-        buffers = tuple([registry.get(name) for registry, name in self._places])
-        versions = tuple([None if buffer is None else version_of(buffer) for buffer in buffers])
-        # Inference tensors count no versions, so that nobody can tell whether one was written.
-        uncounted = [index for index, version in enumerate(versions) if version is None]
-        wanted = range(len(buffers)) if self._unseen else sorted({*self._written, *uncounted})
-        sources = {index: buffer for index in wanted if (buffer := buffers[index]) is not None}
-        copies = [torch.empty_like(buffer) for buffer in sources.values()]
-        if copies:
-            with torch.no_grad():
-                copy_tensors(copies, list(sources.values()))
-        self._unseen = False
-        return Snapshot(buffers=buffers, versions=versions, copies=dict(zip(sources, copies, strict=True)))
+        buffers: Buffers = tuple(map(dict.get, self._registries, self._own_names))
+        plan = self._plan_for(buffers)
+        odd = {index: buffer.clone() for index in plan.odd if (buffer := buffers[index]) is not None}
+        self._last = Snapshot(plan=plan, versions=plan.versions(), joined=plan.copy(), odd=odd)
+        return self._last
 
-    def learn(self, snapshot: Snapshot) -> None:
-        """See what the forward after this snapshot wrote."""
-        self._written.update(snapshot.changed())
+    def _plan_for(self, buffers: Buffers) -> SnapshotPlan:
+        """What to copy, by all that was seen to be written since the last snapshot."""
+        last = self._last
+        if last is None:
+            return SnapshotPlan(buffers, self._written, copies_all=True)
+        changed = last.changed()
+        self._written.update(changed)
+        if changed or last.plan.copies_all or not last.plan.is_for(buffers):
+            return SnapshotPlan(buffers, self._written, copies_all=False)
+        return last.plan
 
     def state(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The buffers of a snapshot by name, and the names of those that were overwritten and not copied."""
-        state = {name: buffer for name, buffer in zip(self.names, snapshot.buffers, strict=True) if buffer is not None}
-        state |= {self.names[index]: copy for index, copy in snapshot.copies.items()}
-        lost = [self.names[index] for index in snapshot.changed() if index not in snapshot.copies]
-        return state, lost
+        copies = snapshot.odd | snapshot.plan.split(snapshot.joined)
+        held = {index: buffer for index, buffer in enumerate(snapshot.plan.buffers) if buffer is not None}
+        lost = [self.names[index] for index in snapshot.changed() if index not in copies]
+        return {self.names[index]: buffer for index, buffer in {**held, **copies}.items()}, lost

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag, any_nonfinite, largest_over_ranks, reduce_over_ranks
+from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, pack_call
@@ -170,18 +170,13 @@ class StepTracker:
         return step
 
     def watch(self, step: RecordedStep, loss: Any, *, ask_all: bool) -> None:
-        """Flag a non-finite loss (or output, without a loss), and see what the forward did to the buffers."""
+        """Flag a non-finite loss, or output without a loss."""
         looked_at = step.outputs()
         if loss is not None:
             step.loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
             step.loss_value = Flag(step.loss.float().mean()) if self._policy.reads_losses else None
             looked_at = iter([step.loss])
-        flag = any_nonfinite(looked_at)
-        if flag is None:
-            flag = torch.zeros((), dtype=torch.bool, device=self._observer.device)
-        step.flags.append(Flag(reduce_over_ranks(flag, ask_all=ask_all)))
-        if step.before is not None:
-            self._observer.learn(step.before)
+        step.flags.append(flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -311,7 +306,7 @@ class StepTracker:
             self._trained[id(optimizer)] = trained
         return trained
 
-    def _flag_of(self, magnitude: torch.Tensor | None, *, over_ranks: bool) -> Flag | None:
+    def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
         """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""
         if over_ranks:
             magnitude = largest_over_ranks(magnitude, self._observer.device)

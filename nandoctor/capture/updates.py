@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
@@ -19,9 +20,6 @@ from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 UNDO_NBYTES = 1 << 30
 _UNDO_SHARE = 0.02
 """Of a device's memory: a copy of the weights that is larger might take what the training needs."""
-_SMALL = 1 << 16
-"""Elements: tensors below it are flattened into one, since a kernel for each would cost more than the copy."""
-_DENSE = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,35 +56,63 @@ class TrainedParameters:
         self.names = tuple(name for name, _ in owned)
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
         self.sharded = any(map(is_sharded, self.parameters))
-        self._uniform = _are_uniform(self.parameters)
-        self._small = [p for p in self.parameters if p.numel() <= _SMALL]
-        self._large = [p for p in self.parameters if p.numel() > _SMALL]
-        self._copies = _make_copies(self.parameters, undo_nbytes)
-        self._undo = None if self._copies is None else dict(zip(self.names, self._copies, strict=True))
+        self._joint = self._join() if all(map(_is_on_cpu, self.parameters)) else None
+        self._format = self._read_format()
+        self._copies = self._make_copies(undo_nbytes)
+        self._undo = None if self._copies is None else dict(zip(self.names, self._split(self._copies), strict=True))
+
+    def _join(self) -> JoinOrder:
+        """Put the parameters into the order in which few calls can copy and measure them."""
+        joint = JoinOrder(self.parameters)
+        self.names = tuple(self.names[place] for place in joint.places)
+        self.parameters = [self.parameters[place] for place in joint.places]
+        return joint
 
     @property
     def is_current(self) -> bool:
-        """False once the optimizer was given other parameters."""
-        return self.num_given == _count(self.optimizer)
+        """False once the optimizer was given other parameters, or the model was moved or cast."""
+        return self.num_given == _count(self.optimizer) and self._format == self._read_format()
 
-    def gradients(self) -> torch.Tensor | None:
+    def _read_format(self) -> tuple[torch.device, torch.dtype] | None:
+        return (self.parameters[0].device, self.parameters[0].dtype) if self.parameters else None
+
+    def gradients(self) -> torch.Tensor | float | None:
         """The largest magnitude among the gradients, NaN if one is; None without any."""
-        small, large = ([p.grad for p in group if p.grad is not None] for group in (self._small, self._large))
-        if self._uniform and all(grad.layout is torch.strided for grad in (*small, *large)):
-            return _magnitude_of(small, large)
-        return largest_magnitude((*small, *large))
+        return self._measure([parameter.grad for parameter in self.parameters])
 
-    def weights(self) -> torch.Tensor | None:
+    def weights(self) -> torch.Tensor | float | None:
         """The largest magnitude among the weights, NaN if one is."""
-        return _magnitude_of(self._small, self._large) if self._uniform else largest_magnitude(self.parameters)
+        return self._measure(self.parameters)
+
+    def _measure(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | float | None:
+        if self._joint is not None:
+            with suppress(RuntimeError):  # sparse gradients cannot be joined
+                return self._joint.largest(tensors)
+        return largest_magnitude(tensor for tensor in tensors if tensor is not None)
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, for an update that has to be undone; None where there is no room for it."""
         if self._copies is None:
             return None
-        with torch.no_grad():
-            copy_tensors(self._copies, self.parameters if self._uniform else list(map(local_part, self.parameters)))
+        if self._joint is not None:
+            self._joint.copy(self.parameters, self._copies)
+        else:
+            with torch.no_grad():
+                copy_tensors(self._copies, list(map(local_part, self.parameters)))
         return self._undo
+
+    def _make_copies(self, undo_nbytes: int) -> list[torch.Tensor] | None:
+        parts = [local_part(parameter) for parameter in self.parameters]
+        bounds = [_UNDO_SHARE * _memory_of(device) for device in {part.device for part in parts}]
+        if memory_of(parts) > min([undo_nbytes, *bounds]):
+            return None
+        try:
+            return [torch.empty_like(part) for part in parts] if self._joint is None else self._joint.copy(parts)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _split(self, copies: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        return copies if self._joint is None else self._joint.split(copies)
 
     def nonfinite(self) -> dict[str, list[int]]:
         """Of each parameter that is non-finite now, how many values are so, of how many. Waits for the device."""
@@ -110,7 +136,7 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The largest absolute value of all elements as one number on the device: NaN if one is NaN; None without any."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        plain = tensor if type(tensor) in _DENSE and tensor.layout is torch.strided else _plain(tensor)
+        plain = tensor if can_join(tensor) else _plain(tensor)
         if plain.numel():
             groups.setdefault((plain.device, plain.dtype), []).append(plain)
     if not groups:
@@ -126,29 +152,13 @@ def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if tensors[0].is_complex():
         tensors = [torch.view_as_real(tensor) for tensor in tensors]
     if tensors[0].is_cuda:
-        return infinity_norms(tensors)
-    small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-    return _bounds_on_cpu(small, [tensor for tensor in tensors if tensor.numel() > _SMALL])
+        return [torch.stack(infinity_norms(tensors)).amax()]
+    return [bound for tensor in tensors for bound in torch.aminmax(tensor)]
 
 
-def _bounds_on_cpu(small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    flat = [torch.cat([*map(torch.ravel, small)])] if small else []
-    return [bound for tensor in (*flat, *large) for bound in torch.aminmax(tensor)]
-
-
-def _are_uniform(tensors: Sequence[torch.Tensor]) -> bool:
-    """True of dense real tensors of one format on a CPU, which need no sorting at each step."""
-    plain = all(type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() for tensor in tensors)
-    kinds = {(tensor.device.type, tensor.dtype) for tensor in tensors}
-    return plain and len(kinds) == 1 and all(kind == "cpu" and dtype.is_floating_point for kind, dtype in kinds)
-
-
-def _magnitude_of(small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The largest magnitude of uniform tensors, in their own format."""
-    if not small and not large:
-        return None
-    with torch.no_grad():
-        return torch.stack(_bounds_on_cpu(small, large)).abs().amax()
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    """True of dense real tensors on a CPU, which need no sorting at each step."""
+    return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,17 +173,6 @@ def _num_nonfinite(tensor: torch.Tensor) -> int:
 
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _make_copies(parameters: Sequence[torch.Tensor], undo_nbytes: int) -> list[torch.Tensor] | None:
-    parts = [local_part(parameter) for parameter in parameters]
-    nbytes = memory_of(parts)
-    if nbytes > min([undo_nbytes, *(_UNDO_SHARE * _memory_of(device) for device in {part.device for part in parts})]):
-        return None
-    try:
-        return [torch.empty_like(part) for part in parts]
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _memory_of(device: torch.device) -> float:

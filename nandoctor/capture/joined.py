@@ -1,0 +1,68 @@
+"""Copies and measures many tensors by a few calls of torch: one for each would be most of what a recorder costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import nn
+
+_SMALL = 1 << 16
+"""Elements: a tensor above it is measured where it lies, since joining it would copy it."""
+_DENSE = (torch.Tensor, nn.Parameter)
+
+
+class JoinOrder:
+    """An order of tensors in which those that one `torch.cat` can join stand together; `places` are theirs before.
+
+    Such are of one device, one format, and one shape but for the first dimension. The tensors themselves are not held:
+    all methods take them anew, in this order.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        kinds: dict[object, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            alone = place if tensor.numel() > _SMALL else None
+            kind = (tensor.device, tensor.dtype, tensor.dim() > 0, tensor.shape[1:], alone)
+            kinds.setdefault(kind, []).append(place)
+        self.places = tuple(chain(*kinds.values()))
+        self._shapes = [[tensors[place].shape for place in kind] for kind in kinds.values()]
+        ends = [0, *accumulate(map(len, self._shapes))]
+        self._slices = [slice(start, end) for start, end in pairwise(ends)]
+
+    def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The tensors joined, in new memory, or in that of an earlier answer."""
+        with torch.no_grad():
+            if into is None:
+                return [_join(tensors[part]) for part in self._slices]
+            return [_join(tensors[part], out=out) for part, out in zip(self._slices, into, strict=True)]
+
+    def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Each tensor of what `copy` answered, sharing its memory."""
+        for tensor, shapes in zip(joined, self._shapes, strict=True):
+            yield from torch.split(tensor, [shape[0] for shape in shapes]) if shapes[0] else tensor.unbind()
+
+    def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
+        """The largest magnitude of all elements, NaN if one is NaN; None if all tensors are missing."""
+        with torch.no_grad():
+            parts = ([tensor for tensor in tensors[part] if tensor is not None] for part in self._slices)
+            return _largest(part[0] if len(part) == 1 else _join(part) for part in parts if part)
+
+
+def can_join(tensor: torch.Tensor) -> bool:
+    """True of a dense one, with values, of torch's own class."""
+    return type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    join = torch.cat if tensors[0].dim() else torch.stack
+    return join(list(tensors), out=out)
+
+
+def _largest(joined: Iterable[torch.Tensor]) -> float | None:
+    bounds = [bound.item() for values in joined for bound in torch.aminmax(values)]
+    if any(map(math.isnan, bounds)):
+        return math.nan
+    return float(max(map(abs, bounds))) if bounds else None

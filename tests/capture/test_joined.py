@@ -1,0 +1,111 @@
+"""Many tensors copied and measured by a few calls: each copy is its own tensor's, and no NaN is overlooked."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.capture.environment import Generators
+from nandoctor.capture.joined import JoinOrder
+from nandoctor.capture.observer import BufferKeeper
+
+TENSORS = [
+    torch.randn(3, 4),
+    torch.tensor(2.0),
+    torch.randn(5),
+    torch.tensor(7),
+    torch.randn(2, 4).half(),
+    torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    torch.randn(6, 4),
+    torch.tensor(-3.0),
+    torch.randn(300, 300),
+    torch.randn(4, 6).t(),
+]
+
+
+def test_each_copy_is_that_of_its_own_tensor():
+    order = JoinOrder(TENSORS)
+    ordered = [TENSORS[place] for place in order.places]
+    first = order.copy(ordered)
+    again = order.copy(ordered, first)
+    assert [a.data_ptr() for a in again] == [a.data_ptr() for a in first]
+    for tensor, copied in zip(ordered, order.split(again), strict=True):
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied, tensor)
+        assert copied.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_nonfinite_value_is_overlooked(value):
+    tensors = [tensor.clone() for tensor in TENSORS if tensor.is_floating_point()]
+    order = JoinOrder(tensors)
+    ordered = [tensors[place] for place in order.places]
+    assert order.largest(ordered) == max(float(tensor.abs().max()) for tensor in tensors)
+    for index, tensor in enumerate(ordered):
+        spoiled = tensor.clone()
+        spoiled[(-1,) * tensor.dim()] = value
+        found = order.largest([*ordered[:index], spoiled, *ordered[index + 1 :]])
+        assert found is not None
+        assert not math.isfinite(found)
+    assert order.largest([None] * len(ordered)) is None
+    assert order.largest([None, *ordered[1:]]) == max(float(tensor.abs().max()) for tensor in ordered[1:])
+
+
+class Odd(nn.Module):
+    """Buffers that are put in anew, written to in place at some time, empty, and without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("fresh", torch.zeros(3))
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("still", torch.ones(4))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("missing", None)
+
+    def forward(self, number):
+        self.fresh = torch.full((3,), float(number))
+        self.count += 1
+        if number >= 2:
+            self.late += 1
+
+
+def test_buffers_are_those_from_before_the_forward():
+    model = Odd()
+    keeper = BufferKeeper(model)
+    for number in range(5):
+        expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        snapshot = keeper.keep()
+        model(number)
+        state, lost = keeper.state(snapshot)
+        assert lost == (["late"] if number == 2 else [])  # the first write that nobody could foresee
+        for name, buffer in expected.items():
+            assert name in lost or torch.equal(state[name], buffer)
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, lambda: np.random.shuffle([1, 2, 3]), random.random])
+def test_generators_are_read_after_every_draw(draw):
+    generators = Generators(torch.device("cpu"))
+    for _ in range(5):
+        kept = generators.read()
+        expected = np.random.randn(3).tolist(), random.random()
+        np.random.set_state(kept.numpy)
+        random.setstate(kept.python)
+        assert (np.random.randn(3).tolist(), random.random()) == expected
+        draw()
+
+
+def test_a_generator_of_another_kind_is_left_out():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        states = Generators(torch.device("cpu")).read()
+    finally:
+        np.random.set_bit_generator(before)
+    assert states.numpy is None
+    assert "numpy" not in states.to_plain()
