@@ -113,13 +113,6 @@ class _Reader:
         return bool(arguments) and isinstance(node.value, ast.Name) and node.value.id == arguments[0].arg
 
 
-def _is_lost(eps: float | None, other: float | None, both: float | None) -> bool:
-    """Tell whether a small constant leaves the other number as it is: no product does that with one below 1."""
-    if eps is None or other is None or both is None or not other:
-        return False
-    return 0 < abs(eps) <= LARGEST_EPS and abs(both) == abs(other)
-
-
 def _assigned(scope: ast.Module | ast.ClassDef | Function, name: str) -> ast.expr | None:
     """The value of the one assignment to a name directly in this scope; None for several, or in a branch or a loop."""
     values = [
@@ -129,9 +122,13 @@ def _assigned(scope: ast.Module | ast.ClassDef | Function, name: str) -> ast.exp
         for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
         if isinstance(target, ast.Name) and target.id == name
     ]
-    writes = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
-    is_constant = len(values) == 1 and (len(writes) == 1 or not isinstance(scope, Function))
+    is_constant = len(values) == 1 and not (isinstance(scope, Function) and _is_written_again(scope, name))
     return values[0] if is_constant else None
+
+
+def _is_written_again(function: Function, name: str) -> bool:
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+    return sum(isinstance(node.ctx, ast.Store) for node in names) > 1
 
 
 def _default(function: Function | None, name: str) -> ast.expr | None:

@@ -15,10 +15,11 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine, TensorStats
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
+from nandoctor.tracing.exact_counts import find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_nonfinite
-from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure
+from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, numbers_in
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -135,7 +136,9 @@ class GradientTracer:
         return on_gradients
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
-        nonfinite = next(gradient for gradient in outgoing if not torch.isfinite(gradient).all())
+        nonfinite = next(
+            values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
+        )
         made = describe_operand("grad_input", nonfinite, None, nonfinite, self._low)
         return OpAnalysis(
             num_bad=made.counts.num_bad,
@@ -150,10 +153,11 @@ class GradientTracer:
             length=None,
             num_full_rows=None,
             operands=tuple(
-                describe_operand("grad_output", gradient, made.counts.first_bad_index, nonfinite, self._low)
-                for gradient in incoming
+                describe_operand("grad_output", values, made.counts.first_bad_index, nonfinite, self._low)
+                for values in map(numbers_in, incoming)
+                if values is not None
             ),
-            grid=place_nonfinite(~torch.isfinite(nonfinite)),
+            grid=place_nonfinite(find_nonfinite(nonfinite)),
         )
 
 

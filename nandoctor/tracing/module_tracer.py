@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
 from nandoctor.torch_compat import plain_torch, version_of
-from nandoctor.tracing.tensor_stats import Reading, Readings, collect, collect_all, measure
+from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, asks_for_counts, collect_all, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Owner = tuple[str, str, int]
@@ -197,11 +197,10 @@ class Tracer:
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         low, per_sample = self._counts_for, self._statistics == "per sample"
         reading = measure(tensor, counts_for=low if counts or per_sample else None, place=counts, per_sample=per_sample)
-        if self._statistics == "counts" and reading is not None and reading.counts is None:
-            asks = collect([("", reading)])[0].asks_for_counts(low)
-            reading = measure(tensor, counts_for=low) if asks else reading
         if reading is None:
             return None
+        if self._statistics == "counts" and reading.counts is None and asks_for_counts(reading, low):
+            reading = add_counts(reading, tensor, low)
         if self._producer_of is None:
             return reading
         return dataclasses.replace(reading, producer=self._producer_of(tensor))

@@ -12,16 +12,17 @@ from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
 from nandoctor.torch_compat import tree_leaves, without_autocast
+from nandoctor.tracing.exact_counts import count_exactly, find_nonfinite
 from nandoctor.tracing.op_call import Invocation
-from nandoctor.tracing.tensor_stats import count_exactly, format_of, numbers_in
+from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 
 def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> OpAnalysis:
     """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
-    place, output = next((i, o) for i, o in enumerate(made) if o is not None and not torch.isfinite(o).all())
+    place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
     output = _without_passed_on(call, output)
-    nonfinite = ~torch.isfinite(output)
+    nonfinite = find_nonfinite(output)
     own = format_of(output.dtype) or FP64
     counts, _ = count_exactly(output, own, low, place=True)
     exact = recompute(call, place, like=output)
@@ -59,7 +60,7 @@ def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
     if call.name in PRODUCTS or not infinite:
         return output
     others = output.masked_fill(torch.isinf(output) & torch.stack(infinite).any(0), 0.0)
-    return output if bool(torch.isfinite(others).all()) else others
+    return output if all_finite(others) else others
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -83,7 +84,7 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
     """The non-finite element whose exact value is largest, else the first; and how many are exactly finite."""
     if exact is not None:
-        magnitudes = torch.where(nonfinite & torch.isfinite(exact), exact.abs(), -1.0)
+        magnitudes = torch.where(nonfinite & ~find_nonfinite(exact), exact.abs(), -1.0)
         if num_finite := int(torch.count_nonzero(magnitudes >= 0)):
             return _unravel(magnitudes.argmax(), nonfinite.shape), num_finite
     return _unravel(nonfinite.to(torch.uint8).argmax(), nonfinite.shape), 0

@@ -1,4 +1,4 @@
-"""Where in a tensor its values lie: over the samples, over two dimensions, over the exponents."""
+"""Where in a tensor its values lie: over two dimensions, over the exponents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nandoctor.evidence.trace import Grid, SampleStats
+from nandoctor.evidence.trace import Grid
 
 MAX_CELLS = 32
 MAX_SAMPLES = 64
@@ -53,24 +53,6 @@ def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
     cells = torch.arange(size, device=counts.device) * num_cells // size
     shape = [num_cells if dim == axis else length for dim, length in enumerate(counts.shape)]
     return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
-
-
-def count_samples(
-    magnitudes: torch.Tensor, finite: torch.Tensor, *, any_finite: bool = True
-) -> tuple[SampleStats, ...]:
-    """The non-finite elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
-    if magnitudes.dim() < 2:
-        return ()
-    num_samples, size = min(len(magnitudes), MAX_SAMPLES), magnitudes[0].numel()
-    if not any_finite:  # so it is throughout, downstream of the origin
-        return (SampleStats(num_bad=size, absmax=None),) * num_samples
-    kept = finite[:MAX_SAMPLES].flatten(1)
-    largest = torch.where(kept, magnitudes[:MAX_SAMPLES].flatten(1), -1.0).amax(1).tolist()
-    num_bad = (size - kept.sum(1)).tolist()
-    return tuple(
-        SampleStats(num_bad=nonfinite, absmax=absmax if absmax >= 0 else None)
-        for nonfinite, absmax in zip(num_bad, largest, strict=True)
-    )
 
 
 def count_exponents(magnitudes: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -21,10 +21,9 @@ from torch.nn.parameter import is_lazy
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.torch_compat import answers_itself, sparse_values, unwrap
-from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
-MAX_SAMPLES_LISTED = 64
 
 _FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
 _FORMATS |= {torch.complex32: FP16, torch.complex64: FP32, torch.complex128: FP64}
@@ -72,26 +71,42 @@ def measure(
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
-    counts, finite_limits = None, None
-    if counts_for is not None:
-        rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
-        counts, finite_limits = count_exactly(
-            values, float_format, counts_for, samples=rows_are_samples, place=place, per_sample=per_sample
-        )
-    return Reading(
+    reading = Reading(
         shape=tuple(values.shape),
         dtype=float_format,
         numel=values.numel(),
         limits=torch.stack(torch.aminmax(_as_stored(values))),
         sample=_take_sample(values),
-        counts=counts,
-        finite_limits=finite_limits,
     )
+    if counts_for is None:
+        return reading
+    return add_counts(reading, tensor, counts_for, place=place, per_sample=per_sample)
+
+
+def add_counts(
+    reading: Reading, tensor: torch.Tensor, low: FloatFormat, *, place: bool = False, per_sample: bool = False
+) -> Reading:
+    """The reading of a tensor with exact counts; the rest as in `count_exactly`."""
+    values = numbers_in(tensor)
+    assert values is not None
+    rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
+    counts, limits = count_exactly(
+        values, reading.dtype, low, samples=rows_are_samples, place=place, per_sample=per_sample
+    )
+    return replace(reading, counts=counts, finite_limits=limits)
+
+
+def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
+    """Tell whether exact counts would tell more, as of `TensorStats`; this waits for the device."""
+    if not is_finite(reading):
+        return True
+    least, most = reading.limits.tolist()
+    return _summarize(reading, least, most, reading.sample.float().numpy(force=True)).asks_for_counts(low)
 
 
 def is_finite(reading: Reading | None) -> bool:
     """Tell whether no NaN and no infinity was read; this waits for the device."""
-    return reading is None or bool(torch.isfinite(reading.limits).all())
+    return reading is None or all(map(math.isfinite, reading.limits.tolist()))
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -209,87 +224,6 @@ def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
     """
     fractions = torch.arange(1, SAMPLE_SIZE + 1, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO
     return (fractions.frac() * numel).long().clamp_(max=numel - 1).to(device)
-
-
-def count_exactly(
-    values: torch.Tensor,
-    own: FloatFormat,
-    target: FloatFormat,
-    *,
-    samples: bool = True,
-    place: bool = False,
-    per_sample: bool = False,
-) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
-    """The counts of one strided tensor in format `own`, and the limits of its finite elements, None without any.
-
-    Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch. `place` asks
-    where non-finite elements are, `per_sample` for the samples and exponents of any tensor.
-    """
-    # Everything is counted by comparisons, which are false for NaN: to pick out the finite elements first, by a mask
-    # as index, takes ten times as long as all of the counting.
-    magnitudes = values.abs()
-    finite = magnitudes < math.inf
-    num_finite = _count(finite)
-    num_zero = values.numel() - _count(values) if num_finite else 0
-    num_bad = values.numel() - num_finite
-    num_nan = _count(torch.isnan(values)) if num_bad else 0
-    num_posinf = _count(values == math.inf) if num_bad > num_nan else 0
-    smallest = _smallest(magnitudes, all_count=not (num_bad or num_zero)) if num_finite > num_zero else math.inf
-
-    def num_up_to(limit: float) -> int:
-        return _count(magnitudes <= limit) - num_zero if smallest <= limit else 0
-
-    first_bad_index, nonfinite_samples = _locate(~finite, everywhere=not num_finite) if num_bad else (None, ())
-    counts = NonfiniteCounts(
-        num_nan=num_nan,
-        num_posinf=num_posinf,
-        num_neginf=num_bad - num_nan - num_posinf,
-        num_zero=num_zero,
-        num_subnormal=num_up_to(own.smallest_normal - own.smallest_subnormal),
-        smallest=smallest if smallest < math.inf else None,
-        flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
-        first_bad_index=first_bad_index,
-        samples=nonfinite_samples if samples else (),
-        by_sample=count_samples(magnitudes, finite, any_finite=num_finite > 0)
-        if samples and (num_bad or per_sample)
-        else (),
-        exponents=count_exponents(magnitudes) if per_sample else (),
-        grid=place_nonfinite(~finite) if place and num_bad else None,
-    )
-    return counts, _finite_limits(values, finite if num_bad else None) if num_finite else None
-
-
-def _count(values: torch.Tensor) -> int:
-    """How many are True, or not zero."""
-    return int(torch.count_nonzero(values))
-
-
-def _smallest(magnitudes: torch.Tensor, *, all_count: bool) -> float:
-    """The smallest that is neither zero nor NaN; with `all_count` there is none of either."""
-    return float((magnitudes if all_count else torch.where(magnitudes > 0, magnitudes, math.inf)).min())
-
-
-def _finite_limits(values: torch.Tensor, finite: torch.Tensor | None) -> tuple[float, float]:
-    """Smallest and largest of those marked `finite`, of all where it is None."""
-    if finite is None:
-        low, high = torch.aminmax(values)
-    else:
-        low, high = torch.where(finite, values, math.inf).min(), torch.where(finite, values, -math.inf).max()
-    return float(low), float(high)
-
-
-def _locate(nonfinite: torch.Tensor, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The index of the first True, and the indices along dimension 0 that hold one."""
-    if nonfinite.dim() == 0:
-        return (), ()
-    if everywhere:
-        return (0,) * nonfinite.dim(), tuple(range(min(len(nonfinite), MAX_SAMPLES_LISTED)))
-    rows = nonfinite.flatten(1).any(1) if nonfinite.dim() > 1 else nonfinite
-    nonfinite_rows = rows.nonzero().flatten()
-    first_row = int(nonfinite_rows[0])
-    inner = int(nonfinite[first_row].flatten().to(torch.uint8).argmax())
-    first = (first_row, *(int(i) for i in np.unravel_index(inner, tuple(nonfinite.shape[1:]))))
-    return first, tuple(nonfinite_rows[:MAX_SAMPLES_LISTED].tolist())
 
 
 def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.float32]) -> TensorStats:

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import SampleStats
 from nandoctor.replaying.thumbnail import take_picture
-from nandoctor.tracing.placement import count_exponents, count_samples, place_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly
+from nandoctor.tracing.placement import count_exponents, place_nonfinite
 from nandoctor.tracing.tensor_stats import collect, measure
 
 
@@ -61,20 +62,21 @@ def test_large_dimensions_are_joined_into_cells_without_loss(size):
     ]
 
 
+def samples_of(values):
+    """What is counted of each sample."""
+    return count_exactly(values, FP32, FP16, per_sample=True)[0].by_sample
+
+
 def test_samples_are_counted_one_by_one():
-    values = torch.tensor([[1.0, -3.0], [math.nan, 2.0], [math.inf, math.nan], [0.0, 0.0]])
-    assert count_samples(values.abs(), torch.isfinite(values)) == (
+    assert samples_of(torch.tensor([[1.0, -3.0], [math.nan, 2.0], [math.inf, math.nan], [0.0, 0.0]])) == (
         SampleStats(num_bad=0, absmax=3.0),
         SampleStats(num_bad=1, absmax=2.0),
         SampleStats(num_bad=2, absmax=None),
         SampleStats(num_bad=0, absmax=0.0),
     )
-    assert count_samples(torch.ones(5), torch.ones(5, dtype=torch.bool)) == ()
-    nothing = torch.full((70, 3, 2), math.nan)
-    assert count_samples(nothing, torch.isfinite(nothing), any_finite=False) == count_samples(
-        nothing, torch.isfinite(nothing)
-    )
-    assert len(count_samples(torch.ones(99, 2), torch.ones(99, 2, dtype=torch.bool))) == 64
+    assert samples_of(torch.ones(5)) == ()
+    assert samples_of(torch.full((70, 3, 2), math.nan)) == (SampleStats(num_bad=6, absmax=None),) * 64
+    assert len(samples_of(torch.ones(99, 2))) == 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
