@@ -105,13 +105,27 @@ class Verifier:
         if own is None or errors[0] is None or errors[1] is None:
             return "not-checked", "no output has the samples as its first dimension"
         rows = list(self._healthy)
+        if not bool(torch.isfinite(own[rows]).all()):
+            return self._judge_healthy_alone(change)
         off = torch.minimum(*errors)[rows]  # type: ignore[arg-type]
         coarser = _COARSER_IN_BF16 if in_bf16(change, before=False) else 1
-        allowed = (coarser * torch.nan_to_num(own, nan=0.0)).clamp(min=TOLERANCE, max=MOST_NOISE)[rows]
+        allowed = (coarser * own).clamp(min=TOLERANCE, max=MOST_NOISE)[rows]
         largest = float(off.max())
         moved = f"change by at most {percent(largest)}" if largest else "do not change"
         text = f"the samples that were fine {moved}"
         return "passed" if bool((off <= allowed).all()) else "failed", text
+
+    def _judge_healthy_alone(self, change: Change) -> Said:
+        """Where the failure took the others with it, they are compared in a batch of their own, in fp32."""
+        others = self._trials_of(self._healthy)
+        unchanged = others.reference()
+        if not unchanged.finite:
+            return "not-checked", "the samples that were fine cannot be run alone"
+        comparison = compare(others.reference(change), unchanged)
+        if not comparison.finite:
+            return "failed", "the samples that were fine are not finite alone"
+        text = f"alone in fp32 the samples that were fine change by at most {percent(comparison.max_rel_err)}"
+        return "passed" if comparison.agrees() else "failed", text
 
     @cached_property
     def _before(self) -> Result:

@@ -217,15 +217,16 @@ class Trials:
         comparison = compare(made, reference)
         if not (comparison.finite and (reference.values_finite or not changed)):
             return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
-        agrees = comparison.agrees()
+        agrees, judges_edit = comparison.agrees(), self.numerics and bool(changed)
         if not agrees:
+            judges_edit = judges_edit or self._tolerance > TOLERANCE
             exact = self.exact(*changed)
             comparison = compare(made, reference, exact=exact)
             agrees = comparison.agrees(unsure=compare(exact, reference), tolerance=self._tolerance)
         max_rel_err = comparison.max_rel_err
-        if self.numerics and changed and not selects(edits):
-            # What was finite before must be no other value now; what was not has nothing to agree with.
-            changes = compare(reference, self.reference())
+        if judges_edit and not selects(edits):
+            # In fp32 what was finite before must be no other value now; what was not has nothing to agree with.
+            changes = compare(self.reference(*edits), self.reference())
             agrees = agrees and changes.agrees()
             max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
@@ -234,12 +235,12 @@ class Trials:
     def _tolerance(self) -> float:
         """In bf16 twice what the samples that are finite without a change are off by; another may be less lucky.
 
-        Where all of them are finite, what they are off by is the failure itself.
+        Where all is finite, what they are off by is the failure itself.
         """
-        if self.step.low is not BF16 or (before := self.run()).values_finite:
+        if self.step.low is not BF16 or (before := self.run()).finite:
             return TOLERANCE
         own_error = compare(before, self.reference()).largest_finite_rel_err
-        return min(max(TOLERANCE, 2 * own_error), BF16_TOLERANCE)
+        return min(max(TOLERANCE, 2 * own_error), BF16_TOLERANCE) if own_error else BF16_TOLERANCE
 
     def sound_reference(self, edits: tuple[Change, ...]) -> Result:
         """What a run with `edits` has to agree with: fp32 of the unchanged step, where that fails float64.

@@ -210,3 +210,24 @@ def test_a_loss_of_pairs_is_not_asked_of_one_sample(tmp_path):
     alone = next(check for check in best.checks if check.name == "samples to blame alone")
     assert (best.verified, best.kind) == (True, "source")
     assert (alone.status, "of the samples that were fine fail" in alone.text) == ("not-checked", True)
+
+
+class Normed(nn.Module):
+    """Rows over their sum, then a BatchNorm, which carries what one row makes into every other; [n, 3] -> same."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(x / x.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
+def test_healthy_samples_that_the_failure_took_are_compared_alone(size, holds, tmp_path):
+    """A divisor clamped to 1e-12 changes rows whose sum is below; in the whole batch there is nothing to see it by."""
+    x = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8], [0.0, 0.0, 0.0], [0.6, 0.3, 0.1]]) * size
+    fixes = [fix for fix in replay(tmp_path, Normed, x=x).fixes if fix.verified]
+    assert fixes[0].title.startswith("Clamp" if holds else "Give div the value 0")
+    (check,) = (check for check in fixes[0].checks if check.name == "healthy samples")
+    assert check.text == "alone in fp32 the samples that were fine change by at most 0 %"
