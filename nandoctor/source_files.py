@@ -6,6 +6,7 @@ The hashes of single lines are short: they tell where a file changed, and nobody
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def own_source(file: str) -> Path | None:
         return None
     try:
         path = (here / file).resolve()
-        inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file()
+        inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file() and os.access(path, os.R_OK)
     except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or no name
         return None
     folders = [folder for folder in path.parents if folder.is_relative_to(here)]

@@ -255,6 +255,26 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
+def check_sparse_indices(tensor: Tensor) -> None:
+    """Check that the elements of a sparse tensor lie in it: torch loads any, and its kernels read and write there.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    values = sparse_values(tensor)
+    if tensor.layout is torch.sparse_coo:
+        is_coalesced = tensor.is_coalesced()
+        torch.sparse_coo_tensor(
+            tensor._indices(), values, tensor.shape, check_invariants=True, is_coalesced=is_coalesced
+        )
+        return
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed, plain = (
+        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    )
+    torch.sparse_compressed_tensor(compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True)
+
+
 def unpickle_weights(pickled: bytes | mmap, read_storage: Callable[[Any], object]) -> object:
     """Unpickle as `torch.load(weights_only=True)` does; `read_storage` gives the storage of a persistent id."""
     unpickler = _find("torch._weights_only_unpickler.Unpickler")(BytesIO(pickled), encoding="utf-8")

@@ -21,10 +21,11 @@ from nandoctor.dumps.pickled_containers import CONTAINERS, StandIns
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member, damaged
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import ALLOWED_GLOBALS, unpickle_weights
+from nandoctor.torch_compat import ALLOWED_GLOBALS, check_sparse_indices, unpickle_weights
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
 _ALIGNMENT = 16
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _STAND_INS = StandIns({**STAND_INS, **CONTAINERS})
 
 
@@ -32,18 +33,23 @@ def load_pickle(container: Container) -> tuple[object, Provenance]:
     """Build the object, with `DumpError` or whatever torch raises where the file contradicts itself."""
     with _only_stand_ins():
         if container.members is None:
-            saved: object = torch.load(container.pickle, map_location="cpu", weights_only=True)  # type: ignore[arg-type]  # a mmap reads and seeks
+            file: Any = container.pickle  # a mmap reads and seeks
+            saved: object = torch.load(file, map_location=_fixed, weights_only=True)
             provenance = Provenance()
         else:
             data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
             provenance = _judge(container, data)
             saved = unpickle_weights(container.pickle, _storage_reader(container.storages, data))
-    _remove_attributes(saved)
+    _make_sound(saved)
     return saved, provenance
 
 
-def _remove_attributes(saved: object) -> None:
-    """Take off the attributes that a pickle gave to tensors and mappings: one called "numel" hides the method."""
+def _make_sound(saved: object) -> None:
+    """Take off the attributes that a pickle gave to tensors and mappings: one called "numel" hides the method.
+
+    Raises:
+        RuntimeError: a sparse tensor has elements outside of it.
+    """
     waiting, seen = [saved], set[int]()
     while waiting:
         item = waiting.pop()
@@ -52,6 +58,8 @@ def _remove_attributes(saved: object) -> None:
         seen.add(id(item))
         if isinstance(item, (torch.Tensor, dict)):
             getattr(item, "__dict__", {}).clear()
+        if isinstance(item, torch.Tensor) and item.layout in _SPARSE:
+            check_sparse_indices(item)
         if isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, (list, tuple, set)):
@@ -78,7 +86,13 @@ def _storage_reader(members: Mapping[str, Member], data: UntypedStorage) -> Call
 
 def _slice(data: UntypedStorage, member: Member) -> UntypedStorage:
     storage: Any = data[member.offset : member.offset + member.nbytes]
-    return cast(UntypedStorage, storage.clone() if member.offset % _ALIGNMENT else storage)
+    return cast(UntypedStorage, _fixed(storage) if member.offset % _ALIGNMENT else storage)
+
+
+def _fixed(storage: Any, _location: str = "") -> Any:
+    """A copy that does not grow: torch makes a storage of its own as large as a tensor claims to be, not filled."""
+    values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return torch.from_numpy(values.numpy().copy()).untyped_storage()
 
 
 def _judge(container: Container, data: UntypedStorage) -> Provenance:

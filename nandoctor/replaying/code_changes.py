@@ -36,6 +36,7 @@ from nandoctor.source_files import (
 )
 
 _MAX_FILES = 500
+_MAX_HASHED_NBYTES = 64 << 20  # of all files together: half a second
 _GIT_SECONDS = 10
 _MAX_COMMITS = 50
 _BUILD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
@@ -85,7 +86,8 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
     hashes = recorded_hashes(recorded)
     # A name that is not plain is no recorder's: there are endlessly many names of one file.
     plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
-    here = {name: path for name in plain if (path := own_source(name)) is not None}
+    named = {name: path for name in plain if (path := own_source(name)) is not None}
+    here = dict(_take_within(named, _MAX_HASHED_NBYTES))
     if not here:
         return None
     changes = [
@@ -93,10 +95,19 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
         for name, path in here.items()
         if hash_of(path) != hashes[name].sha256
     ]
-    if recorded is not None and recorded.sources:
-        unknown = sorted(set(of_model) - set(here.values()))
+    if recorded is not None and recorded.sources and len(hashes) <= _MAX_FILES:
+        unknown = sorted(set(of_model) - set(named.values()))
         changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
+
+
+def _take_within(files: Mapping[str, Path], nbytes: int) -> Iterator[tuple[str, Path]]:
+    """The files that have no more bytes together, without the larger ones among them that do not fit any more."""
+    for name, path in files.items():
+        size = path.stat().st_size
+        if size <= nbytes:
+            nbytes -= size
+            yield name, path
 
 
 def recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:

@@ -17,7 +17,7 @@ from nandoctor.case import replay
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
-from nandoctor.errors import NanDoctorError
+from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.renderers.inspect_dump import print_inspection
 
 
@@ -93,6 +93,51 @@ def test_an_odd_tensor_is_read_or_refused(kind):
         with suppress(NanDoctorError):
             print_inspection(summarize(read_dump("case.pth")), Console(file=io.StringIO()))
     assert seen
+
+
+class Claims:
+    """A tensor that another shape is claimed of, larger than its storage."""
+
+    def __init__(self, tensor, shape):
+        self._arguments = tensor._typed_storage(), 0, shape, (shape[1], 1), False, OrderedDict()
+
+    def __reduce__(self):
+        return torch._utils._rebuild_tensor_v2, self._arguments
+
+
+class Lies:
+    """A sparse tensor with an element outside of it."""
+
+    def __init__(self, layout, *data):
+        self._arguments = layout, data
+
+    def __reduce__(self):
+        return torch._utils._rebuild_sparse_tensor, self._arguments
+
+
+BEYOND, HERE = torch.tensor([1 << 40]), torch.tensor([0])
+LARGER = {
+    "COO": lambda: Lies(torch.sparse_coo, BEYOND[None], torch.ones(1), (3,), False),
+    "COO, negative": lambda: Lies(torch.sparse_coo, -BEYOND[None], torch.ones(1), (3,)),
+    "CSR": lambda: Lies(torch.sparse_csr, torch.tensor([0, 1]), BEYOND, torch.ones(1), (1, 3)),
+    "CSR rows": lambda: Lies(torch.sparse_csr, torch.tensor([0, 1 << 40]), HERE, torch.ones(1), (1, 3)),
+    "CSC": lambda: Lies(torch.sparse_csc, torch.tensor([0, 1]), BEYOND, torch.ones(1), (3, 1)),
+    "BSR": lambda: Lies(torch.sparse_bsr, torch.tensor([0, 1]), BEYOND, torch.ones(1, 1, 1), (1, 3)),
+    "BSC": lambda: Lies(torch.sparse_bsc, torch.tensor([0, 1]), BEYOND, torch.ones(1, 1, 1), (3, 1)),
+    **{f"{number} numbers": lambda number=number: Claims(torch.zeros(number), (5000, 3)) for number in (1, 3, 4, 64)},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", [("x",), ("state_dict", "linear.bias"), ("nested", "values", 0)])
+@pytest.mark.parametrize("kind", LARGER)
+def test_a_tensor_that_reaches_beyond_its_data_is_refused(kind, place):
+    """Torch grows a storage to what a tensor claims, and checks no index of a sparse one: kernels crash on it."""
+    for zipped in (True, False):
+        file = mutate.changed(mutate.plain(), place, lambda container, key: container.__setitem__(key, LARGER[kind]()))
+        torch.save(file, "case.pth", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(DumpError, match="cannot rebuild its tensors"):
+            read_dump("case.pth")
 
 
 @pytest.mark.parametrize("make", [mutate.plain, mutate.recorded])
