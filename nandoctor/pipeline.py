@@ -27,13 +27,14 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.exhibits import Excerpt, Picture
+from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
+from nandoctor.replaying.affected_sample import view_sample
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
@@ -41,7 +42,6 @@ from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
-from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import measure_all
@@ -83,7 +83,7 @@ def replay_dump(
     with observer_registered:
         found = _with_loss_if_it_can(preparation, settings, lambda prepared: _diagnose_step(prepared, summary))
     if settings.per_sample and found.step is not None:
-        found = replace(found, report=replace(found.report, picture=_take_picture(found.report, found.step)))
+        found = replace(found, report=replace(found.report, sample=_view_sample(found.report, found.step)))
     return found
 
 
@@ -133,11 +133,11 @@ def _describe_draws(replayed: Replayed) -> Iterator[str]:
         )
 
 
-def _take_picture(report: Report, step: FailingStep) -> Picture | None:
+def _view_sample(report: Report, step: FailingStep) -> SampleView | None:
     """The first sample that the origin is non-finite in."""
     samples = report.origin.elements.samples if report.origin is not None else None
     used = {name: array for name, array in step.batch.items() if name in step.used}
-    return take_picture(used, samples[0]) if samples else None
+    return view_sample(used, samples[0]) if samples else None
 
 
 def audit_dump(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
-from nandoctor.evidence.exhibits import Excerpt, Picture
+from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.rounding import Effect
 from nandoctor.evidence.serialization import INLINED
@@ -391,6 +391,6 @@ class Report:
     fp32_sets: Fp32SetSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
-    picture: Picture | None = None
+    sample: SampleView | None = None
     excerpt: Excerpt | None = None
     arguments: tuple[str, ...] = ()

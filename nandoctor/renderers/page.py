@@ -5,7 +5,6 @@ Whatever a dump named is escaped.
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import list_fixes, list_small_constants, list_variations
 from nandoctor.renderers.markdown import report_markdown
+from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.kinds import PLOTS, draw
-from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform, picture_png
+from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
 from nandoctor.renderers.plots.svg import figure_svg
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.tree import make_tree
@@ -61,7 +61,9 @@ def report_page(report: Report) -> str:
         variations=list_variations(report),
         constants=list_small_constants(report),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
-        sample_png=base64.b64encode(picture_png(report.picture)).decode() if report.picture else "",
+        sample=report.sample,
+        sample_caption=caption(report.sample) if report.sample else "",
+        sample_html=view_html(report.sample) if report.sample else "",
         plots={plot.kind: plot for plot in _draw_plots(report)},
         tree=make_tree(report),
         markdown=report_markdown(report).splitlines(),

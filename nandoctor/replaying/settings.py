@@ -210,7 +210,11 @@ class Settings:
     memory: int | None = field(default=None, metadata=_MEMORY)
     per_sample: bool = field(
         default=False,
-        metadata=_switch("statistics", "--per-sample", "Count samples and exponents in every layer; keep a thumbnail."),
+        metadata=_switch(
+            "statistics",
+            "--per-sample",
+            "Count samples and exponents in every layer; show an affected sample.",
+        ),
     )
     fixes: bool = field(
         default=True, metadata=_switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.")

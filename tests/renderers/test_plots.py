@@ -161,12 +161,14 @@ def test_the_origin_is_shown_where_it_is():
 
 def test_the_origin_lies_over_the_image():
     made = factory.fixable()
-    picture = Picture(name="image", sample=2, height=8, width=8, pixels="AAAA" * 21 + "AA==")
-    figure = draw(replace(made, picture=picture), "origin")
+    picture = Picture(
+        name="image", sample=2, low=0.0, high=1.0, num_bad=0, height=8, width=8, pixels="AAAA" * 21 + "AA=="
+    )
+    figure = draw(replace(made, sample=picture), "origin")
     assert len(figure.axes[0].images) == 2
     assert "over image[2]" in figure.legends[0].get_title().get_text()
     wide = replace(picture, height=4, width=16)
-    assert len(draw(replace(made, picture=wide), "origin").axes[0].images) == 1
+    assert len(draw(replace(made, sample=wide), "origin").axes[0].images) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import SampleStats
-from nandoctor.replaying.thumbnail import take_picture
 from nandoctor.tracing.exact_counts import count_exactly
 from nandoctor.tracing.placement import count_exponents, place_nonfinite
 from nandoctor.tracing.tensor_stats import collect, measure
@@ -104,31 +102,3 @@ def test_a_counts_places_nothing_unless_asked():
     assert stats_of(nonfinite, place=True).counts.grid.counts == ((0, 1), (0, 0))
     assert stats_of(sound, per_sample=True).counts.exponents == ((0, 6),)
     assert len(stats_of(sound, per_sample=True).counts.by_sample) == 2
-
-
-def test_a_picture_is_small_grey_and_stretched():
-    image = torch.zeros(3, 3, 100, 200)
-    image[1, :, :50] = 7.0
-    picture = take_picture({"mask": torch.zeros(3, 5), "image": image}, 1)
-    assert (picture.name, picture.sample, picture.height, picture.width) == ("image", 1, 64, 64)
-    pixels = base64.b64decode(picture.pixels)
-    assert len(pixels) == 64 * 64
-    assert (pixels[0], pixels[-1]) == (255, 0)
-
-
-@pytest.mark.parametrize(
-    ("array", "sample"),
-    [
-        (torch.zeros(2, 64), 0),
-        (torch.zeros(2, 16, 32, 32), 0),
-        (torch.zeros(2, 3, 4, 4), 0),
-        (torch.zeros(2, 3, 9, 9), 2),
-    ],
-)
-def test_what_is_no_image_makes_no_picture(array, sample):
-    assert take_picture({"x": array}, sample) is None
-
-
-def test_a_picture_of_nothing_but_nan_is_black():
-    picture = take_picture({"x": torch.full((1, 1, 8, 8), math.nan)}, 0)
-    assert set(base64.b64decode(picture.pixels)) == {0}

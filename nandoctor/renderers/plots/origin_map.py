@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.image
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
@@ -52,7 +50,7 @@ def draw_origin(report: Report) -> Figure:
         figure = new_figure()
         figure.set_size_inches(_SIZE_IN)
         place, samples = figure.subplots(1, 2, width_ratios=(8, 1))
-        picture = report.picture if _fits(report.picture, origin) else None
+        picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
         write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
@@ -89,9 +87,9 @@ def is_uniform(report: Report) -> bool:
     return bool(counts.size and counts.min() == counts.max())
 
 
-def _fits(picture: Picture | None, origin: Origin) -> bool:
+def _fits(picture: Picture, origin: Origin) -> bool:
     """Whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
-    if picture is None or origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
+    if origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
         return False
     ratio = picture.width / picture.height
     return origin.grid.dims == (2, 3) and abs(origin.grid.sizes[1] / origin.grid.sizes[0] - ratio) < 0.1 * ratio
@@ -102,7 +100,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     if picture is not None:
-        axes.imshow(_pixels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
+        axes.imshow(picture_levels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
     axes.imshow(
         np.ma.masked_equal(shares, 0),
         cmap=_SHARES,
@@ -143,16 +141,10 @@ def _cell_lengths(size: int, num_cells: int) -> NDArray[np.int64]:
     return np.bincount(np.arange(size) * num_cells // size, minlength=num_cells)
 
 
-def _pixels(picture: Picture) -> NDArray[np.uint8]:
+def picture_levels(picture: Picture) -> NDArray[np.uint8]:
+    """The grey levels, height x width."""
     pixels = np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8)
     return np.resize(pixels, (picture.height, picture.width))
-
-
-def picture_png(picture: Picture) -> bytes:
-    """The sample as an image file."""
-    image = io.BytesIO()
-    matplotlib.image.imsave(image, _pixels(picture), cmap="gray", vmin=0, vmax=255, format="png")
-    return image.getvalue()
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:

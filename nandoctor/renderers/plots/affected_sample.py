@@ -1,0 +1,110 @@
+"""The first affected sample as the page shows it: an image, a line plot of a signal, or token ids, and a caption."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import matplotlib.image
+import matplotlib.style
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
+from nandoctor.renderers.plots.figures import new_figure
+from nandoctor.renderers.plots.origin_map import picture_levels
+from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
+from nandoctor.renderers.plots.svg import figure_svg
+from nandoctor.text import are, number, plural
+
+_SIZE_IN = (8.0, 1.9)
+_HOLE_ALPHA = 0.4
+_COLORS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
+
+
+def caption(view: SampleView) -> str:
+    """What is shown, after the name of the sample: ", every value 0", ", 3 channels over 16 places"."""
+    if isinstance(view, Picture):
+        return _caption_of_image(view)
+    if isinstance(view, TokenIds):
+        return f", {plural(view.length, 'id')}{_only(len(view.ids), view.length)}"
+    pieces = len(view.lows[0])
+    limits = f", drawn as the range of each of {pieces} pieces" if pieces < view.length else ""
+    channels = plural(view.num_channels, "channel") + _only(len(view.lows), view.num_channels)
+    return f", {channels} over the {plural(view.length, 'place')} of dimension {view.dim}{limits}"
+
+
+def _caption_of_image(view: Picture) -> str:
+    nonfinite = f", {view.num_bad:,} {are(view.num_bad)} non-finite" if view.num_bad else ""
+    if view.low is None or view.high is None:
+        return ", every value non-finite"
+    if is_flat(view):
+        return f", every value {number(view.low)}"
+    return f", {number(view.low)} to {number(view.high)}{nonfinite}; averaged over its channels, at most 64 x 64"
+
+
+def _only(shown: int, there_are: int) -> str:
+    return f" (the first {shown} shown)" if shown < there_are else ""
+
+
+def is_flat(view: SampleView) -> bool:
+    """Tell whether an image has one value alone, so that a sentence says as much as a square of one grey."""
+    return isinstance(view, Picture) and (view.low is None or (view.low == view.high and not view.num_bad))
+
+
+def view_html(view: SampleView) -> Markup:
+    """The image, the curves or the ids; nothing where the caption says it all."""
+    if is_flat(view):
+        return Markup()
+    if isinstance(view, TokenIds):
+        more = " ..." if len(view.ids) < view.length else ""
+        return Markup("<pre>{}{}</pre>").format(" ".join(map(str, view.ids)), more)
+    if isinstance(view, Signal):
+        return _signal_svg(view)
+    png = base64.b64encode(_png(view)).decode()
+    return Markup('<img src="data:image/png;base64,{}" width="192" alt="Sample {} of {}">').format(
+        png, view.sample, view.name
+    )
+
+
+def _png(picture: Picture) -> bytes:
+    image = io.BytesIO()
+    matplotlib.image.imsave(image, picture_levels(picture), cmap="gray", vmin=0, vmax=255, format="png")
+    return image.getvalue()
+
+
+def _signal_svg(view: Signal) -> Markup:
+    with matplotlib.style.context("default"):
+        figure = new_figure()
+        figure.set_size_inches(_SIZE_IN)
+        axes = figure.subplots()
+        for curve in range(len(view.lows)):
+            _draw_curve(axes, view, curve)
+        axes.set_xlim(0, view.length)
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel(f"dimension {view.dim}", size=8)
+        if legend := _make_legend(view):
+            figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False, fontsize=8)
+        return figure_svg(figure, prefix="sample", title=f"Sample {view.sample} of {view.name}")
+
+
+def _make_legend(view: Signal) -> list[Patch]:
+    """Name the channels where there are several, and what marks the pieces that are not finite."""
+    channels = [Patch(color=_COLORS[curve], label=f"channel {curve}") for curve in range(len(view.lows))]
+    holed = any(limit is None for limits in view.lows for limit in limits)
+    holes = [Patch(color=NONFINITE_COLOR, alpha=_HOLE_ALPHA, label="non-finite")] if holed else []
+    return [*(channels if len(channels) > 1 else []), *holes]
+
+
+def _draw_curve(axes: Axes, view: Signal, curve: int) -> None:
+    """Draw the band between the limits of each piece, and mark the pieces that are not finite."""
+    color = _COLORS[curve]
+    lows, highs = (np.array(limits[curve], dtype=float) for limits in (view.lows, view.highs))  # None becomes NaN
+    edges = np.linspace(0, view.length, len(lows) + 1)
+    axes.stairs(highs, edges, baseline=lows, fill=True, color=color, alpha=0.5, linewidth=0)
+    axes.plot((edges[:-1] + edges[1:]) / 2, (lows + highs) / 2, color=color, linewidth=0.9)
+    holes = np.isnan(lows)
+    for left, right in zip(edges[:-1][holes], edges[1:][holes], strict=True):
+        axes.axvspan(left, right, color=NONFINITE_COLOR, alpha=_HOLE_ALPHA, linewidth=0)
