@@ -94,6 +94,11 @@ def test_heavy_libraries_are_imported_only_when_needed(code):
     assert imported_by(code).isdisjoint({"torch", "numpy", "matplotlib", "rich", "jinja2", "pandas"})
 
 
+def test_help_imports_no_verb_and_no_room():
+    rooms = {name.split(".")[1] for name in imported_by(HELP) if name.startswith("nandoctor.")}
+    assert rooms == {"cli", "errors"}
+
+
 @pytest.mark.parametrize(
     "room",
     [

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tiny_models import Overflowing
 from torch import nn
 
-from nandoctor.cli import main
+from nandoctor.cli import find_verb, main
 from nandoctor.replaying.settings import OPTIONS
 
 IMAGE = np.ones((2, 4), np.float32)
@@ -163,7 +163,7 @@ VERBS = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_offers_the_settings_that_it_acts_on(verb):
-    offered = {flag for parameter in main.commands[verb].params for flag in parameter.opts}
+    offered = {flag for parameter in find_verb(verb).params for flag in parameter.opts}
     flags = {option.flag for option in OPTIONS.values() if option.group in VERBS[verb]}
     assert flags <= offered
     assert offered.isdisjoint({option.flag for option in OPTIONS.values()} - flags)
@@ -397,7 +397,9 @@ def python(*arguments):
 
 def test_a_report_is_drawn_without_torch():
     run("replay", *SICK, "-o", "report.json")
-    code = "from nandoctor.cli import main; main(['plot', 'report.json', '-o', 'x.pdf'], standalone_mode=False)"
+    code = (
+        "from nandoctor.cli import find_verb, main; main(['plot', 'report.json', '-o', 'x.pdf'], standalone_mode=False)"
+    )
     result = python("-c", f"{code}; import sys; sys.exit('torch' in sys.modules)")
     assert result.returncode == 0, result.stderr
 

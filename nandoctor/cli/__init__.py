@@ -1,5 +1,95 @@
-"""The command line: what stands behind `nandoctor`."""
+"""The command line: what stands behind `nandoctor`. A verb is imported when it is asked for."""
 
-from nandoctor.cli.commands import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from nandoctor import __version__
+from nandoctor.cli.failures import failures_told
+
+__all__ = ["VERBS", "find_verb", "main"]
+
+VERBS = {
+    "checkup": ("checkup", "Tell how near a healthy step comes to overflow and underflow."),
+    "diff": ("commands", "Tell what changed from A to B: verdict, origin, headroom, ranges."),
+    "eps": ("commands", "Tell what becomes of a small constant, or of every eps of a model."),
+    "explain": ("commands", "Tell what a cause is, why it happens and how it is fixed."),
+    "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
+    "inspect": ("commands", "Tell what is in DUMP, without running any code of it."),
+    "plot": ("commands", "Draw a dump, which is replayed, or a saved report."),
+    "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
+    "repro": ("commands", "Write a script with the smallest tensors that still fail."),
+    "triage": ("triage", "Replay many dumps in parallel, and group them by cause and place."),
+    "verify": ("verify", "Tell whether the failing step of DUMP passes now."),
+}
+"""Every verb: the module of this package that has it, and what the list of all says of it."""
+
+
+def find_verb(name: str) -> click.Command:
+    """Import the command of that name."""
+    verb: click.Command = getattr(importlib.import_module(f"nandoctor.cli.{VERBS[name][0]}"), name)
+    return verb
+
+
+class _Verbs(click.Group):
+    """A group of verbs; what fails is told in one place, --help and --version included."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with failures_told():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, context: click.Context) -> Any:
+        with failures_told():
+            return super().invoke(context)
+
+    def list_commands(self, _: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, _: click.Context, name: str) -> click.Command | None:
+        return find_verb(name) if name in VERBS else None
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_module, about) in VERBS.items()])
+
+
+def _show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    """The versions that a report of a bug needs; torch is not imported for it."""
+    if asked and not context.resilient_parsing:
+        import platform
+        from importlib.metadata import version
+
+        click.echo(f"nandoctor {__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        context.exit()
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the versions and exit.",
+)
+def main() -> None:
+    """The post-mortem for mixed-precision training that died with NaN.
+
+    \b
+    nandoctor replay dump.pth --model train.py:make_model
+    nandoctor fix dump.pth --model train.py:make_model --write
+    nandoctor verify dump.pth --model train.py:make_model
+    nandoctor plot dump.pth --model train.py:make_model -o ranges.png
+    nandoctor inspect dump.pth
+    nandoctor repro dump.pth --model train.py:make_model -o repro.py
+    nandoctor eps 1e-8
+    nandoctor triage runs/ --model train.py:make_model
+    """  # noqa: D301  (click wants the escape itself)
+    if "torch" not in sys.modules:
+        # What is scripted then runs as the Python that it was written in, whose expressions can be told and changed.
+        os.environ.setdefault("PYTORCH_JIT", "0")

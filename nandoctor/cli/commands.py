@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.checkup import checkup
+from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
 from nandoctor.cli.options import (
     MODEL_AND_STEP,
     GroupedCommand,
@@ -20,23 +19,15 @@ from nandoctor.cli.options import (
     settings_options,
 )
 from nandoctor.cli.shared import (
-    EXIT_CANNOT_TELL,
-    EXIT_INTERRUPTED,
     DumpPath,
     ReplayDisplay,
     console,
-    exit_code_answers,
-    failures_told,
     json_option,
     load_dump,
     print_as,
     progress_shown,
-    show_version,
-    tell,
     trust_option,
 )
-from nandoctor.cli.triage import triage
-from nandoctor.cli.verify import fix, verify
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
@@ -49,52 +40,7 @@ EXIT_NOT_REPRODUCED = 3
 OUTPUT_FORMATS = ("full", "concise", "github", "json")
 
 
-class _Verbs(click.Group):
-    """A group of verbs; what fails is told in one place, --help and --version included."""
-
-    command_class = GroupedCommand
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with failures_told():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, context: click.Context) -> Any:
-        with failures_told():
-            return super().invoke(context)
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option(
-    "--version",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=show_version,
-    help="Show the versions and exit.",
-)
-def main() -> None:
-    """The post-mortem for mixed-precision training that died with NaN.
-
-    \b
-    nandoctor replay dump.pth --model train.py:make_model
-    nandoctor fix dump.pth --model train.py:make_model --write
-    nandoctor verify dump.pth --model train.py:make_model
-    nandoctor plot dump.pth --model train.py:make_model -o ranges.png
-    nandoctor inspect dump.pth
-    nandoctor repro dump.pth --model train.py:make_model -o repro.py
-    nandoctor eps 1e-8
-    nandoctor triage runs/ --model train.py:make_model
-    """  # noqa: D301  (click wants the escape itself)
-    if "torch" not in sys.modules:
-        # What is scripted then runs as the Python that it was written in, whose expressions can be told and changed.
-        os.environ.setdefault("PYTORCH_JIT", "0")
-
-
-main.add_command(checkup)
-main.add_command(triage)
-
-
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("dump", type=DumpPath, is_eager=True)
 @force_option
 @click.option(
@@ -159,11 +105,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     return verification.exit_code
 
 
-main.add_command(fix)
-main.add_command(verify)
-
-
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
 @force_option
 @click.option(
@@ -195,7 +137,7 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
 
 
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("before", metavar="A", type=DumpPath)
 @click.argument("after", metavar="B", type=DumpPath)
 @json_option
@@ -218,7 +160,7 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
         print_comparison(comparison, console())
 
 
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("dump", type=DumpPath)
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
@@ -230,7 +172,7 @@ def inspect(dump: Path, trust: bool) -> None:
     print_inspection(summarize(read_dump(dump, trust=trust)), console())
 
 
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
     """Tell what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
@@ -243,7 +185,7 @@ def explain(code: str | None) -> None:
         print_page(find_page(code), console())
 
 
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("dump", type=DumpPath, is_eager=True)
 @force_option
 @click.option(
@@ -282,7 +224,7 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
     return values
 
 
-@main.command()
+@click.command(cls=GroupedCommand)
 @click.argument("values", metavar="[VALUE]...", type=float, nargs=-1, callback=_check_constants)
 @click.option("--dump", type=DumpPath, help="Replay this dump, and show what every small constant was really used in.")
 @json_option

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
@@ -14,20 +12,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from nandoctor import __version__
-from nandoctor.errors import NanDoctorError
 from nandoctor.replaying.progress import Listener
-from nandoctor.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import Report
-
-EXIT_INTERRUPTED = 130
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
-EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 
 DumpPath = click.Path(path_type=Path)
 
@@ -54,54 +45,6 @@ def console(file: TextIO | None = None) -> Console:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return Raising(file=file)
-
-
-def tell(message: str) -> None:
-    """Say something on standard error, if that takes it; whatever file names are in it, no terminal obeys them."""
-    try:
-        click.echo("\n".join(map(printable, message.split("\n"))), err=True)
-    except OSError:
-        sys.stderr = io.StringIO()
-
-
-def discard_output() -> None:
-    """Drop what standard output did not take: Python would try once more when it ends, and complain."""
-    sys.stdout = io.StringIO()
-
-
-@contextmanager
-def failures_told() -> Iterator[None]:
-    """A context that ends in one clear message where the user can put things right."""
-    try:
-        yield
-    except NanDoctorError as error:
-        tell(f"nandoctor: {error.message}\n{error.remedy}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        tell("nandoctor: interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS:
-            raise
-        discard_output()
-        tell(f"nandoctor: the output could not be written ({error.strerror}).")
-        sys.exit(1)
-
-
-@contextmanager
-def exit_code_answers(*files: Path) -> Iterator[None]:
-    """A context of a verb whose exit codes are answers: whatever goes wrong, the writing included, exits with 125.
-
-    `files` are told to be missing then.
-    """
-    try:
-        yield
-    except Exception as error:
-        discard_output()
-        tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
-        for file in files:
-            tell(f"Not written: {file}")
-        sys.exit(EXIT_CANNOT_TELL)
 
 
 def _own_output() -> TextIO:
@@ -224,12 +167,3 @@ def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
         click.echo(lines[form](report))
     elif form == "full":
         print_report(report, console(), told=told, has_page=has_page)
-
-
-def show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    """The versions that a report of a bug needs; torch is not imported for it."""
-    if asked and not context.resilient_parsing:
-        from importlib.metadata import version
-
-        click.echo(f"nandoctor {__version__} (torch {version('torch')}, Python {platform.python_version()})")
-        context.exit()

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nandoctor.cli.failures import exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
 from nandoctor.cli.shared import (
     DumpPath,
     console,
-    exit_code_answers,
     json_option,
     load_dump,
     progress_shown,
-    tell,
     trust_option,
 )
 from nandoctor.errors import NanDoctorError

@@ -11,7 +11,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor import Recorder
-from nandoctor.cli.commands import main
+from nandoctor.cli import main
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 

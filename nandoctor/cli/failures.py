@@ -1,0 +1,73 @@
+"""What is said where a verb fails, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from nandoctor.errors import NanDoctorError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXIT_INTERRUPTED = 130
+EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
+
+
+def tell(message: str) -> None:
+    """Say something on standard error, if that takes it; whatever file names are in it, no terminal obeys them."""
+    from nandoctor.text import printable
+
+    try:
+        click.echo("\n".join(map(printable, message.split("\n"))), err=True)
+    except OSError:
+        sys.stderr = io.StringIO()
+
+
+def discard_output() -> None:
+    """Drop what standard output did not take: Python would try once more when it ends, and complain."""
+    sys.stdout = io.StringIO()
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """A context that ends in one clear message where the user can put things right."""
+    try:
+        yield
+    except NanDoctorError as error:
+        tell(f"nandoctor: {error.message}\n{error.remedy}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        tell("nandoctor: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        discard_output()
+        tell(f"nandoctor: the output could not be written ({error.strerror}).")
+        sys.exit(1)
+
+
+@contextmanager
+def exit_code_answers(*files: Path) -> Iterator[None]:
+    """A context of a verb whose exit codes are answers: whatever goes wrong, the writing included, exits with 125.
+
+    `files` are told to be missing then.
+    """
+    try:
+        yield
+    except Exception as error:
+        discard_output()
+        from nandoctor.text import printable
+
+        tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
+        for file in files:
+            tell(f"Not written: {file}")
+        sys.exit(EXIT_CANNOT_TELL)
