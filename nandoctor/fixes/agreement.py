@@ -50,6 +50,12 @@ class Result:
         return self.ran and all(map(all_finite, self.values.values()))
 
     @property
+    def only_loss_fails(self) -> bool:
+        """Tell whether the loss is not finite, of an output that is."""
+        finite = {name: all_finite(value) for name, value in self.values.items()}
+        return self.ran and not finite.pop("loss", True) and all(finite.values())
+
+    @property
     def has_nan(self) -> bool:
         """Tell whether there is a NaN in the output or the loss, which no code means."""
         return any(bool(torch.isnan(tensor).any()) for tensor in self.values.values())

@@ -159,14 +159,17 @@ class Verifier:
         return self._trials.on(replace(step, batch=kept))
 
     def _judge_alone(self, written: WrittenChange, change: Change, scale: float | None) -> Said:
-        """As a variation; but a loss of pairs, say, is not finite for so few samples, whichever they are."""
-        said = self._judge_variation(written, change, self._guilty_alone, scale)
-        others = self._others_alone
-        if said[0] != "failed" or others is None or others.run().finite:
+        """As a variation; but a loss of pairs, or of the labels there are, may not be finite for so few samples."""
+        alone, others = self._guilty_alone, self._others_alone
+        said = self._judge_variation(written, change, alone, scale)
+        if said[0] != "failed":
             return said
-        if self._judge_variation(written, change, others, scale)[0] != "failed":
-            return said
-        return "not-checked", "as few of the samples that were fine fail as well, changed or not"
+        if others is not None and not others.run().finite:
+            if self._judge_variation(written, change, others, scale)[0] == "failed":
+                return "not-checked", "as few of the samples that were fine fail as well, changed or not"
+        elif alone is not None and alone.reference(change).only_loss_fails:
+            return "not-checked", "their loss alone is not finite in fp32 either, though their output is"
+        return said
 
     def _judge_variation(
         self, written: WrittenChange, change: Change, varied: Trials | None, scale: float | None

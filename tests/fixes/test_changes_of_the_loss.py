@@ -38,6 +38,19 @@ class Mixture(nn.Module):
 
     def forward(self, x, y):
         return -torch.exp(-((y - self.means(x)) ** 2)).sum(-1).log()
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 9)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
+        return scores.softmax(-1) @ x
+
+def next_word(logits, batch):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 """
 
 
@@ -73,3 +86,14 @@ def test_a_batch_without_a_sample_is_compared_with_itself(project):
     fix = next(fix for fix in report.fixes if fix.kind == "data")
     assert fix.verified
     assert "kept = [0, 1, 2, 4]" in fix.patch
+
+
+def test_a_loss_without_a_label_left_does_not_refuse_a_fix(project):
+    """The empty text alone has no word to predict: its loss is 0/0 whatever the model gives."""
+    ids = torch.randint(1, 9, (4, 5))
+    ids[2] = 0
+    save(torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 9)}), ids=ids)
+    fix = nandoctor.replay("dump.pth", "net.py:Reader", loss="net.py:next_word").report.fixes[0]
+    assert (fix.verified, fix.kind) == (True, "source")
+    (alone,) = (check for check in fix.checks if check.name == "samples to blame alone")
+    assert alone.status == "not-checked"
