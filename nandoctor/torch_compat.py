@@ -188,9 +188,12 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _find("torch._ops.OpOverload.decompose")(op, *args, **kwargs)
 
 
-def convolve(*args: Any) -> Any:
-    """What `convolution` runs on a CPU, where another kernel stands in its place; the arguments are its own."""
-    return _find("torch.ops.aten._convolution")(*args, False, False, False, False)  # switches of cuDNN
+def run_default(op: OpOverload, *args: Any) -> Any:
+    """Run what an op is on devices without a kernel of their own, where another stands in its place on this one."""
+    elsewhere = _find("torch._C.DispatchKeySet")(
+        _find("torch._C._parse_dispatch_key")("IPU")
+    )  # torch has no kernels of it
+    return _find("torch._ops.OpOverload.redispatch")(op, elsewhere, *args)
 
 
 @contextmanager
@@ -417,7 +420,6 @@ def read_loss_scale(scaler: Any) -> tuple[Tensor | None, int | None]:
     """
     if isinstance(scale := getattr(scaler, "_scale", None), Tensor):
         return scale.detach().clone(), version_of(scale)
-    first = getattr(scaler, "_init_scale", None)
-    if first is None and isinstance(scaler, torch.amp.GradScaler):
+    if (first := getattr(scaler, "_init_scale", None)) is None and isinstance(scaler, torch.amp.GradScaler):
         return torch.tensor(scaler.get_scale()), None
     return (None, None) if first is None else (torch.tensor(float(first)), 0)

@@ -12,10 +12,9 @@ NEEDED: dict[str, str] = {
     # `Library` is public, its end is not: without it the kernels stay registered until the garbage collector comes by.
     "torch.library.Library._destroy": "taking kernels back out of torch",
     "torch.library.Library.fallback": "watching operations",
-    "torch._ops.OpOverload.redispatch": "watching operations",
+    # A kernel that takes the place of another cannot call that by any public way.
+    "torch._ops.OpOverload.redispatch": "watching operations, and keeping non-finite operands of convolutions",
     "torch._ops.OpOverload.decompose": "emulating CUDA's autocast for ops that hold several products",
-    # A kernel that takes the place of `convolution` cannot call what it took the place of.
-    "torch.ops.aten._convolution": "keeping non-finite weights in convolutions",
     # Which argument is which: the public `torch.library.infer_schema` is for new ops only.
     "torch.ops.aten.add.Tensor._schema": "reading the arguments of operations",
     # What the CPU's own autocast casts has to be known to be switched off; torch publishes no list.

@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import convolve, decompose, kernel_library, plain_torch, unwrap
+from nandoctor.torch_compat import decompose, kernel_library, plain_torch, run_default, tree_map, unwrap
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 # The op is a composite and has no kernel of its own under these keys; the second is asked in inference mode.
 _ATTENTION_KEYS = ("AutogradCPU", "CPU")
@@ -40,11 +43,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         return decompose(torch.ops.aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
 
 
-def _convolve(tensor: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Any:
-    if weight.dtype not in _IN_ONEDNN or _is_finite(weight):
-        return convolve(tensor, weight, bias, *args)
-    wide = [None if operand is None else operand.double() for operand in (tensor, weight, bias)]
-    return convolve(*wide, *args).to(tensor.dtype)
+def _convolve(op: OpOverload, *args: Any) -> Any:
+    """A convolution or its backward; the first three arguments are its tensors, of which a bias may be None."""
+    tensors = [tensor for tensor in args[:3] if tensor is not None]
+    dtype = tensors[0].dtype
+    if dtype not in _IN_ONEDNN or all(map(_is_finite, tensors)):
+        return run_default(op, *args)
+    made = run_default(op, *(None if tensor is None else tensor.double() for tensor in args[:3]), *args[3:])
+    return tree_map(lambda value: None if value is None else value.to(dtype), made)
 
 
 @contextmanager
@@ -52,7 +58,8 @@ def _registered() -> Iterator[None]:
     with kernel_library("aten") as library:
         for key in _ATTENTION_KEYS:
             library.impl("scaled_dot_product_attention", _attend, key)  # type: ignore[no-untyped-call]
-        library.impl("convolution", _convolve, "CPU")  # type: ignore[no-untyped-call]
+        for op in (torch.ops.aten.convolution, torch.ops.aten.convolution_backward):
+            library.impl(op.default, partial(_convolve, op.default), "CPU")  # type: ignore[no-untyped-call]
         yield
 
 

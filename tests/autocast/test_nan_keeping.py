@@ -162,12 +162,48 @@ def test_a_weight_that_meets_padding_reaches_the_output(kind, value, policy):
     assert not made.isfinite().all()
 
 
+def gradients(function, operands, place, value):
+    """Where the gradients are finite, with one value put into an operand, or into the incoming gradient for None."""
+    operands = [operand.clone() for operand in operands]
+    if place is not None:
+        operands[place].view(-1)[1] = value
+    made = function(*(operand.requires_grad_() for operand in operands))
+    incoming = torch.ones_like(made)
+    if place is None:
+        incoming.view(-1)[0] = value
+    return [gradient.isfinite() for gradient in torch.autograd.grad(made, operands, incoming)]
+
+
+IN_BACKWARD = {
+    "strided": (lambda x, w: F.conv2d(x, w, padding=1, stride=2), (4, 4, 3, 3), (5, 6)),
+    "depthwise": (lambda x, w: F.conv2d(x, w, padding=1, groups=4), (4, 1, 3, 3), (5, 6)),
+    "transposed": (lambda x, w: F.conv_transpose2d(x, w, padding=1, stride=2), (4, 4, 3, 3), (5, 6)),
+    "1d": (lambda x, w: F.conv1d(x, w, padding=1), (4, 4, 3), (7,)),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1, None], ids=["image", "weight", "gradient"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("kind", IN_BACKWARD)
+def test_the_backward_of_a_convolution_leaves_no_product_out(kind, value, place):
+    torch.manual_seed(0)
+    function, shape, size = IN_BACKWARD[kind]
+    operands = [torch.randn(2, 4, *size), torch.randn(shape)]
+    expected = gradients(function, [operand.double() for operand in operands], place, value)
+    for policy in POLICIES[:-1]:
+        with apply_policy(policy, CPU):
+            made = gradients(function, operands, place, value)
+        assert all(map(torch.equal, made, expected))
+        assert not all(gradient.all() for gradient in made)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_finite_convolution_is_that_of_the_cpu(groups):
     torch.manual_seed(0)
     convolution = nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=groups)
     image = torch.randn(2, 4, 9, 9, requires_grad=True)
-    expected = torch.autograd.grad(convolution(image).sum(), image)[0]
+    taken = (image, convolution.weight, convolution.bias)
+    expected = torch.autograd.grad(convolution(image).sum(), taken)
     with apply_policy(REFERENCE, CPU):
-        made = torch.autograd.grad(convolution(image).sum(), image)[0]
-    assert torch.equal(made, expected)
+        made = torch.autograd.grad(convolution(image).sum(), taken)
+    assert all(map(torch.equal, made, expected))
