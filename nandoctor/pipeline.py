@@ -13,7 +13,13 @@ from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion, Findings
-from nandoctor.diagnosis.coverage import describe_blindness, describe_narrow_reference, find_gaps, judge_unfailing
+from nandoctor.diagnosis.coverage import (
+    describe_blindness,
+    describe_idle_state,
+    describe_narrow_reference,
+    find_gaps,
+    judge_unfailing,
+)
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.excerpt import read_excerpt
 from nandoctor.diagnosis.first_nonfinite import needs_counts
@@ -181,6 +187,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         notes=(
             *notes,
             *findings.notes,
+            *describe_idle_state(verdict, summary),
             *describe_blindness(trace),
             *describe_narrow_reference(reference, step.low),
             *describe_error_source(runs.autocast.modules),

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import shorten
 
-from nandoctor.evidence.dump_summary import SavedFlags
+from nandoctor.evidence.dump_summary import DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.text import file_line, join_first, plural
+from nandoctor.text import file_line, join_first, part_of, plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,4 +108,16 @@ def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, 
     return (
         f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
         "which could not be widened: what fails in both runs may be a matter of precision all the same.",
+    )
+
+
+def describe_idle_state(verdict: Verdict, dump: DumpSummary) -> tuple[str, ...]:
+    """Non-finite weights and buffers of the file that a healthy step did not suffer from."""
+    state = (*dump.bad_weights, *dump.bad_buffers)
+    if verdict != "healthy" or not state:
+        return ()
+    named = [f"`{entry.name}` in {part_of(entry.num_bad, math.prod(entry.shape), 'value')}" for entry in state]
+    return (
+        f"The saved state is NaN or Inf all the same: {join_first(named, 3)}. Nothing that this step computed was "
+        "spoilt by that; another batch or mode may be.",
     )

@@ -103,3 +103,27 @@ def test_exponential_past_float64_has_no_question_mark(examine):
     assert "?" not in " ".join((report.cause.explanation, *(item.text for item in report.cause.evidence)))
     assert "more than even float64 holds" in report.cause.explanation
     assert blamed(examine(Growth(1.0), {"x": normal(4, 8)})) == ("healthy",)
+
+
+IDLE = {
+    "a row that no id asks for": (lambda: nn.Embedding(9, 4), "weight", {"x": torch.tensor([[0, 1, 2]])}),
+    "running statistics in train mode": (lambda: nn.BatchNorm1d(4), "running_var", {"x": normal(5, 4)}),
+    "a bias under a mask": (lambda: Masked(4, 4), "bias", {"x": normal(5, 4)}),
+}
+
+
+class Masked(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[:, :-1]
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1.0], ids=["nan", "finite"])
+@pytest.mark.parametrize("kind", IDLE)
+def test_state_that_the_step_does_not_suffer_from_is_told(examine, kind, value):
+    make, name, batch = IDLE[kind]
+    model = make()
+    with torch.no_grad():
+        getattr(model, name).view(-1)[-1] = value
+    report = examine(model, batch)
+    assert report.verdict == "healthy"
+    assert sum(f"`{name}` in 1 of" in note for note in report.notes) == (value != 1.0)
