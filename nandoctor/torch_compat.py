@@ -217,18 +217,6 @@ def set_enabled(region: torch.autocast, enabled: bool) -> None:
     region._enabled = enabled
 
 
-# What is patched, by nandoctor.process_wide
-
-AUTOCAST_INIT = "torch.amp.autocast_mode.autocast.__init__"
-AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
-AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
-CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
-DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
-ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
-CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
-CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"
-
-
 def fsdp_policy(module: nn.Module) -> Any:
     """FSDP2's MixedPrecisionPolicy of a module that `fully_shard` was called on, else None; also in another torch."""
     read = getattr(module, "_get_fsdp_state", None)
@@ -258,24 +246,9 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
-def check_sparse_indices(tensor: Tensor) -> None:
-    """Check that the elements of a sparse tensor lie in it: torch loads any, and its kernels read and write there.
-
-    Raises:
-        RuntimeError: one does not.
-    """
-    values = sparse_values(tensor)
-    if tensor.layout is torch.sparse_coo:
-        is_coalesced = tensor.is_coalesced()
-        torch.sparse_coo_tensor(
-            tensor._indices(), values, tensor.shape, check_invariants=True, is_coalesced=is_coalesced
-        )
-        return
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    compressed, plain = (
-        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    torch.sparse_compressed_tensor(compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True)
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """The indices of a tensor in COO layout as they are stored."""
+    return tensor._indices()
 
 
 def unpickle_weights(pickled: bytes | mmap, read_storage: Callable[[Any], object]) -> object:

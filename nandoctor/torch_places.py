@@ -74,3 +74,14 @@ NEEDED: dict[str, str] = {
     # Read in the forward, used by the backward: the one thing both have in common.
     "torch.utils.checkpoint._get_autocast_kwargs": "recomputing checkpointed blocks under emulated autocast",
 }
+
+# What is patched, by nandoctor.process_wide
+
+AUTOCAST_INIT = "torch.amp.autocast_mode.autocast.__init__"
+AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
+AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
+CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
+DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
+ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
+CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
+CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"

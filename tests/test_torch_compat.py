@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nandoctor
-from nandoctor import process_wide, torch_compat
+from nandoctor import process_wide, torch_compat, torch_places
 from nandoctor.errors import UnsupportedTorchError
 from nandoctor.tracing.gradient_tracer import open_checkpoints
 
@@ -124,7 +124,7 @@ def enter_of_autocast():
 
 
 def fail_while_patched():
-    with process_wide.patched([process_wide.Patch(torch_compat.AUTOCAST_ENTER, lambda enter: lambda *args: None)]):
+    with process_wide.patched([process_wide.Patch(torch_places.AUTOCAST_ENTER, lambda enter: lambda *args: None)]):
         raise ZeroDivisionError
 
 

@@ -19,15 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import (
-    AUTOCAST_ENTER,
-    AUTOCAST_EXIT,
-    AUTOCAST_INIT,
-    CUSTOM_FWD_CAST,
-    DEVICE_CONTEXT_INIT,
-    is_enabled,
-    set_enabled,
-)
+from nandoctor.torch_compat import is_enabled, set_enabled
+from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 _OTHER_MEANING = frozenset({Tensor.view, torch.finfo, torch.iinfo})

@@ -15,7 +15,7 @@ from nandoctor.autocast.policy import Policy, apply_policy, exact_products, make
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import CHECKPOINT_AUTOCAST
+from nandoctor.torch_places import CHECKPOINT_AUTOCAST
 
 
 class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.autocast` stood

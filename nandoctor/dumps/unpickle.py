@@ -21,7 +21,8 @@ from nandoctor.dumps.pickled_containers import CONTAINERS, StandIns
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member, damaged
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import ALLOWED_GLOBALS, check_sparse_indices, unpickle_weights
+from nandoctor.torch_compat import sparse_indices, sparse_values, unpickle_weights
+from nandoctor.torch_places import ALLOWED_GLOBALS
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
 _ALIGNMENT = 16
@@ -59,7 +60,7 @@ def _make_sound(saved: object) -> None:
         if isinstance(item, (torch.Tensor, dict)):
             getattr(item, "__dict__", {}).clear()
         if isinstance(item, torch.Tensor) and item.layout in _SPARSE:
-            check_sparse_indices(item)
+            _check_sparse_indices(item)
         if isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, (list, tuple, set)):
@@ -138,3 +139,22 @@ def _allow_by_thread(allowed: Callable[[], Mapping[str, Any]]) -> Callable[[], M
 
 
 _allowed_by_thread = Shared(lambda: patched([Patch(ALLOWED_GLOBALS, _allow_by_thread)]))
+
+
+def _check_sparse_indices(tensor: torch.Tensor) -> None:
+    """Check that the elements of a sparse tensor lie in it: torch loads any, and its kernels read and write there.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    values = sparse_values(tensor)
+    if tensor.layout is torch.sparse_coo:
+        is_coalesced = tensor.is_coalesced()
+        indices = sparse_indices(tensor)
+        torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True, is_coalesced=is_coalesced)
+        return
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed, plain = (
+        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    )
+    torch.sparse_compressed_tensor(compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True)

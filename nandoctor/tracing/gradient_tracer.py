@@ -14,7 +14,8 @@ import torch
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine, TensorStats
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import CHECKPOINT_APPLY, is_custom_node, unobserved
+from nandoctor.torch_compat import is_custom_node, unobserved
+from nandoctor.torch_places import CHECKPOINT_APPLY
 from nandoctor.tracing.exact_counts import find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
