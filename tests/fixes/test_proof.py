@@ -224,7 +224,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
-def test_healthy_samples_that_the_failure_took_are_compared_alone(size, holds, tmp_path):
+def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, tmp_path):
     """A divisor clamped to 1e-12 changes rows whose sum is below; in the whole batch there is nothing to see it by."""
     x = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8], [0.0, 0.0, 0.0], [0.6, 0.3, 0.1]]) * size
     fixes = [fix for fix in replay(tmp_path, Normed, x=x).fixes if fix.verified]
