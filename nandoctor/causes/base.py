@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nandoctor.causes.signs import is_nonnegative
 from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
@@ -259,6 +260,14 @@ def site_of(op: OpCall) -> OpSite:
 def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Candidate:
     """The argument of an op clamped to each of the `bounds`, (low, high)."""
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
+
+
+def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], smallest: Sequence[float]) -> Candidate:
+    """The divisor kept at each of these distances from zero; on its own side where a batch may make it negative."""
+    of_root = op.op == "rsqrt" or not dict(op.scalars).get("exponent", 1.0).is_integer()
+    signed = not (of_root or is_nonnegative(divisor, ops))
+    site = site_of(op)
+    return tuple(ClampArgument(site=site, argument=divisor.name, low=low, keeps_sign=signed) for low in smallest)
 
 
 def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:

@@ -16,10 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, guard_candidate, outside_domain, singular_inputs
+from nandoctor.causes.base import (
+    Candidate,
+    Finding,
+    divisor_candidate,
+    guard_candidate,
+    outside_domain,
+    singular_inputs,
+)
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import Operand
+from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
 from nandoctor.text import are, plural
 
@@ -81,16 +88,15 @@ def _denominator(finding: Finding) -> Operand | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Clamp what is below the line; where it may be negative, that does not agree with fp32 and is refused."""
+    """Keep what is below the line off zero."""
     denominator = _denominator(finding)
     if denominator is not None:
-        bounds = (1.0, *_SMALL) if _is_count(finding, denominator) else _SMALL
-        clamps = clamp_candidate(finding.op, denominator.name, [(low, None) for low in bounds])
-        yield (*clamps, *guard_candidate(finding.op))
+        divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
+        smallest = (1.0, *_SMALL) if _is_count(finding, divisor) else _SMALL
+        yield (*divisor_candidate(finding.op, divisor, finding.ops, smallest), *guard_candidate(finding.op))
 
 
-def _is_count(finding: Finding, denominator: Operand) -> bool:
+def _is_count(finding: Finding, tensor: OpTensor) -> bool:
     """Tell whether the divisor is no floating-point tensor, or was none before a cast: what is not 0 is at least 1."""
-    tensor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
     casts = (op for op in finding.sources(tensor) if op.op in CASTS)
     return any(taken.stats is None for taken in (tensor, *(taken for op in casts for taken in op.inputs)))

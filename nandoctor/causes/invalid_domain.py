@@ -10,7 +10,8 @@ Why it happens
     Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
     nothing bounds it.
 Fix
-    Clamp to the domain: `x.clamp(min=0).sqrt()`, `cosine.clamp(-1 + 1e-6, 1 - 1e-6).acos()`.
+    Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.clamp(-1 + 1e-6, 1 - 1e-6).acos()`. At the edge
+    itself the value is finite, and the derivative infinite.
 When it is wrong
     Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """
@@ -31,8 +32,8 @@ CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
 PHASES = ("forward",)
 
-_MARGINS = (0.0, 1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
-"""How far an argument is kept from the edge; fp16's step below 1 is 4.9e-4."""
+_MARGINS = (1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
+"""How far an argument is kept from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4."""
 
 _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
@@ -97,5 +98,7 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     domain = DOMAINS.get(op.op)
     if domain is None:
         return ()
-    ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in _MARGINS]
+    is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
+    margins = (0.0, *_MARGINS) if is_smooth else _MARGINS
+    ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
     return clamp_candidate(op, domain.argument, ends)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from nandoctor.causes.base import (
     Candidate,
     GradientFinding,
-    clamp_candidate,
+    divisor_candidate,
     gradient_evidence,
     guard_candidate,
     singular_inputs,
@@ -94,4 +94,4 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     yield guard_candidate(forward)
     yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
-        yield clamp_candidate(forward, tensor.name, [(low, None) for low in (1e-12, 1e-6, 1e-4)])
+        yield divisor_candidate(forward, tensor, finding.ops, (1e-12, 1e-6, 1e-4))

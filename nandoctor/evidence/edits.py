@@ -84,7 +84,8 @@ class SetFlag:
 class ClampArgument:
     """Clamp a tensor before an op takes it, to [low, high]; None leaves that side open.
 
-    With `nan` also NaN is replaced, by zero. An `argument` of "" stands for what the op returns.
+    With `keeps_sign` only what is nearer to zero than `low` becomes `low`. With `nan` the NaN that an op makes of
+    arguments without one is replaced, by zero. An `argument` of "" stands for what the op returns.
     """
 
     kind: Literal["clamp"] = "clamp"
@@ -93,14 +94,15 @@ class ClampArgument:
     low: float | None = None
     high: float | None = None
     nan: bool = False
+    keeps_sign: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardArgument:
     """Run an op on `safe` where its argument is not between `low` and `high`, and take 0 for its result there.
 
-    Both ends are left out; where neither is given it is zero that is. The argument is made safe inside and selected
-    outside, so that no gradient passes the point; why one of the two is not enough:
+    Both ends are left out; where neither is given it is zero that is. A NaN stays one. The argument
+    is made safe inside and selected outside, so that no gradient passes the point; why one of the two is not enough:
     https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where.
     """
 

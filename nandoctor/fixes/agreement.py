@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import hardshrink
 
 from nandoctor.replaying.runner import Outcome
 from nandoctor.tracing.tensor_stats import all_finite, numbers_in
@@ -158,10 +159,15 @@ def gradients_finite(made: Result, reference: Result) -> bool:
     )
 
 
-def gradient_error(made: Result, reference: Result) -> float:
-    """Norm of the difference of all gradients over the norm of the reference's, where those are finite."""
+def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> float:
+    """Norm of the difference of all gradients over the norm of the reference's, where those are finite.
+
+    Differences up to `grain` are those of a format that holds nothing smaller.
+    """
     names = made.gradients.keys() & reference.gradients
-    difference = math.hypot(*(_norm(made.gradients[name] - reference.gradients[name]) for name in names))
+    difference = math.hypot(
+        *(_norm(hardshrink(made.gradients[name] - reference.gradients[name], grain)) for name in names)
+    )
     norm = math.hypot(*(_norm(reference.gradients[name]) for name in names))
     return difference / norm if norm else difference
 

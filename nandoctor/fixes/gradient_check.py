@@ -1,8 +1,9 @@
 """Judges the gradients of a changed step: finite at the loss scale of the training, and near to fp32's.
 
-Where no scale is known, or it has come down since GradScaler began with 65,536, the largest one is taken at which the
-gradients are finite (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling), and none below 1. Too low a scale
-shows as an error: small gradients are then rounded to zero.
+Where it has come down since GradScaler began with 65,536, the largest one is taken at which the gradients are finite
+(https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling), and none below that of the step. Where no scale is
+known they are asked for at 65,536 and down to 256; below that only where they overflow without the failure as well.
+Too low a scale shows as an error: small gradients are then rounded to zero.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Said = tuple[Literal["passed", "failed", "not-checked"], str]
 GROWTH = 4.0
 """GradScaler doubles its scale every 2,000 steps: room for two of these."""
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
-_MOST_NOISE = 1.0
+_LEAST_SCALE = 256.0
+"""Where no scale is known: GradScaler comes down to it within eight steps, and small gradients are still seen."""
+_MOST_NOISE = 0.5
 """The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
 _LARGER = 1.1
 """A change of the formula may make the gradients smaller, and no larger than this."""
@@ -74,11 +77,26 @@ class GradientCheck:
             return "not-checked", "no weight has a gradient"
         if scale is None:
             return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
-        error, allowed = self._error(change, made)
         told = f"gradients of {of}: finite at loss scale {number(scale)}"
+        if self._trials.step.loss_scale is None and scale_set_by(change) is None:
+            highest = max(self._scales(change))
+            excused = scale < highest and self._overflows_anyway(highest)
+            told += self._describe_unknown(scale, highest, excused=excused)
+            if scale < min(_LEAST_SCALE, highest) and not excused:
+                return "failed", told
+        error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
         if error is None:
             return "passed", f"{told}; there are no others to compare them with"
         return "passed" if error <= allowed else "failed", f"{told}, {percent(error)} off fp32"
+
+    @staticmethod
+    def _describe_unknown(scale: float, highest: float, *, excused: bool) -> str:
+        """What to say of the scale where that of the training is not known."""
+        if scale == highest:
+            return ""  # what fits at this scale fits at all below it
+        if excused:
+            return f" (at {number(highest)} they overflow without the failure too)"
+        return f", not at {number(highest)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
         """Say whether the gradients stay finite where GradScaler doubles its scale twice.
@@ -100,7 +118,7 @@ class GradientCheck:
 
     def _overflows_anyway(self, scale: float) -> bool:
         """Tell whether fp16 cannot hold the gradients of the weights, or of the samples that were fine."""
-        gradients = self._trials.reference().gradients.values()
+        gradients = self._trials.sound_reference(()).gradients.values()
         largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
         if largest * scale > FP16.max:
             return True
@@ -108,11 +126,11 @@ class GradientCheck:
             return False
         return not self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale)).gradients_finite
 
-    def _error(self, change: Change, made: Result) -> tuple[float | None, float]:
+    def _error(self, change: Change, made: Result, *, grain: float) -> tuple[float | None, float]:
         """How far the gradients are off the nearest sound ones, and how far they may be."""
         errors = []
         for reference, allowed in self._references(change, made):
-            errors.append(gradient_error(made, reference))
+            errors.append(gradient_error(made, reference, grain=grain))
             if errors[-1] <= allowed:
                 return errors[-1], allowed
         return min(errors, default=None), GRADIENT_TOLERANCE
@@ -135,7 +153,7 @@ class GradientCheck:
         if changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
-            yield sound, min(2 * self._own_error, _MOST_NOISE)
+            yield sound, min(2 * self._own_error, 1.0)
 
     @cached_property
     def _own_error(self) -> float:

@@ -12,23 +12,25 @@ from functools import cached_property, partial
 
 import torch
 
+from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import Edit, KeepSamples
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, gradients_finite, sample_errors
+from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
 from nandoctor.fixes.variations import VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change
-from nandoctor.text import number, percent
+from nandoctor.text import constant, number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
 _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
-_LOWERED = (1.0, 2.0**-8, 2.0**-16)
-"""On another batch GradScaler may have to lower its scale, to 1 at the least."""
+_LOWERED = (256.0, 16.0)
+"""On another batch GradScaler may have to lower its scale; to these, where the scale of the training is no lower."""
 
 
 class Verifier:
@@ -69,6 +71,8 @@ class Verifier:
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
+        if written.at_edge is not None:
+            criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
         criteria.append(("samples to blame alone", partial(self._judge_alone, written, change, scale)))
         for name, varied in self._variations.items():
             criteria.append((name, partial(self._judge_variation, written, change, varied, scale)))
@@ -91,6 +95,19 @@ class Verifier:
         if not judgement.passes:
             return "failed", told
         return "passed", f"{told}, within what {self._trials.step.low.label} loses" if error > TOLERANCE else told
+
+    def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
+        """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""
+        made = self._trials.run(*at_scale(at_edge, scale or 1.0))
+        edits = interventions.flatten((edit,))
+        told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in edges_of(single)))
+        if not made.ran:
+            return "not-checked", f"the step cannot be run with arguments of exactly {told}"
+        if not made.finite:
+            what = "gradients are" if made.values_finite else "output is"
+            return "failed", f"{what} not finite with arguments of exactly {told}"
+        cost = describe_cost(edits)
+        return "passed", f"finite with arguments of exactly {told}{f'; {cost}' if cost else ''}"
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
@@ -180,13 +197,21 @@ class Verifier:
         if varied is None:
             return "not-checked", "the step has no such variation"
         highest = scale or 1.0
-        for lowered in dict.fromkeys(max(highest * factor, min(highest, 1.0)) for factor in _LOWERED):
+        known = self._trials.step.loss_scale or highest
+        for lowered in dict.fromkeys((highest, *(min(highest, scale, known) for scale in _LOWERED))):
             made = varied.run(*at_scale(change, lowered))
             if made.gradients_finite or not made.values_finite:
                 break
         if made.finite:
-            return "passed", "output and gradients are finite"
+            return "passed", self._describe_finite(made, lowered if lowered < highest else None)
         return self._excuse(made, varied.reference())
+
+    def _describe_finite(self, made: Result, lowered: float | None) -> str:
+        """What was finite: gradients may be asked for and not there, and of a stand-in loss there is no value."""
+        parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
+        only = " alone" if len(parts) == 1 else ""
+        at = "" if lowered is None else f", at loss scale {number(lowered)}"
+        return f"{' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}{only} finite{at}"
 
     def _excuse(self, made: Result, reference: Result) -> Said:
         """Say whether a run that is not finite is so only where the unchanged step in fp32 is not either."""

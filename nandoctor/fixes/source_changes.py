@@ -26,6 +26,7 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
+from nandoctor.fixes.edges import edges_of, text_at_edges
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
@@ -48,9 +49,10 @@ OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileChange:
-    """What is to be replaced in one file."""
+    """What is to be replaced in one file, and the `names` that the new text binds."""
 
     tree: SourceTree
+    names: set[str] = field(default_factory=set)
     replacements: list[Replacement] = field(default_factory=list)
     wraps: list[Wrap] = field(default_factory=list)
 
@@ -61,10 +63,17 @@ class SourceWriter:
     def __init__(self, ops: Sequence[OpCall]) -> None:
         self._ops = ops
         self._files: dict[str, _FileChange] = {}
+        self._at_edge = False
 
-    def write(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
-        """The patch that makes all of `edits`, None where one of them cannot be written."""
-        self._files = {}
+    def write(self, edits: Sequence[SingleEdit], *, at_edge: bool = False) -> SourcePatch | None:
+        """The patch that makes all of `edits`, None where one of them cannot be written.
+
+        With `at_edge` the arguments that are kept within a domain are put exactly on its edge first, wherever they are
+        there or beyond: what the change is to stand in another batch.
+        """
+        if at_edge and not any(map(edges_of, edits)):
+            return None
+        self._files, self._at_edge = {}, at_edge
         try:
             for edit in edits:
                 self._write_one(edit)
@@ -168,7 +177,8 @@ class SourceWriter:
             change.replacements.append(Replacement(node=expression.node, text=widened))
             change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
             return
-        name = tree.free_name("product", expression.node)
+        name = tree.free_name("product", expression.node, change.names)
+        change.names.add(name)
         before = f"{OUT_OF_AUTOCAST}\n    {name} = {widened}\n"
         change.replacements.append(Replacement(node=expression.node, text=name, before=(before,)))
 
@@ -195,14 +205,58 @@ class SourceWriter:
 
     def _clamp(self, edit: ClampArgument) -> None:
         change, expression = self._open(edit.site)
-        bounds = {"min": edit.low, "max": edit.high}
-        given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
-        call = "nan_to_num(0.0)" if edit.nan else f"clamp({given})"
+        if edit.nan:
+            self._take_zero(change, expression)
+            return
         target = expression.argument_node(edit.argument) if edit.argument else expression.node
         if not isinstance(target, cst.BaseExpression):
             raise CannotWriteError
-        text = attribute_text(change.tree, target, call)
-        change.replacements.append(Replacement(node=target, text=text))
+        taken = self._argument(change, target, edit)
+        if edit.keeps_sign and edit.low is not None:
+            first, again, before = self._named(change, target, taken, "divisor")
+            low = code_number(edit.low)
+            is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
+            text = f"torch.where({is_near}, {low}, {again})"
+            change.replacements.append(Replacement(node=target, text=text, before=before))
+            return
+        bounds = {"min": edit.low, "max": edit.high}
+        given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
+        change.replacements.append(Replacement(node=target, text=f"{grouped(taken)}.clamp({given})"))
+
+    def _take_zero(self, change: _FileChange, expression: Expression) -> None:
+        """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
+        tree, node = change.tree, expression.node
+        if not isinstance(node, cst.BaseExpression):
+            raise CannotWriteError
+        tensors = list(expression.tensors())
+        tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
+        named = {tensor: self._named(change, tensor, tree.code(tensor), "averaged") for tensor in tensors}
+        whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
+        first, again, before = self._named(change, node, whole, "average")
+        spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
+        text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0))"
+        statements = tuple(line for _, _, lines in named.values() for line in lines)
+        change.replacements.append(Replacement(node=node, text=text, before=(*statements, *before)))
+
+    def _argument(self, change: _FileChange, node: cst.BaseExpression, edit: ClampArgument | GuardArgument) -> str:
+        """The text of an argument, put on the edge of its domain where that is asked for."""
+        text = change.tree.code(node)
+        return text_at_edges(text, edit) if self._at_edge and edges_of(edit) else text
+
+    def _named(
+        self, change: _FileChange, node: cst.BaseExpression, text: str, wanted: str
+    ) -> tuple[str, str, tuple[str, ...]]:
+        """The text of a value that is needed more than once: the first time, then, and the statements before.
+
+        It is computed once, by a statement before its own or, where none can be put there, where it is needed first.
+        """
+        if isinstance(cst.parse_expression(text), (cst.Name, cst.Attribute)):
+            return text, text, ()
+        name = change.tree.free_name(wanted, node, change.names)
+        change.names.add(name)
+        if change.tree.statement_of(node) is None:
+            return f"({name} := {text})", name, ()
+        return name, name, (f"{name} = {text}",)
 
     def _guard(self, edit: GuardArgument) -> None:
         change, expression = self._open(edit.site)
@@ -210,14 +264,15 @@ class SourceWriter:
         argument = expression.argument_node(edit.argument)
         if not isinstance(node, cst.BaseExpression):
             raise CannotWriteError
-        text, before = tree.code(argument), tuple[str, ...]()
-        if not isinstance(argument, (cst.Name, cst.Attribute)) and tree.statement_of(node) is not None:
-            name = tree.free_name("guarded", node)
-            text, before = name, (f"{name} = {text}",)
-        inside = _inside(edit, grouped(text))
-        whole = text_with(tree, node, {argument: f"torch.where({inside}, {text}, {edit.safe})"})
-        selected = whole if _selects_by(tree, node, inside) else f"torch.where({inside}, {whole}, 0.0)"
-        change.replacements.append(Replacement(node=node, text=selected, before=before))
+        is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
+        first, again, before = self._named(change, node, self._argument(change, argument, edit), "guarded")
+        if is_selected:
+            safe = f"torch.where({_inside(edit, first, again)}, {again}, {edit.safe})"
+            text = text_with(tree, node, {argument: safe})
+        else:
+            safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
+            text = f"torch.where({_outside(edit, first, again)}, 0.0, {text_with(tree, node, {argument: safe})})"
+        change.replacements.append(Replacement(node=node, text=text, before=before))
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
@@ -263,18 +318,29 @@ class SourceWriter:
             change.replacements.append(Replacement(node=expression.node, text=made))
             return
         scores = expression.argument_node("self")
-        name = tree.free_name("empty", expression.node)
+        name = tree.free_name("empty", expression.node, change.names)
+        change.names.add(name)
         before = f"{name} = torch.isneginf({tree.code(scores)}).all(-1, keepdim=True)"
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
 
 
-def _inside(edit: GuardArgument, text: str) -> str:
+def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
     """The condition under which an argument is kept: strictly between the ends, or not zero."""
-    ends = {">": edit.low, "<": edit.high}
-    conditions = [f"{text} {sign} {code_number(end)}" for sign, end in ends.items() if end is not None]
-    return " & ".join(f"({one})" for one in conditions) if len(conditions) > 1 else (conditions or [f"{text} != 0"])[0]
+    return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
+
+
+def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
+    """The condition under which it is not; neither holds for NaN, which is to stay."""
+    return _condition([("<=", edit.low), (">=", edit.high)], "|", "== 0", (first, again or first))
+
+
+def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: str, texts: tuple[str, str]) -> str:
+    first, again = texts
+    given = [(sign, code_number(end)) for sign, end in ends if end is not None]
+    parts = [f"{again if place else first} {sign} {end}" for place, (sign, end) in enumerate(given)]
+    return f" {joint} ".join(f"({part})" for part in parts) if len(parts) > 1 else (parts or [f"{first} {at_zero}"])[0]
 
 
 def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:

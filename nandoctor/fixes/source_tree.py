@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,6 +13,7 @@ from nandoctor.evidence.trace import SourceLine
 
 _OWN_SCOPE = (cst.Lambda, cst.CompFor, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 _CONDITIONAL = (cst.IfExp, cst.BooleanOperation)
+_ATOMS = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.BaseString)
 _STANDS_ALONE = (cst.Assign, cst.AnnAssign, cst.Arg, cst.Expr, cst.Return)
 
 
@@ -129,10 +130,10 @@ class SourceTree:
         node.visit(Names())
         return found
 
-    def free_name(self, wanted: str, node: cst.CSTNode) -> str:
-        """A name that the function around a node does not use."""
+    def free_name(self, wanted: str, node: cst.CSTNode, others: Set[str] = frozenset()) -> str:
+        """A name that the function around a node does not use, and that is none of the `others`."""
         scope = self.function_of(node) or self.module
-        taken, name, number = self.names_in(scope), wanted, 2
+        taken, name, number = self.names_in(scope) | others, wanted, 2
         while name in taken:
             name, number = f"{wanted}_{number}", number + 1
         return name
@@ -220,9 +221,9 @@ class _Rewriter(cst.CSTTransformer):
             assert isinstance(statement, cst.SimpleStatementLine)
             return statement.body[0]
         made = cst.parse_expression(f"({text})")
-        if isinstance(node, cst.BaseExpression) and node.lpar:
-            return made
         bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
+        if isinstance(node, cst.BaseExpression) and node.lpar:
+            return bare if isinstance(bare, _ATOMS) and "\n" not in text else made
         return bare if node in self._alone or _binds_as_tightly(bare, node) else made
 
     def _wrap(self, statement: cst.SimpleStatementLine, header: str) -> cst.With:
@@ -236,4 +237,4 @@ def _binds_as_tightly(node: cst.BaseExpression, other: cst.CSTNode) -> bool:
     """Tell whether an expression may stand where the other one did without parentheses."""
     if isinstance(node, cst.BinaryOperation) and isinstance(other, cst.BinaryOperation):
         return type(node.operator) is type(other.operator)
-    return isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.BaseString))
+    return isinstance(node, _ATOMS)

@@ -78,6 +78,9 @@ def _clamp_in_words(edit: ClampArgument) -> str:
     what = _argument_in_words(edit)
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
+    if edit.keeps_sign and edit.low is not None:
+        nearer = "" if edit.low == 1 else "nearer to "
+        return f"Take {code_number(edit.low)} for {what} of {edit.site.op} where it is {nearer}0"
     return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
 
 

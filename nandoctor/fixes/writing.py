@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from nandoctor.evidence.changes import PrintedChange, Snippet
+from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.edits import (
     Edit,
     KeepModule,
@@ -44,7 +44,8 @@ _WIDEN = """def widen(module, args, kwargs):
 class WrittenChange:
     """A change in words and as text; `change` is that text as a run takes it, None for a setting and for advice.
 
-    `settings` are the loss scale and the dtype of autocast, where the change is one of them.
+    `settings` are the loss scale and the dtype of autocast, where the change is one of them. `at_edge` is the patch
+    with the arguments that it keeps within a domain put on the edge, None where it keeps none so.
     """
 
     kind: ChangeKind
@@ -52,6 +53,7 @@ class WrittenChange:
     text: str
     change: PrintedChange | None = None
     settings: FixSettings | None = None
+    at_edge: SourcePatch | None = None
 
 
 class ChangeWriter:
@@ -67,7 +69,8 @@ class ChangeWriter:
         title = write_title(edit)
         patch = self._source.write(singles)
         if patch is not None:
-            yield WrittenChange(kind="source", title=title, text=patch.diff, change=patch)
+            at_edge = self._source.write(singles, at_edge=True)
+            yield WrittenChange(kind="source", title=title, text=patch.diff, change=patch, at_edge=at_edge)
         settings = _settings_of(singles)
         if settings is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)

@@ -143,7 +143,8 @@ def _format_at(call: Invocation) -> torch.dtype:
 def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> Any:
     """The op with an argument clamped, or with its result clamped where the edit names none."""
     if not edit.argument:
-        return tree_map(partial(_clamp, edit), proceed(call))
+        hides = edit.nan and any(bool(torch.isnan(taken).any()) for _, taken in call.tensors())
+        return proceed(call) if hides else tree_map(partial(_clamp, edit), proceed(call))
     given = dict(call.arguments()).get(edit.argument)
     return proceed(call.with_argument(edit.argument, _clamp(edit, given)) if given is not None else call)
 
@@ -151,6 +152,8 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
 def _clamp(edit: ClampArgument, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.dtype == torch.bool:
         return value
+    if edit.keeps_sign and edit.low is not None:
+        return torch.where(value.abs() < edit.low, edit.low, value)
     if not value.is_floating_point():
         return value.clamp(edit.low, edit.high)
     if edit.nan:
@@ -165,11 +168,11 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
     given = dict(call.arguments()).get(edit.argument)
     if not isinstance(given, torch.Tensor):
         return proceed(call)
-    inside = given != 0 if edit.low is None and edit.high is None else torch.ones_like(given, dtype=torch.bool)
-    inside = inside if edit.low is None else inside & (given > edit.low)
-    inside = inside if edit.high is None else inside & (given < edit.high)
-    made = proceed(call.with_argument(edit.argument, torch.where(inside, given, edit.safe)))
-    return torch.where(inside, made, 0.0)
+    outside = given == 0 if edit.low is None and edit.high is None else torch.zeros_like(given, dtype=torch.bool)
+    outside = outside if edit.low is None else outside | (given <= edit.low)
+    outside = outside if edit.high is None else outside | (given >= edit.high)
+    made = proceed(call.with_argument(edit.argument, torch.where(outside, edit.safe, given)))
+    return torch.where(outside, 0.0, made)
 
 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:

@@ -94,4 +94,4 @@ def test_an_edge_that_was_not_met_is_left_as_it_is(tmp_path):
     """acos(1) is 0, which a guard may give; at -1 it would be wrong, and this batch would not show it."""
     fix = replay_angle(tmp_path, torch.tensor([[1.0], [0.5], [0.25]])).fixes[0]
     assert (fix.verified, fix.edit.kind, fix.edit.low, fix.edit.high) == (True, "guard", None, 1.0)
-    assert "torch.acos(torch.where(guarded < 1, guarded, 0.0))" in fix.patch
+    assert "torch.acos(torch.where(guarded >= 1, 0.0, guarded))" in fix.patch

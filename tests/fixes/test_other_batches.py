@@ -1,0 +1,118 @@
+"""What a printed guard or clamp does in a batch unlike the one that failed: at the edge, below zero, with a NaN."""
+
+import runpy
+import subprocess
+
+import pytest
+import torch
+
+import nandoctor
+
+FILE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.lift.weight)
+
+    def forward(self, x):
+        h = self.lift(x)
+        BODY
+
+
+def loss(output, batch):
+    return output.float().mean()
+"""
+ROOT = "return torch.sqrt(h)", [[1.0, 0.5, -0.25, 2.0], [0.5] * 4]
+ANGLE = "return torch.acos(h * 0.5)", [[1.0, 0.5, -0.25, 2.5], [0.5] * 4]
+LOGARITHM = "return torch.stack([torch.log(row + 0) for row in h])", [[1.0, 0.5, 0.0, 2.0], [0.5] * 4]
+RATIO = "return h / h.sum(-1, keepdim=True)", [[1.0, 0.5, -1.0, -0.5], [0.25] * 4]
+UNIT = "return h / h.abs().sum(-1, keepdim=True)", [[0.0] * 4, [0.25] * 4]
+COUNT = "return h / (x > 1).sum(-1, keepdim=True)", [[0.5] * 4, [2.0] * 4]
+HIDDEN = "return torch.where(h > 0.5, h.sqrt() * 2, h)", [[1.0, 0.5, 0.0, 2.0], [0.25] * 4]
+EMPTY = "return h + h[h > 5].mean()", [[1.0, 0.5, 0.25, 2.0], [0.25] * 4]
+
+
+def patched(body, x, folder, monkeypatch):
+    """The best fix, and the file with it as `git apply` leaves it."""
+    monkeypatch.chdir(folder)
+    (folder / "net.py").write_text(FILE.replace("BODY", body))
+    torch.save({"state_dict": {"lift.weight": torch.eye(4)}, "x": torch.tensor(x)}, "dump.pth")
+    report = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", max_trials=60).report
+    fix = report.fixes[0]
+    assert (fix.verified, fix.kind) == (True, "source"), report.headline
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    return fix, runpy.run_path("net.py")["Net"]()
+
+
+def run(model, x):
+    """The output, and the gradient of its mean."""
+    model.zero_grad()
+    output = model(torch.tensor(x))
+    output.mean().backward()
+    return output.detach(), model.lift.weight.grad
+
+
+@pytest.mark.parametrize(
+    ("case", "edges"),
+    [
+        pytest.param(ROOT, [0.0], id="root"),
+        pytest.param(ANGLE, [2.0, -2.0], id="angle", marks=pytest.mark.slow),
+        pytest.param(LOGARITHM, [0.0], id="comprehension", marks=pytest.mark.slow),
+        pytest.param(HIDDEN, [0.0], id="hidden", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_finite_at_the_edge_itself(case, edges, tmp_path, monkeypatch):
+    fix, model = patched(*case, tmp_path, monkeypatch)
+    for edge in edges:
+        output, gradient = run(model, [[edge] * 4, [0.5] * 4])
+        assert output.isfinite().all()
+        assert gradient.isfinite().all()
+    (check,) = [check for check in fix.checks if check.name == "values at the edge"]
+    assert check.status == "passed"
+    assert "min=0)" not in fix.patch
+
+
+def test_the_cost_of_a_clamp_is_told(tmp_path, monkeypatch):
+    fix, model = patched(*ROOT, tmp_path, monkeypatch)
+    (check,) = [check for check in fix.checks if check.name == "values at the edge"]
+    at_edge = float(model(torch.zeros(1, 4)).detach().max())
+    assert f"sqrt(0) is {at_edge:.3g} (exactly: 0)" in check.text
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        pytest.param(RATIO, [[-1.0, -2.0, -3.0, -4.0], [0.5, -2.5, 0.5, 0.5]], id="sum"),
+        pytest.param(COUNT, [[2.0, 0.0, 0.0, 2.0], [2.0] * 4], id="count", marks=pytest.mark.slow),
+        pytest.param(UNIT, [[-1.0, -2.0, -3.0, -4.0], [0.5] * 4], id="norm", marks=pytest.mark.slow),
+    ],
+)
+def test_other_divisors_are_left_as_they_are(case, other, tmp_path, monkeypatch):
+    fix, model = patched(*case, tmp_path, monkeypatch)
+    h = torch.tensor(other)
+    whole = eval(case[0].removeprefix("return "), {"h": h, "x": h, "torch": torch})
+    assert torch.allclose(run(model, other)[0], whole)
+    assert "clamp" not in fix.patch
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(HIDDEN, id="hidden"),
+        pytest.param(EMPTY, id="empty"),
+        *(
+            pytest.param(case, id=name, marks=pytest.mark.slow)
+            for name, case in {"root": ROOT, "angle": ANGLE, "log": LOGARITHM, "sum": RATIO, "norm": UNIT}.items()
+        ),
+    ],
+)
+def test_a_nan_from_upstream_stays_one(case, tmp_path, monkeypatch):
+    _, model = patched(*case, tmp_path, monkeypatch)
+    with torch.no_grad():
+        model.lift.weight.fill_(float("nan"))
+    assert model(torch.full((2, 4), 9.0)).isnan().all()
