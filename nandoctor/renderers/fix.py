@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.evidence.report import Check, Fix, FixSettings, Report
+from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, print_parts
@@ -52,7 +52,9 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
 def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
     chosen = choice.fix
     yield "result", describe_outcome(chosen.outcome)
-    yield from (("checked", _describe_check(check)) for check in chosen.checks)
+    for check in chosen.checks:
+        label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
+        yield label, printable(f"{check.name}: {check.text}")
     if chosen.kind != "source":
         yield "where", WHERE_TO_RUN[chosen.kind]
     elif choice.verification is None:
@@ -64,8 +66,3 @@ def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:
             yield f"--pick {place}", f"{printable(other.title)}: {describe_outcome(other.outcome)}"
-
-
-def _describe_check(check: Check) -> str:
-    status = {"passed": "", "failed": "FAILED: ", "not-checked": "not checked: "}[check.status]
-    return printable(f"{check.name}: {status}{check.text}")
