@@ -29,7 +29,8 @@ _MAX_CALLS = 16
 class StepTracker:
     """The step under way, `current`, and those that wait for a device to say how they went.
 
-    `on_stop` is called before `NonFiniteTrainingError` is raised. `epoch` and `next_step` number what begins next.
+    Whatever ends or decides a step raises `NonFiniteTrainingError` where the policy stops the training, once `on_stop`
+    is called. `epoch` and `next_step` number what begins next.
     `unwatched_eval`: the last forward was of the model in eval mode, and no step.
     """
 
@@ -92,11 +93,7 @@ class StepTracker:
         return self._accumulates and grad is not None and self._scale_version == scale_version
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
-        """End the current step and make `following` the current one; then decide on those that can be.
-
-        Raises:
-            NonFiniteTrainingError: the policy stops the training.
-        """
+        """End the current step and make `following` the current one; then decide on those that can be."""
         self._forget_if_forked()
         step, self.current = self.current, following
         if step is not None and step.flags:
@@ -111,11 +108,7 @@ class StepTracker:
         self.flush_pending(wait=final)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Note a call of the model; True where it is the first of its step.
-
-        Raises:
-            NonFiniteTrainingError: this begins a step, and the policy stops the training for one before it.
-        """
+        """Note a call of the model; True where it is the first of its step."""
         step, with_grad = self.current, torch.is_grad_enabled()
         self.unwatched_eval = False
         if step is not None and step.explicit:
@@ -181,11 +174,7 @@ class StepTracker:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before any optimizer's `step`; where it is given a closure, the closure in ours.
-
-        Raises:
-            NonFiniteTrainingError: the policy stops the training.
-        """
+        """Hook before any optimizer's `step`; where it is given a closure, the closure in ours."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not callable(closure):
             self._before_update(optimizer)
@@ -251,11 +240,7 @@ class StepTracker:
             self._decide(step)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Hook after any optimizer's `step`: flag weights that it left non-finite.
-
-        Raises:
-            NonFiniteTrainingError: the policy stops the training.
-        """
+        """Hook after any optimizer's `step`: flag weights that it left non-finite."""
         step = self.current
         if step is None or step.decided:
             return
@@ -267,11 +252,7 @@ class StepTracker:
             self._decide(step)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
-        """Decide on finished steps; on those of which a device has yet to say how they went only with `wait`.
-
-        Raises:
-            NonFiniteTrainingError: the policy stops the training.
-        """
+        """Decide on finished steps; on those of which a device has yet to say how they went only with `wait`."""
         while self._pending:
             step = self._pending[0]
             if not wait and not step.ready and not step.loss_nonfinite:

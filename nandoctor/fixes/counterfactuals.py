@@ -20,9 +20,6 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
 
     `guilty` are the samples to blame, none where they are not known; `random` tells whether the step draws random
     numbers, so that other seeds are worth a run.
-
-    Raises:
-        BudgetSpent: nothing more may be run.
     """
     step = trials.step
     # Where fp32 is finite float64 says no more, and takes many times as long.

@@ -67,11 +67,7 @@ class GradientCheck:
         return (*larger, grown, step.loss_scale)
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
-        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
-        """
+        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's."""
         of = "a stand-in loss only" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
             return "not-checked", "no weight has a gradient"
@@ -99,11 +95,7 @@ class GradientCheck:
         return f", not at {number(highest)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
-        """Say whether the gradients stay finite where GradScaler doubles its scale twice.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
-        """
+        """Say whether the gradients stay finite where GradScaler doubles its scale twice."""
         step = self._trials.step
         if scale_set_by(change) is not None:
             return "not-checked", "the change sets it"

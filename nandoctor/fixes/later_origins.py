@@ -40,11 +40,7 @@ class LaterOrigins:
 
 
 def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
-    """Change the first origins and look where the step fails then, until nothing is non-finite or nothing helps.
-
-    Raises:
-        BudgetSpent: nothing more may be run.
-    """
+    """Change the first origins and look where the step fails then, until nothing is non-finite or nothing helps."""
     model = trials.step.model
     leads = distinct_leads(findings.conclusion, model)
     seen = _places(leads, model)

@@ -51,9 +51,6 @@ class Verifier:
         """Run the step with the written change, gradients included, then its variations; the first that fails ends it.
 
         What was verified before is not run again.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
         """
         key = written.kind, written.text, written.settings
         if key not in self._verified:

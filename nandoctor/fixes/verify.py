@@ -94,7 +94,7 @@ class TrialBudget:
 
 
 class Trials:
-    """The trials of one failing step.
+    """The trials of one failing step; whatever runs one raises `BudgetSpent` where nothing more may be run.
 
     With `numerics` the step fails in fp32 as well: an edit is then judged against float64 where that is sound, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
@@ -157,11 +157,7 @@ class Trials:
         return len(self._judgements)
 
     def look(self, *edits: Change) -> TrialOutcome | None:
-        """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
-        """
+        """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run."""
         key = _key(edits) - {UseFormat(format=self.step.low)}  # the format that it has
         if key not in self._looks:
             judged = self._judgements.get(key) if not self.numerics else None
@@ -182,11 +178,7 @@ class Trials:
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
     def judge(self, *edits: Change) -> Judgement:
-        """Run the step with the edits, and compare; what was judged before is not run again.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
-        """
+        """Run the step with the edits, and compare; what was judged before is not run again."""
         key = _key(edits)
         if key not in self._judgements:
             self._judgements[key] = self._judge(edits)
@@ -282,11 +274,7 @@ class Trials:
         return self._execute(edits, "autocast")
 
     def trace(self, *edits: Change) -> tuple[Trace, Trace] | None:
-        """The step with `edits` and its backward pass op by op, as it failed and in fp32; None where it cannot run.
-
-        Raises:
-            BudgetSpent: nothing more may be run.
-        """
+        """The step with `edits` and its backward pass op by op, as it failed and in fp32; None where it cannot run."""
         watch = Watch(stage="closer look", ops=True, backward=True)
         traces = []
         for policy in (None, REFERENCE):
