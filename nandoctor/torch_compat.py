@@ -53,11 +53,6 @@ def _is_there(place: str) -> bool:
     return True
 
 
-@cache
-def _find(place: str) -> Any:
-    return look_up(place)
-
-
 def look_up(place: str) -> Any:
     """What is at a place of torch now."""
     found: Any = torch
@@ -71,6 +66,9 @@ def look_up(place: str) -> Any:
             raise _unsupported([place])
         found = getattr(found, name)
     return found
+
+
+_find = cache(look_up)
 
 
 def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
@@ -126,8 +124,7 @@ def _keys_below_observer() -> Any:
 
 
 def _guard(kind: str, keys: Any) -> AbstractContextManager[None]:
-    guard: AbstractContextManager[None] = _find(f"torch._C._{kind}DispatchKeyGuard")(keys)
-    return guard
+    return cast(AbstractContextManager[None], _find(f"torch._C._{kind}DispatchKeyGuard")(keys))
 
 
 def script_traceback() -> object:
@@ -351,8 +348,7 @@ def is_running_norm(module: nn.Module) -> bool:
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What runs in place of the forward of a module that was compiled in place, None where it was not."""
-    call: Callable[..., Any] | None = module._compiled_call_impl
-    return call
+    return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -369,8 +365,7 @@ def function_backward(node: Any) -> Callable[..., Any]:
     """The `backward`, or `vjp`, that the user wrote for a custom node."""
     function = node._forward_cls
     is_vjp = function.vjp is not torch.autograd.Function.vjp
-    backward: Callable[..., Any] = function.vjp if is_vjp else function.backward
-    return backward
+    return cast(Callable[..., Any], function.vjp if is_vjp else function.backward)
 
 
 def replace_function_backward(
