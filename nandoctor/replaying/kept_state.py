@@ -6,6 +6,7 @@ and of the files that its classes are written in, are as they were.
 
 from __future__ import annotations
 
+import builtins
 import math
 import random
 import sys
@@ -43,6 +44,8 @@ _CONTAINERS = (OrderedDict, dict, list, deque, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _UNBOUND = (staticmethod, classmethod)
 _UNSET = object()
+_THE_INTERPRETERS = (vars(builtins), sys.modules)
+"""Every file refers to the first, a model may to the second: what a run adds to them others may be using."""
 
 
 @contextmanager
@@ -67,7 +70,8 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
         self.undo: list[Undo] = []
-        self._seen: dict[int, Any] = {}  # with the values, for the id of one that is gone may be another's
+        # With the values, for the id of one that is gone may be another's.
+        self._seen: dict[int, Any] = {id(value): value for value in _THE_INTERPRETERS}
         self._waiting: deque[tuple[Any, int]] = deque()
         self._left = math.inf
         self._add((*model.parameters(), *model.buffers(), *model.modules()), _DEPTH)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import random
+import sys
 import weakref
 from array import array
 from collections import ChainMap, OrderedDict, UserDict
@@ -200,3 +202,13 @@ def test_what_a_class_has_is_as_it_was():
     assert Tabled.table.cache_info().currsize == 0
     assert Tabled.rng.random() == first
     assert (Tabled.count, hasattr(Tabled, "late")) == (0, False)
+
+
+@pytest.mark.parametrize("table", [vars(builtins), sys.modules], ids=["builtins", "modules"])
+def test_what_belongs_to_the_interpreter_is_left(table, monkeypatch):
+    """A file refers to the builtins by `__builtins__`; a library that a forward imports may add to them."""
+    monkeypatch.setitem(table, "added_before", None)
+    with restored(Tabled()), restored(hold(table=table)):
+        monkeypatch.setitem(table, "added_by_the_run", None)
+    assert {"added_before", "added_by_the_run"} <= table.keys()
+    assert builtins.len is len
