@@ -3,9 +3,10 @@
 What it is
     Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
     hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.
+    An op that can do with infinities may have a derivative that cannot: that of logsumexp subtracts them.
 How nandoctor tells
-    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; or a written one
-    that is not masked away before the next product.
+    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; a written one
+    that is not masked away before the next product; or NaN gradients, in fp32 too, of an op that was given infinities.
 Why it happens
     A mask is applied by arithmetic where it should be applied by selection.
 Fix
@@ -26,11 +27,13 @@ from nandoctor.causes.base import (
     clamp_candidate,
     feeds_product,
     gradient_evidence,
+    singular_edge,
     site_of,
 )
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
@@ -42,7 +45,7 @@ PHASES = ("forward", "backward")
 def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     """NaN made of infinities."""
     if isinstance(finding, GradientFinding):
-        return _explain_function(finding)
+        return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
     if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops.values()):
         return _explain_written(finding, "reaches a product, whose sums it spoils")
@@ -95,10 +98,8 @@ def _explain_written(finding: Finding, what: str) -> Cause:
     )
 
 
-def _explain_function(finding: GradientFinding) -> Cause | None:
+def _explain_function(finding: GradientFinding) -> Cause:
     """A hand-written backward that makes NaN or Inf out of finite gradients."""
-    if finding.forward is not None:
-        return None
     return Cause(
         code=CODE,
         title=TITLE,
@@ -108,8 +109,48 @@ def _explain_function(finding: GradientFinding) -> Cause | None:
     )
 
 
-def suggest(finding: Finding) -> Iterator[Candidate]:
+def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Cause | None:
+    """A derivative that computes with the infinities which the forward was given."""
+    infinite = _infinite_inputs(finding)
+    if not infinite or finding.reference_is_finite or "nan" not in finding.analysis.kinds:
+        return None
+    return Cause(
+        code=CODE,
+        title=TITLE,
+        headline=f"{subject(forward)} is given infinities, and its gradient is NaN: inf - inf or 0 * inf",
+        explanation=f"{forward.op} has a value for the infinities that it is given, and its derivative has none: it "
+        "subtracts them or multiplies them by 0, in fp32 too.",
+        evidence=gradient_evidence(finding),
+    )
+
+
+def _infinite_inputs(finding: GradientFinding) -> list[OpTensor]:
+    """The infinite inputs of the forward op; none where the forward holds NaN, or the op is at its singular point."""
+    forward = finding.forward
+    if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops.values())):
+        return []
+    return [tensor for tensor in forward.inputs if tensor.stats is not None and not tensor.stats.finite]
+
+
+def _meets_nan(op: OpCall) -> bool:
+    """Tell whether the op makes NaN, or is given one from outside."""
+    counts = (tensor.stats.counts for tensor in op.inputs if tensor.stats is not None)
+    made = op.analysis is not None and "nan" in op.analysis.kinds
+    return made or any(found.num_nan for found in counts if found is not None)
+
+
+def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
+    if isinstance(finding, GradientFinding):
+        for tensor in _infinite_inputs(finding):
+            assert tensor.stats is not None
+            assert finding.forward is not None
+            limits = (
+                tensor.stats.dtype.max,
+                1e4,
+            )  # the first changes nothing else, but may be too large for what follows
+            yield clamp_candidate(finding.forward, tensor.name, [(-limit, limit) for limit in limits])
+        return
     for name, value in finding.op.scalars:
         if math.isinf(value):
             yield tuple(
