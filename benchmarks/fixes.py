@@ -83,12 +83,12 @@ class _Judge:
         copy = Path(tempfile.mkdtemp(dir=folder))
         reference = folder / "reference.pt"
         if not reference.exists():
-            _copy_code(copy)
+            copy_code(copy)
             made = self._ask({"case": name, "folder": str(copy), "kind": "reference", "reference": str(reference)})
             if "raised" in made:
                 return {"applied": True, **made}
             copy = Path(tempfile.mkdtemp(dir=folder))
-        _copy_code(copy)
+        copy_code(copy)
         if fix.kind == "source" and not _apply(fix, copy):
             return {"applied": False}
         job = {
@@ -112,7 +112,8 @@ class _Judge:
         return found
 
 
-def _copy_code(copy: Path) -> None:
+def copy_code(copy: Path) -> None:
+    """The code of the steps, below a folder in which a fix may change it."""
     for name in ("benchmarks", "tests/sick_models", "tests/models", "sample_dumps"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
 

@@ -32,12 +32,13 @@ from sick_models.judging import diagnose
 from sick_models.probing import float_tensors
 from torch import Tensor, nn
 
+import nandoctor
 from nandoctor.autocast import kernels
 from nandoctor.autocast.region import cuda_autocast
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import PRODUCTS
 
-CORPUS = str(Path(__file__).resolve().parents[1] / "tests" / "sick_models")
+NOT_OF_THE_STEP = (str(Path(torch.__file__).parent), str(Path(nandoctor.__file__).parent), __file__)
 ROW = "{:<36} {:>9} {:>9} {:>12} {:>13} {:>14} {:>8} {:>11} {:>6}"
 
 
@@ -305,9 +306,9 @@ def ask_anomaly_mode(case: Case) -> Claim:
 
 
 def _innermost_line(traceback: str) -> str:
-    """The last line of a traceback that is the corpus's own."""
+    """The last line of a traceback that is of the step: not torch's, nor of the emulated autocast or this file."""
     frames = re.findall(r'File "(.+)", line (\d+), in ', traceback)
-    own = [(file, int(line)) for file, line in frames if file.startswith(CORPUS)]
+    own = [(file, int(line)) for file, line in frames if not file.startswith(NOT_OF_THE_STEP)]
     return linecache.getline(*own[-1]).strip() if own else ""
 
 
