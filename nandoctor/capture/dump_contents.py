@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.source_info import ProjectSources, describe_model
@@ -61,7 +62,7 @@ def describe(
     event: str,
     *,
     history: StepHistory,
-    optimizers: Iterable[Optimizer],
+    optimizers: Iterable[Optimizer | DeepSpeedEngine],
 ) -> dict[str, Any]:
     """The contents of a dump of `step`."""
     assert step.before is not None
@@ -100,7 +101,7 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
 
 
 def _describe_optimizer(
-    spoiled: Update | None, optimizers: Iterable[Optimizer], *, with_state: bool
+    spoiled: Update | None, optimizers: Iterable[Optimizer | DeepSpeedEngine], *, with_state: bool
 ) -> dict[str, Any] | None:
     """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked.
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import ModelSources, Training, WeightsSource, describe, leave_weights
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
@@ -108,9 +109,9 @@ class Recorder(RecorderSettings):
         stop_import()
         super().__post_init__()
         refuse_flat_weights(self.model)
-        enabled = getattr(self.scaler, "is_enabled", lambda: True)()
-        scaler = self.scaler if enabled else None  # a disabled one scales nothing, and lets every update pass
-        self._observer = Observer(unwrap_model(self.model))
+        self._engine = find_engine(self.model)
+        scaler = self._find_scaler()
+        self._observer = Observer(unwrap_model(self._called))
         sources = _describe_sources(self._observer.model, self)
         plan = plan_rebuild(
             self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss
@@ -133,11 +134,24 @@ class Recorder(RecorderSettings):
         self._tracker = StepTracker(
             self._observer, self._policy, scaler, undo_nbytes=self.undo_nbytes, on_stop=self._handles.close
         )
+        if self._engine is not None:
+            self._tracker.count = self._engine.count
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
+
+    @property
+    def _called(self) -> nn.Module:
+        """What the hooks are put on; within an engine its module, which is given what the engine has cast."""
+        return self.model if self._engine is None else self._engine.model
+
+    def _find_scaler(self) -> Any:
+        """What scales the loss, if anything: a disabled scaler does not, and lets every update pass."""
+        if self._engine is not None:
+            return self._engine if self._engine.scales else None
+        return self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
 
     @property
     def history(self) -> StepHistory:
@@ -275,10 +289,14 @@ class Recorder(RecorderSettings):
 
     def _attach(self) -> None:
         tracker = self._tracker
-        self._handles.callback(register_optimizer_step_pre_hook(never_harm(tracker.before_step)).remove)
-        self._handles.callback(register_optimizer_step_post_hook(never_harm(tracker.after_step)).remove)
+        if self._engine is not None:
+            before, after = never_harm(tracker.before_update), never_harm(tracker.after_engine_step)
+            self._handles.callback(self._engine.wrap_step(before, after))
+        else:
+            self._handles.callback(register_optimizer_step_pre_hook(never_harm(tracker.before_step)).remove)
+            self._handles.callback(register_optimizer_step_post_hook(never_harm(tracker.after_step)).remove)
         if not self.method:
-            attach(self.model, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
+            attach(self._called, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
             return
         for name, child in self._observer.model.named_children():
             attach(child, None, never_harm(self._keep_inside(name)), self._handles)

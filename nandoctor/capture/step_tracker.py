@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
+from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, pack_call
@@ -30,7 +31,8 @@ class StepTracker:
     """The step under way, `current`, and those that wait for a device to say how they went.
 
     Whatever ends or decides a step raises `NonFiniteTrainingError` where the policy stops the training, once `on_stop`
-    is called. `epoch` and `next_step` number what begins next.
+    is called. `epoch` and `next_step` number what begins next, and so does `count`, where an engine numbers its updates
+    and their micro-batches.
     `unwatched_eval`: the last forward was of the model in eval mode, and no step.
     """
 
@@ -47,6 +49,7 @@ class StepTracker:
         self.epoch: int | None = None
         self.next_step = 0
         self.unwatched_eval = False
+        self.count: Callable[[], tuple[int, int]] | None = None
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
         self._undo_nbytes = undo_nbytes
         self._pending: list[RecordedStep] = []
@@ -59,7 +62,7 @@ class StepTracker:
         self._process = os.getpid()
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
         """Those that train a parameter of the model, in the order of their first steps."""
         return [trained.optimizer for trained in self._trained.values() if trained.names]
 
@@ -67,7 +70,9 @@ class StepTracker:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
         scale, version = _read_scale(self._scaler)
         number, micro_batch = self._last
-        if self.current is not None and not self.current.flags:
+        if self.count is not None:
+            number, micro_batch = self.count()
+        elif self.current is not None and not self.current.flags:
             pass  # nobody watched it, so that it ends as no step and its number is free
         elif self._is_accumulating(version):
             micro_batch += 1
@@ -177,7 +182,7 @@ class StepTracker:
         """Hook before any optimizer's `step`; where it is given a closure, the closure in ours."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not callable(closure):
-            self._before_update(optimizer)
+            self.before_update(optimizer)
             return None
         wrapped = self._wrap_closure(optimizer, closure)
         if "closure" in kwargs:
@@ -198,12 +203,12 @@ class StepTracker:
                 following, self.next_step = self.next_step, self.current.step  # one more micro-batch of the same step
                 loss = closure()
                 self.next_step = following
-            self._before_update(optimizer)
+            self.before_update(optimizer)
             return loss
 
         return evaluate
 
-    def _before_update(self, optimizer: Optimizer) -> None:
+    def before_update(self, optimizer: Optimizer | DeepSpeedEngine) -> None:
         """Read the flags before an optimizer spoils the weights that the dump needs, and keep the weights.
 
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
@@ -239,7 +244,7 @@ class StepTracker:
         if step.loss_nonfinite or step.was_skipped or (known and step.gradients_nonfinite):
             self._decide(step)
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer | DeepSpeedEngine, *_: Any) -> None:
         """Hook after any optimizer's `step`: flag weights that it left non-finite."""
         step = self.current
         if step is None or step.decided:
@@ -250,6 +255,16 @@ class StepTracker:
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             self._decide(step)
+
+    def after_engine_step(self, engine: DeepSpeedEngine) -> None:
+        """Note what an engine says of its update, which has the gradients for itself; then as `after_step`."""
+        step = self.current
+        update = None if step is None else next((u for u in step.updates if u.trained.optimizer is engine), None)
+        if step is not None and update is not None:
+            step.skipped = engine.scales and engine.skipped
+            norm = None if engine.scales else engine.gradient_norm
+            update.gradients = update.gradients if norm is None else Flag(norm)
+        self.after_step(engine)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
         """Decide on finished steps; on those of which a device has yet to say how they went only with `wait`."""
@@ -279,7 +294,7 @@ class StepTracker:
             self._process, self.current = os.getpid(), None
             self._pending.clear()
 
-    def _find_trained(self, optimizer: Optimizer) -> TrainedParameters:
+    def _find_trained(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
         """What the optimizer trains of this model; found once, and again when it was given more."""
         trained = self._trained.get(id(optimizer))
         if trained is None or not trained.is_current or trained.optimizer is not optimizer:
@@ -305,5 +320,7 @@ class StepTracker:
 
 def _read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
     """The loss scale, on its way from the device, and how often it was updated."""
+    if isinstance(scaler, DeepSpeedEngine):
+        return Flag(scaler.scale), scaler.count()[0]
     scale, version = read_loss_scale(scaler)
     return None if scale is None else Flag(scale), version

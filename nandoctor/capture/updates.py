@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.machine import memory_of
@@ -45,7 +46,7 @@ class TrainedParameters:
     checkpoint, and no update is to blame for it. `sharded`: each rank holds, and looks at, its own part of them.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], undo_nbytes: int) -> None:
+    def __init__(self, optimizer: Optimizer | DeepSpeedEngine, names: Mapping[int, str], undo_nbytes: int) -> None:
         self.optimizer = optimizer
         self.num_given = _count(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -171,7 +172,7 @@ def _num_nonfinite(tensor: torch.Tensor) -> int:
     return int((~_plain(tensor).isfinite()).sum())
 
 
-def _count(optimizer: Optimizer) -> int:
+def _count(optimizer: Optimizer | DeepSpeedEngine) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
