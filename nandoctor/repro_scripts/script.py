@@ -152,7 +152,8 @@ class _Writer:
 
 def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Iterator[str]:
     yield f"got = case({', '.join(program.leaves)})"
-    yield 'print("got:", got)'
+    yield "where = ~torch.isfinite(got)"
+    yield 'print("got:", got[where])'
     yield f"assert {_TESTS[failure.kind]}(got).any()"
     yield ""
     yield from _reference(program, failure)
@@ -160,7 +161,7 @@ def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Ite
         yield ""
         yield f"# The nearest case that passes: {mend.words}."
         yield f"passing = case({', '.join(_mended_arguments(program, mend))})"
-        yield 'print("passes:", passing)'
+        yield 'print("passes:", passing[where])'
         yield "assert torch.isfinite(passing).all()"
 
 
@@ -168,7 +169,7 @@ def _reference(program: Program, failure: Failure) -> Iterator[str]:
     yield f"# {_expectation(program, failure)}"
     wide = [f"{name}.float()" if _is_widened(leaf) else name for name, leaf in program.leaves.items()]
     yield f"in_fp32_throughout = case({', '.join([*wide, *(['low=torch.float32'] if _uses_low(program) else [])])})"
-    yield 'print("in fp32:", in_fp32_throughout)'
+    yield 'print("in fp32:", in_fp32_throughout[where])'
     yield f"assert {'' if failure.finite_in_fp32 else 'not '}torch.isfinite(in_fp32_throughout).all()"
 
 
