@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils._device
+from hypothesis import HealthCheck, settings
 
 import nandoctor
 
 ROOT = Path(__file__).parent.parent
+
+# No test depends on how busy the machine is, and each run makes the same examples.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 def pytest_ignore_collect(collection_path, config):
