@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from dataclasses import fields, is_dataclass, replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, RecurringSample, SampleId, Triage
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.jsonfile import dumps, read_report
 from nandoctor.renderers.markdown import report_markdown
@@ -19,6 +22,7 @@ from nandoctor.renderers.notebook_card import report_html
 from nandoctor.renderers.page import report_page
 from nandoctor.renderers.save import ENDINGS, save_report
 from nandoctor.renderers.terminal import one_line, print_report
+from nandoctor.renderers.triage import print_triage, triage_lines, triage_page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "renderers"))
 import factory
@@ -32,6 +36,16 @@ NAMES = {
     "markup": "[red]</script><script>alert(1)</script>`|*_",
     "lines": "one\ntwo\r\u2028three",
 }
+MORE_NAMES = {
+    **NAMES,
+    "link": "\x1b]8;;http://x\x1b\\a\x1b]8;;\x1b\\ \x9d8;;x\x9c [link=http://x]b[/link]",
+    "attribute": '" onmouseover="alert(1)" x=\'',
+    "style": "</style></title><svg onload=alert(1)><!--",
+    "workflow": "::error file=a::x\n##[error]y",
+}
+CONTROL = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff\ud800-\udfff]"
+)
 FREE = {"name", "path", "module", "type_name", "text", "file", "headline", "title", "explanation", "parameter"}
 
 
@@ -70,9 +84,61 @@ def test_a_name_does_no_harm_in_any_renderer(kind):
     texts = shown(report)
     for where, text in texts.items():
         text.encode("utf-8")
-        assert re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\u2028]", text) is None, where
+        assert CONTROL.search(text.replace("\t", "")) is None, where
         assert "<script>alert" not in text or where not in ("page", "card"), where
     assert max(map(len, texts["screen"].splitlines())) <= 80
+
+
+class Elements(HTMLParser):
+    """The elements of a page with the names of their attributes, and where its links go."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, [(name, value if name == "href" else "") for name, value in attrs]))
+
+
+def triage_of(name):
+    """A triage in which everything that a file, a model or a path may name is called so."""
+    sample = RecurringSample(sample=SampleId(by="name", text=name), num_dumps=3, num_known=4)
+    place = CodePlace(file=name, line=3, text=name, module=name, type=name, op=name)
+    patch = f"--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-{name!a}\n+\tx\n"
+    fix = GroupFix(title=name, kind="source", verified=True, patch=patch)
+    names = {"title": name, "headline": name, "place": place, "paths": (name,), "modules": (name,), "folds": (name,)}
+    group = Group(
+        **names,
+        verdict="precision",
+        cause="eps-underflow",
+        steps=(3, 9),
+        ranks=(0, 1),
+        runs=(name,),
+        written=(name, name),
+        recurring=(sample,),
+        representative=name,
+        fixes=(fix,),
+        fix_note=name,
+        page="reports/0.html",
+    )
+    read = DumpResult(path=name, key="0", outcome="analysed", report="reports/0.json")
+    unread = DumpResult(path=f"{name}.pth", key="1", outcome="unreadable", reason=f"{name}.pth: {name}")
+    counts = {"num_reused": 0, "num_left": 0, "num_workers": 1, "elapsed_s": 1.0}
+    return Triage(dumps=(read, unread), groups=(group,), recurring=(sample,), folder=name, **counts)
+
+
+@pytest.mark.parametrize("kind", MORE_NAMES)
+def test_a_name_does_no_harm_in_a_triage(kind):
+    found, screen = triage_of(MORE_NAMES[kind]), io.StringIO()
+    page, lines = triage_page(found), triage_lines(found)
+    print_triage(found, Console(file=screen, width=80))
+    assert Elements(page).found == Elements(triage_page(triage_of("x"))).found
+    assert [json.loads(line)["kind"] for line in lines.splitlines()] == ["dump", "dump", "group", "triage"]
+    for where, text in {"page": page.replace("\t", ""), "lines": lines, "screen": screen.getvalue()}.items():
+        assert CONTROL.search(text) is None, where
+    assert max(map(len, screen.getvalue().splitlines())) <= 80
+    assert "+\tx" in page  # a tab of a patch stays one
 
 
 @pytest.mark.slow
