@@ -12,7 +12,7 @@ import torch
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
-from nandoctor.diagnosis.conclusion import Conclusion, Findings
+from nandoctor.diagnosis.conclusion import Conclusion, Findings, find_so_far, without_backward
 from nandoctor.diagnosis.coverage import (
     describe_blindness,
     describe_idle_state,
@@ -24,7 +24,6 @@ from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.excerpt import read_excerpt
 from nandoctor.diagnosis.first_nonfinite import needs_counts
 from nandoctor.diagnosis.forward import conclude
-from nandoctor.diagnosis.interruption import find_so_far, without_backward
 from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
 from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
 from nandoctor.diagnosis.run_summary import describe_first, summarize_runs

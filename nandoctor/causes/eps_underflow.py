@@ -34,8 +34,8 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.sentences import argument, at_singularity, owner, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
+from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import (
     CASTS,

@@ -33,8 +33,8 @@ from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
 
 if TYPE_CHECKING:
+    from nandoctor.evidence.formats import RoundedConstant
     from nandoctor.evidence.report import EpsUse, Report
-    from nandoctor.evidence.rounding import RoundedConstant
 
 EXIT_NOT_REPRODUCED = 3
 OUTPUT_FORMATS = ("full", "concise", "github", "json")
@@ -266,7 +266,7 @@ def _refuse_without_dump(options: dict[str, Any]) -> None:
 
 
 def _rounded(values: tuple[float, ...]) -> list[RoundedConstant]:
-    from nandoctor.evidence.rounding import SHOWN_FORMATS, round_constant
+    from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
 
     return [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
 

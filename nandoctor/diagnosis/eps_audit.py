@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from nandoctor.causes.base import ancestors, singular_inputs
 from nandoctor.diagnosis.folded_constants import list_folded
-from nandoctor.evidence.formats import FP16, FP32, FP64, FloatFormat
+from nandoctor.evidence.formats import FP16, FP32, FP64, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import LARGEST_EPS, RoundedConstant, round_constant
 from nandoctor.evidence.trace import OpCall, OptimizerSlot
 from nandoctor.ops import (
     CASTS,

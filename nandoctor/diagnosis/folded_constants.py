@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, SourceLine
 
 _DEPTH = 5

@@ -8,8 +8,7 @@ from typing import Literal
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.exhibits import Excerpt, SampleView
-from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.rounding import Effect
+from nandoctor.evidence.formats import Effect, FloatFormat
 from nandoctor.evidence.serialization import INLINED
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict

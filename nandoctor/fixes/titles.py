@@ -20,7 +20,7 @@ from nandoctor.evidence.edits import (
     Together,
     ZeroWeights,
 )
-from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS
 
 _SMALL, _LARGE = 1e-3, 1e6

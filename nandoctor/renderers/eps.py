@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
+from nandoctor.evidence.formats import RoundedConstant
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import RoundedConstant
 from nandoctor.renderers.console import literal, plain_table, print_parts
 from nandoctor.renderers.jsonfile import dumps
 from nandoctor.text import brief, constant, file_line, number, percent, printable, shorten

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.rounding import LARGEST_EPS
 from nandoctor.evidence.trace import OptimizerSlot
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.repro_scripts.program import Program, kinds_of
 
 _HALVINGS = 140

@@ -14,7 +14,7 @@ from nandoctor.autocast import op_lists
 from nandoctor.autocast.policy import torch_dtype
 from nandoctor.causes.base import ancestors
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.rounding import LARGEST_EPS
+from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of

@@ -9,7 +9,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nandoctor.evidence.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64, TF32
+from nandoctor.evidence.formats import (
+    BF16,
+    FORMATS,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    FP64,
+    SHOWN_FORMATS,
+    TF32,
+    round_constant,
+)
 
 TORCH_FORMATS = [FP16, BF16, FP32, FP64, FP8_E4M3, FP8_E5M2]
 LOW_FORMATS = [FP16, BF16, FP8_E4M3, FP8_E5M2]
@@ -155,3 +166,40 @@ def test_the_absorbing_magnitude_is_where_an_addend_is_lost(float_format, addend
 def test_nothing_absorbs_more_than_half_a_step_of_the_largest():
     assert FP16.absorbed_from(16.0) == math.inf
     assert FP16.absorbed_from(15.9) == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "effect"),
+    [
+        (1e-8, FP16, "zero"),
+        (1e-7, FP16, "subnormal"),
+        (1e-4, FP16, "normal"),
+        (1e-8, BF16, "normal"),
+        (1e-40, FP32, "subnormal"),
+        (9e-4, FP8_E4M3, "zero"),
+        (-1e-7, FP16, "subnormal"),
+        (1e6, FP16, "overflow"),
+        (1e6, FP8_E4M3, "overflow"),
+    ],
+)
+def test_effect(value, dtype, effect):
+    assert round_constant(value, dtype).effect == effect
+
+
+def test_the_error_is_relative():
+    rounded = round_constant(1e-7, FP16)
+    assert rounded.rounded == 2 * FP16.smallest_subnormal
+    assert rounded.rel_err == pytest.approx(0.19209, abs=1e-5)
+
+
+def test_a_power_of_two_is_exact_and_absorbed_late():
+    rounded = round_constant(2.0**-10, FP16)
+    assert (rounded.rel_err, rounded.absorbed_from) == (0.0, 4.0)
+
+
+def test_an_overflowing_number_is_absorbed_nowhere():
+    assert round_constant(1e6, FP16).absorbed_from == math.inf
+
+
+def test_five_formats_are_shown():
+    assert [shown.label for shown in SHOWN_FORMATS] == ["fp16", "bf16", "fp8-e4m3", "fp8-e5m2", "fp32"]

@@ -10,10 +10,10 @@ from torch import nn
 
 import nandoctor
 from nandoctor.errors import NanDoctorError
-from nandoctor.repro_scripts.literals import write_tensor, write_value
 from nandoctor.repro_scripts.minimize import find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import mend
 from nandoctor.repro_scripts.program import Node, Program, Ref, find_function, kinds_of
+from nandoctor.repro_scripts.script import write_tensor, write_value
 
 INF, NAN = float("inf"), float("nan")
 
