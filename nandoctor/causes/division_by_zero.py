@@ -38,7 +38,7 @@ _SMALL = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: Finding) -> Cause | None:
-    """A division with exact zeros below the line."""
+    """A division whose denominator has exact zeros."""
     if finding.overflowed or outside_domain(finding) is not None:
         return None
     if finding.op.op in NORMALISATIONS:
@@ -88,7 +88,7 @@ def _denominator(finding: Finding) -> Operand | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Keep what is below the line off zero."""
+    """Keep the denominator off zero."""
     denominator = _denominator(finding)
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)

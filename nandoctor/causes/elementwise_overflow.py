@@ -2,16 +2,16 @@
 
 What it is
     Both operands fit, their sum, product or quotient does not: a residual stream, a gate, a squared activation, a
-    dropout that scales by 1 / (1 - p), a division by something tiny.
+    dropout that scales by 1 / (1 - p), a division by a tiny number.
 How nandoctor tells
     The op computed again in float64 from the same inputs: finite there, and past the format's limit.
 Why it happens
-    Autocast leaves add, mul and div in the precision that they get, so in fp16 the limit is 65504.
+    Autocast leaves add, mul and div in the precision of their inputs, so in fp16 the limit is 65504.
 Fix
     Compute this line in fp32 (`x.float() * y.float()`, `x.pow(2)` for `x * x`: autocast runs pow in fp32),
     normalise the stream, or scale the branch.
 When it is wrong
-    It is the last of the overflow rules: a product, a reduction or an exponential is told by its own.
+    It is the last of the overflow rules: a product, a reduction or an exponential has a rule of its own.
 """
 
 from __future__ import annotations

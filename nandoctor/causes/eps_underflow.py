@@ -103,7 +103,7 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
     return Cause(
         code=CODE,
         title=TITLE,
-        explanation=f"{constant(eps)} {how} in {dtype}, so {what} meets an exact zero; in fp32 it does not.",
+        explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated at exactly 0; in fp32 it is not.",
         evidence=(
             Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
             Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),

@@ -1,4 +1,4 @@
-"""exp-overflow: an exponential grows past the format, at once or in the next multiplication.
+"""exp-overflow: an exponential overflows, at once or in the next multiplication.
 
 What it is
     exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
@@ -12,7 +12,7 @@ Fix
     Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
     F.softplus or torch.logaddexp.
 When it is wrong
-    An exponential with exact value inf in float64 too (x > 709) is told from its argument.
+    An exponential with exact value inf in float64 too (x > 709) is recognised by its argument.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""fully-masked-softmax: every position that a softmax could choose from is masked.
+"""fully-masked-softmax: all positions of a row are masked, so softmax has no finite score left.
 
 What it is
-    A row of scores that is -inf throughout: softmax divides zero by zero and the row is NaN. A row with a single finite
-    score is healthy.
+    A row of scores is entirely -inf: softmax divides zero by zero and the row is NaN. One finite score in the row is
+    enough to prevent it.
 How nandoctor tells
-    A softmax or an attention with rows that are -inf throughout, and NaN in its output.
+    A softmax or an attention with rows that are entirely -inf, and NaN in its output.
 Why it happens
     A sample is all padding, or a causal mask and a padding mask together leave nothing.
 Fix
-    Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax only hides it.
+    Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax hides the NaN in
+    the forward and leaves NaN gradients.
 When it is wrong
     A row that is masked on purpose, and whose NaN is replaced later, is not reported: only what reaches the output,
     the loss or a gradient is.

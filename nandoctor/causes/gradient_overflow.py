@@ -1,4 +1,4 @@
-"""gradient-overflow: a gradient does not fit fp16, though the forward does and fp32's does.
+"""gradient-overflow: a gradient overflows fp16; the forward does not, nor does the same gradient in fp32.
 
 What it is
     The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
@@ -6,7 +6,7 @@ What it is
 How nandoctor tells
     Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that helps.
 Why it happens
-    A loss that is a sum and no mean, a division by something small, a recurrence that multiplies gradients.
+    A loss that is a sum rather than a mean, a division by something small, a recurrence that multiplies gradients.
 Fix
     Run this op in fp32, average the loss, clip inside the recurrence.
 When it is wrong
@@ -33,7 +33,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         code=CODE,
         title=TITLE,
         headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"The gradient through {finding.op.op} is finite coming in, and in fp32 going out as well; "
+        explanation=f"The incoming gradient of {finding.op.op} is finite, and in fp32 the outgoing one is too; "
         f"{finding.low} holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )

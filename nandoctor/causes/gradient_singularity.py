@@ -1,4 +1,4 @@
-"""gradient-singularity: the forward is fine, and its derivative is infinite there.
+"""gradient-singularity: the forward is finite, and its derivative is infinite.
 
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
@@ -10,7 +10,8 @@ Why it happens
     that low precision rounds to 1, however small its range.
 Fix
     Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
-    `cosine.clamp(-1 + 1e-6, 1 - 1e-6)`; torch.linalg.vector_norm and F.normalize take care of zero themselves.
+    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1); torch.linalg.vector_norm and F.normalize have
+    a finite gradient at zero.
 When it is wrong
     Where a `where` hides the value at that point, where-gradient-trap says so first.
 """

@@ -1,9 +1,9 @@
-"""indeterminate-form: inf - inf, 0 * inf or inf / inf.
+"""indeterminate-form: an operation has no defined value for the infinities that it gets.
 
 What it is
-    Infinities that were meant meet an op for which they have no value: a mask by multiplication (0 * -inf), a
-    hand-written entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product.
-    An op that can do with infinities may have a derivative that cannot: that of logsumexp subtracts them.
+    The code writes infinities, and an op has no value for them: a mask by multiplication (0 * -inf), a hand-written
+    entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product. Or an op
+    that takes infinities has a derivative that does not: that of logsumexp subtracts them.
 How nandoctor tells
     NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; a written one
     that is not masked away before the next product; or NaN gradients, in fp32 too, of an op that was given infinities.
@@ -12,7 +12,7 @@ Why it happens
 Fix
     Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
 When it is wrong
-    An infinity that overflowed is not meant: its nonfinite_source is reported, and this op only passes it on.
+    An infinity that came from an overflow is reported as that overflow: this op only passes it on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""input-cast-overflow: a value that fp32 held does not survive the cast to fp16.
+"""input-cast-overflow: a value that fits fp32 overflows when it is cast to fp16.
 
 What it is
-    The first layer looks guilty, but its input was too large before it did anything: autocast casts the input of every
+    The first layer shows the Inf, but its input was too large already: autocast casts the input of every
     product to fp16, and 1e5 becomes Inf on the way in. The same happens in a hand-written `.half()`.
 How nandoctor tells
     An input of a product, or of a cast, that is finite in its own format and past the limit of the lower one.

@@ -1,17 +1,17 @@
-"""invalid-domain: a function is asked for a value outside of where it is defined.
+"""invalid-domain: a function is evaluated where it is not defined.
 
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
-    1 or lgamma at 0, the edge of whose domain is infinitely high; any pole.
+    1 or lgamma at 0, where the function is infinite; any other pole.
 How nandoctor tells
-    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. Of a function
-    without an entry here: no finite value in float64 either.
+    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. For any other
+    function: no finite value in float64 either.
 Why it happens
     Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
     nothing bounds it.
 Fix
-    Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.clamp(-1 + 1e-6, 1 - 1e-6).acos()`. At the edge
-    itself the value is finite, and the derivative infinite.
+    Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in
+    fp16, 1 - 1e-6 is 1). At the edge itself the value is finite, and the derivative infinite.
 When it is wrong
     Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """

@@ -1,13 +1,13 @@
-"""log-of-zero: a logarithm meets an exact zero.
+"""log-of-zero: the argument of a logarithm is exactly zero.
 
 What it is
-    log(0), log1p(-1), logit(0 or 1): the value is -inf or Inf, rightly so. Also a loss that asks for the logarithm of a
+    log(0), log1p(-1), logit(0 or 1): the value is correctly -inf or Inf. Also a loss that asks for the logarithm of a
     probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.
 How nandoctor tells
-    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a written -inf
-    that the loss is made of.
+    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a -inf written by
+    the code, from which the loss is computed.
 Why it happens
-    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.3 on. A
+    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.32 on. A
     label names a masked class, or label smoothing gives it weight.
 Fix
     Work with logits: F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits; or clamp the probability to an
@@ -43,7 +43,7 @@ TITLE = "A logarithm of zero"
 PHASES = ("forward", "constant")
 
 _DEPTH = 6
-_WRITTEN = "The -inf that is written here, a probability of zero, is what the loss is made of."
+_WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
@@ -61,7 +61,7 @@ def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
 
 
 def _explain_written(num_infinite: int) -> Cause:
-    return _explain(num_infinite, "The loss is made of a -Inf that the code writes: the logarithm of 0", _WRITTEN)
+    return _explain(num_infinite, "The loss is computed from a -Inf that the code writes: the logarithm of 0", _WRITTEN)
 
 
 def _explain(num_infinite: int, headline: str, explanation: str) -> Cause:

@@ -6,11 +6,11 @@ What it is
 How nandoctor tells
     Non-finite gradients at the scale of the dump, finite ones at scale 1.
 Why it happens
-    The scale is searched from above.
+    GradScaler starts high and halves the scale until the gradients are finite.
 Fix
     None is needed. Start lower (`GradScaler(init_scale=1024)`) to skip fewer steps.
 When it is wrong
-    Steps that are skipped for ever, at every scale, are another cause: gradient-overflow or a non-finite loss.
+    Steps that are skipped for ever, at every scale, have another cause: gradient-overflow or a non-finite loss.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         title=TITLE,
         headline=f"At a loss scale of {number(finding.loss_scale)} the gradient through {subject(finding.op)} exceeds "
         f"{number(finding.low.max)}, the largest number of {finding.low}",
-        explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} passes what "
-        f"{finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so the scaler's next "
-        "steps will find a scale that fits.",
+        explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} exceeds "
+        f"what {finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so GradScaler "
+        "halves the scale until they are.",
         evidence=(scale, *gradient_evidence(finding)),
     )
 

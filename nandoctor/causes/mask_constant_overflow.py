@@ -65,7 +65,7 @@ def _consequence(finding: Finding) -> str:
         return (
             f"is below {limit}, the lowest number of {low}, and {finding.op.op} raises an error rather than write -inf"
         )
-    return f"makes -inf in {low}, whose limit is {limit}; a row that is masked throughout has nothing finite left"
+    return f"makes -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
 
 
 def _is_refused(finding: Finding) -> bool:

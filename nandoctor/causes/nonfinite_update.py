@@ -1,18 +1,18 @@
-"""nonfinite-update: the optimizer makes non-finite weights of finite gradients.
+"""nonfinite-update: the optimizer turns finite gradients into non-finite weights.
 
 What it is
     Forward, loss and gradients of the step are finite, and the weights are not once the optimizer has written them.
 How nandoctor tells
     The recorder looks at the gradients before each update and at the weights after it. The dump is of the step before
-    the update, with the optimizer's settings and the names of the weights that it spoiled.
+    the update, with the optimizer's settings and the names of the weights that became non-finite.
 Why it happens
     A learning rate that a schedule made infinite or NaN (a division by a number of steps that is zero), an optimizer
     that divides by a norm that is zero, weights in half precision that an update carries past 65504.
 Fix
-    Where a setting is named as non-finite, mend the schedule that sets it. In an optimizer of your own, guard the
+    Where a setting is named as non-finite, fix the schedule that sets it. In an optimizer of your own, guard the
     division: `gradient / (norm + 1e-8)`. Keep the weights in fp32 and let autocast make the low-precision copies.
 When it is wrong
-    The optimizer is not run again by the replay: what it divided by is not examined.
+    The optimizer is not run again by the replay: what it divided by is not known.
 """
 
 from __future__ import annotations

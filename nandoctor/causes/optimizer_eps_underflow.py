@@ -2,7 +2,8 @@
 
 What it is
     Adam divides by sqrt(v) + eps, v being the running mean of squared gradients. In pure fp16 the default eps of 1e-8
-    is zero, and so is the square of any gradient below 2e-4: the step is 0/0, or a number divided by zero.
+    is zero, and in the first step so is v = 0.001 * gradient^2 for any gradient below 5.4e-3: the step is 0/0, or a
+    number divided by zero.
 How nandoctor tells
     The optimizer's state in the file: exact zeros among its second moments, in a format that rounds its eps to zero.
 Why it happens

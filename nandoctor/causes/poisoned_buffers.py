@@ -9,7 +9,7 @@ How nandoctor tells
 Why it happens
     One overflowed batch: the running average of anything with NaN is NaN for good.
 Fix
-    `bn.reset_running_stats()` and some forwards in train mode to fill them again; then mend the overflow itself.
+    `bn.reset_running_stats()` and some forwards in train mode to fill them again; then fix the overflow itself.
 When it is wrong
     A file that was written after the failing forward has poisoned buffers too; a replay in train mode tells them apart.
 """
@@ -35,6 +35,6 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         code=CODE,
         title=TITLE,
         headline=f"The buffer {code(name)} {how_nonfinite(stats.counts, stats.numel)} before the forward starts",
-        explanation=f"The buffer {name} holds non-finite values, and all that is computed with it is lost.",
+        explanation=f"The buffer {name} holds non-finite values, and so does all that is computed from it.",
         evidence=outside_evidence("buffer", finding),
     )

@@ -1,14 +1,14 @@
 """poisoned-input: the batch itself is non-finite.
 
 What it is
-    A NaN or an infinity in the image, the table or the signal, before any layer sees it.
+    A NaN or an infinity in the image, the table or the signal, before any layer reads it.
 How nandoctor tells
     A non-finite array among those that the model was called with. Infinities that a finite fp32 run lives with
     (attention masks) are meant.
 Why it happens
     A corrupt file, a division by the standard deviation of a constant channel, a missing value in a table.
 Fix
-    Mend the loading and the normalisation; refuse such samples where they are loaded.
+    Fix the loading and the normalisation; refuse such samples where they are loaded.
 When it is wrong
     What wrote it into the batch is not in the file.
 """
@@ -34,6 +34,6 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         code=CODE,
         title=TITLE,
         headline=f"{code(name)} {how_nonfinite(stats.counts, stats.numel)} before any layer reads it",
-        explanation=f"The batch's {name} holds non-finite values before any layer sees it.",
+        explanation=f"The batch's {name} holds non-finite values before any layer reads it.",
         evidence=outside_evidence("array", finding),
     )

@@ -7,7 +7,7 @@ How nandoctor tells
 Why it happens
     A missing annotation, the logarithm of a zero label, a division in the making of the target.
 Fix
-    Leave such samples out of the loss by selection (`loss[mask].mean()`), or mend the annotation.
+    Leave such samples out of the loss by selection (`loss[mask].mean()`), or fix the annotation.
 When it is wrong
     Any array that only the loss reads is called a target, weights of the samples too.
 """

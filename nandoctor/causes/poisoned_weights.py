@@ -1,7 +1,7 @@
 """poisoned-weights: a weight is non-finite, or too large to be a weight.
 
 What it is
-    A NaN, an infinity or an absurd magnitude (1e30) in one parameter: everything computed with it is lost, and the
+    A NaN, an infinity or an implausible magnitude (1e30) in one parameter: so is everything computed from it, and the
     failing step is only where it showed.
 How nandoctor tells
     A parameter that is non-finite, or past 65504 in magnitude, among the inputs of the op or the state of the module.
@@ -23,10 +23,10 @@ from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import code, number
 
 CODE = "poisoned-weights"
-TITLE = "The weights already hold NaN, Inf or absurd values"
+TITLE = "The weights already hold NaN, Inf or implausibly large values"
 PHASES = ("weight",)
 ABSURD = 65504.0
-"""Trained weights stay below 1e3; past fp16's limit a product cannot even be asked for it."""
+"""Trained weights stay below 1e3; values above 65504 overflow when autocast casts them to fp16."""
 
 
 def diagnose(finding: OutsideTensor) -> Cause | None:

@@ -54,7 +54,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         title=TITLE,
         headline=f"The gradient of {subject(finding.forward)} is 0 * Inf = NaN: the `{selection}` after it "
         "hides the value, not the gradient",
-        explanation=f"{selection} hides part of {finding.forward.op}'s result, and hands it zero gradients there; "
+        explanation=f"{selection} discards part of {finding.forward.op}'s result and sends zero gradients back there; "
         f"the derivative of {finding.forward.op} is infinite at these places, and 0 * inf is NaN.",
         evidence=gradient_evidence(finding),
     )

@@ -225,5 +225,5 @@ class Verifier:
 def _judge_loss(made: Result) -> Said:
     loss = made.values.get("loss")
     if loss is None:
-        return "not-checked", "no loss is known (--loss)"
+        return "not-checked", "none is known (--loss)"
     return ("passed", "finite") if bool(torch.isfinite(loss).all()) else ("failed", "not finite")

@@ -12,17 +12,18 @@ from nandoctor.diagnosis.ranges import by_headroom
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
 from nandoctor.evidence.formats import FP16
 from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.table import common_path
 from nandoctor.renderers.templating import render
 from nandoctor.text import bits_text, number, percent, plural, shorten
 
 _MAX_LAYERS = 12
 _MAX_CROSSINGS = 5
 _MIN_NAME_WIDTH = 16
-_NUMBERS_WIDTH = 56
+_NUMBERS_WIDTH = 62  # "1,000,000", the headings of the formats and of the last column, and the gaps
 _STYLES = {"fits": "", "near": "yellow", "overflows": "red"}
 RANGE_ONLY = (
-    "Range alone: what rounding costs is not judged. Shares are estimated from at most 1,024 elements of each tensor; "
-    "softmax may lose small values without harm."
+    "Only the range is judged, not the rounding error. Shares are estimated from at most 1,024 elements of a tensor; "
+    "a softmax may flush small values to 0 without a change of its result."
 )
 
 
@@ -85,7 +86,7 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
         counts = {fit: fits.count(fit) for fit in ("overflows", "near")}
         worst = [f"{counts['overflows']:,} overflow"] * bool(counts["overflows"])
         worst += [f"{counts['near']:,} have less than one doubling left"] * bool(counts["near"])
-        facts.append((format.label, f"{', '.join(worst) or 'holds the values'} of {plural(len(fits), 'module')}"))
+        facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
         facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))
     facts.append(("gradients", _describe_scales(checked)))
@@ -120,7 +121,7 @@ def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
     if checkup.crossings:
         yield (
             "",
-            "a straight line of log2(largest magnitude) over the step, by least squares: it holds if nothing changes",
+            "extrapolated by a least-squares line of log2(largest magnitude) over the step",
         )
 
 
@@ -129,21 +130,22 @@ def describe_crossing(crossing: Crossing) -> str:
     growth = f"{crossing.module or 'the model'} grows by {number(crossing.doublings)} doublings in 1,000 steps"
     fit = f"{plural(crossing.num_points, 'checkpoint')}, off by at most {number(crossing.residual_bits)} doublings"
     if crossing.step is None:
-        return f"{growth} and stays in fp16 for ten times the span that was looked at ({fit})"
-    return f"{growth} and leaves fp16 at step {round(crossing.step):,} ({fit})"
+        return f"{growth}, and does not overflow fp16 within ten times the steps between these files ({fit})"
+    return f"{growth}, and overflows fp16 at step {round(crossing.step):,} ({fit})"
 
 
 def _table(layers: Sequence[LayerRange], width: int) -> Table:
+    room = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
+    common = common_path(layer.module for layer in layers) if any(len(_name(layer)) > room for layer in layers) else ""
     table = plain_table()
-    table.add_column("module", no_wrap=True)
+    table.add_column(literal(shorten(f"in {common[:-1]}", room) if common else "module"), no_wrap=True)
     for heading in ("largest", *(shown.label for shown in CHECKED_FORMATS), "to 0 in fp16"):
         table.add_column(heading, no_wrap=True, justify="right")
-    room = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
     for layer in layers:
         assert layer.values is not None
         fits = [layer.values.fit_in(shown) for shown in CHECKED_FORMATS]
         table.add_row(
-            literal(shorten(_name(layer), room)),
+            literal(shorten(_name(layer).removeprefix(common), room)),
             literal(number(layer.values.absmax)),
             *(literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits),
             literal(_lost(layer.values)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from nandoctor.evidence.report import (
@@ -32,9 +34,11 @@ from nandoctor.text import (
 )
 
 _MAX_LISTED = 3
+_MAX_NAMED_CHECKS = 2
 _MAX_PATCH_LINES = 40
 _TOLD_IN_FULL = 2  # output and gradients; of variations of the batch the names say enough
 _SHOWN_BESIDE = 1
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a fix may be says by how much."""
 
@@ -82,7 +86,7 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
-        facts=(*_check_facts(fix), *_how_to_apply(fix, report)),
+        facts=(*_how_to_apply(fix, report), *_check_facts(fix)),
     )
 
 
@@ -106,7 +110,7 @@ def _check_facts(fix: Fix) -> Iterator[Fact]:
     if passed:
         told = [_describe_check(check) for check in passed[:_TOLD_IN_FULL]]
         names = [printable(check.name) for check in passed[_TOLD_IN_FULL:]]
-        told += [join_first(names, _MAX_LISTED)] if names else []
+        told += [join_first(names, _MAX_NAMED_CHECKS)] if names else []
         yield Fact(label="checked", text="; ".join(told))
     if skipped:
         told = [_describe_check(check) for check in skipped]
@@ -220,9 +224,31 @@ def _find_untold(report: Report) -> list[EpsUse]:
 
 
 def _shorten_patch(patch: Sequence[str]) -> tuple[str, ...]:
-    left = len(patch) - _MAX_PATCH_LINES
+    lines = list(_trim_context(patch))
+    left = len(lines) - _MAX_PATCH_LINES
     more = (f"... {plural(left, 'more line')} in the report",) if left > 0 else ()
-    return (*patch[:_MAX_PATCH_LINES], *more)
+    return (*lines[:_MAX_PATCH_LINES], *more)
+
+
+def _trim_context(patch: Sequence[str]) -> Iterator[str]:
+    """The patch with one line of context around what its hunks change, which is all that `git apply` needs."""
+    starts = [place for place, line in enumerate(patch) if _HUNK.match(line)]
+    yield from patch[: starts[0]] if starts else patch
+    for start, end in pairwise([*starts, len(patch)] if starts else []):
+        yield from _trim_hunk(patch[start], patch[start + 1 : end])
+
+
+def _trim_hunk(header: str, body: Sequence[str]) -> Iterator[str]:
+    found = _HUNK.match(header)
+    changed = [place for place, line in enumerate(body) if line.startswith(("+", "-"))]
+    if found is None or not changed or any(line.startswith(("\\", "--- ", "diff ")) for line in body):
+        yield from (header, *body)
+        return
+    first = max(changed[0] - 1, 0)
+    kept = body[first : changed[-1] + 2]
+    old, new = (sum(not line.startswith(other) for line in kept) for other in "+-")
+    yield f"@@ -{int(found[1]) + first},{old} +{int(found[2]) + first},{new} @@"
+    yield from kept
 
 
 def describe_fp32_sets(search: Fp32SetSearch) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -69,7 +69,7 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
     part = part_of(shown.stop, len(layers.pairs))
     return LayerTable(
         title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
-        common=_common_path(layers, shown),
+        common=common_path(layers.pairs[index].place.module for index in shown),
         headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
         rows=rows,
         legend="; ".join(_legend(rows, layers, report.runs)),
@@ -77,9 +77,8 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
     )
 
 
-def _common_path(layers: Layers, shown: range) -> str:
-    """The path of the module that holds all the layers shown, with its dot; the root itself does not count."""
-    modules = [layers.pairs[index].place.module for index in shown]
+def common_path(modules: Iterable[str]) -> str:
+    """The path of the module that holds all of these, with its dot; the root itself does not count."""
     owners = [module.split(".")[:-1] for module in modules if module]
     shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
     return printable("".join(f"{steps[0]}." for steps in shared))

@@ -21,7 +21,8 @@ from nandoctor.text import brief, join_first, join_words, percent, plural, print
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
-_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 24, 22, 16
+_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 24, 22, 24
+_LEAST_COLUMNS = 3  # dumps, cause and place
 _OUTCOMES = {
     "unreadable": "unreadable",
     "failed": "not replayed",
@@ -117,7 +118,7 @@ def _relative(file: str) -> str:
 
 
 def _table(groups: Sequence[Group], width: int) -> Table:
-    """The columns that say something; the place gives way where the window is narrow."""
+    """The columns that say something; where the window is narrow the last ones are on the page alone."""
     columns: list[tuple[str, bool, list[str]]] = [
         ("dumps", True, [f"{len(group.paths):,}" for group in groups]),
         ("cause", False, [shorten(group.cause or group.verdict, _CAUSE_WIDTH) for group in groups]),
@@ -129,15 +130,26 @@ def _table(groups: Sequence[Group], width: int) -> Table:
         ("runs", True, [f"{len(group.runs):,}" for group in groups]),
     ]
     shown = [column for column in columns if any(cell not in ("-", "") for cell in column[2])]
-    others = sum(max(map(len, (name, *cells))) + 2 for name, _, cells in shown if name != "place")
-    room = max(width - others - 2, _MIN_PLACE_WIDTH)
+    while (room := width - _width_beside_place(shown)) < _MIN_PLACE_WIDTH and len(shown) > _LEAST_COLUMNS:
+        shown.pop()
+    room = max(room, _MIN_PLACE_WIDTH)
     table = plain_table()
     for name, is_number, _ in shown:
         table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
     for row in zip(*(cells for _, _, cells in shown), strict=True):
-        cells = (shorten(cell, room) if shown[i][0] == "place" else cell for i, cell in enumerate(row))
+        cells = (_fit_place(cell, room) if shown[i][0] == "place" else cell for i, cell in enumerate(row))
         table.add_row(*map(literal, cells))
     return table
+
+
+def _width_beside_place(columns: Sequence[tuple[str, bool, list[str]]]) -> int:
+    """The width of the columns but for the place itself, their gaps included."""
+    return sum(2 if name == "place" else max(map(len, (name, *cells))) + 2 for name, _, cells in columns)
+
+
+def _fit_place(place: str, room: int) -> str:
+    """The place without the folder of its file where that is too long, then cut."""
+    return shorten(place if len(place) <= room else place.rpartition(os.sep)[2], room)
 
 
 def _listed(values: Sequence[object]) -> str:

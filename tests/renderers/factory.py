@@ -367,7 +367,7 @@ def fixable():
             code="eps-underflow",
             title="A small constant is lost in the lower precision",
             headline=headline,
-            explanation="1e-8 rounds to zero in fp16, so div meets an exact zero; in fp32 it does not.",
+            explanation="1e-8 rounds to zero in fp16, so div is evaluated at exactly 0; in fp32 it is not.",
             source=source,
             remark="1e-8 is 0 in fp16",
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-8, used by add in fp16"),),

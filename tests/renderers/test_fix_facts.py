@@ -36,9 +36,9 @@ def test_the_first_fix_is_told_in_full_and_the_others_counted():
     assert told.heading == "Fix 1 of 3, verified: An eps that fp16 holds at net.py:45"
     assert told.patch == ("- return x / torch.sqrt(variance + 1e-8)", "+ return x / torch.sqrt(variance + 1e-5)")
     assert [(fact.label, fact.text) for fact in told.facts] == [
+        ("apply it", "nandoctor fix NaN.pth --model net.py:Net --write"),
         ("checked", "output finite, 0.062 % off fp32; gradients finite, of the loss; samples in another order"),
         ("not checked", "small noise on the inputs: the budget was spent"),
-        ("apply it", "nandoctor fix NaN.pth --model net.py:Net --write"),
         ("or", "encoder.blocks.2.attention in fp32 (finite, within 0.062 % of fp32); 1 more in the report"),
     ]
 

@@ -8,18 +8,23 @@ import subprocess
 from dataclasses import replace
 
 import factory
+import factory_of_verbs
 import pytest
+from private_words import find_words
 from rich.console import Console
 
 from nandoctor.causes.registry import list_pages
 from nandoctor.diagnosis.compare_reports import compare
 from nandoctor.evidence.verification import FixChoice
+from nandoctor.renderers.checkup import print_checkup
 from nandoctor.renderers.diff import print_comparison
 from nandoctor.renderers.eps import print_uses
 from nandoctor.renderers.explain import print_catalogue, print_page
 from nandoctor.renderers.fix import print_fix
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.terminal import print_report
+from nandoctor.renderers.triage import print_triage, triage_page
+from nandoctor.renderers.verification import print_verification
 
 TITLE = "Compute the whole of a line with a rather long name in model_of_the_encoder.py in fp32, and its block too"
 
@@ -45,6 +50,14 @@ PRINTED = {
     "eps": lambda console: print_uses(factory.fixable().eps_audit, console),
     "causes": lambda console: print_catalogue(list_pages(), console),
     "a cause": lambda console: print_page(list_pages()[0], console),
+    "triage": lambda console: print_triage(factory_of_verbs.triage(), console),
+    "checkup": lambda console: print_checkup(factory_of_verbs.checkup(), console),
+    **{
+        f"verify: {outcome}": lambda console, outcome=outcome: print_verification(
+            factory_of_verbs.verification(outcome), console
+        )
+        for outcome in ("fixed", "passes", "still-fails", "cannot-tell")
+    },
 }
 
 
@@ -63,15 +76,49 @@ def test_lines_fit_and_end_where_they_end(show, width):
     assert [line for line in printed if len(line) > width and line not in code and "nandoctor " not in line] == []
 
 
+@pytest.mark.parametrize("show", PRINTED.values(), ids=PRINTED)
+def test_no_word_of_ours_is_printed(show):
+    assert find_words("\n".join(lines(show, 80))) == []
+
+
+NET = "class Norm:\n\tdef forward(self, x):\n\t\t# centred\n\n\t\treturn x / (x.std() + 1e-8)\n\n\nx = 1\n"
+FILES = {
+    "tabs": (NET, NET.replace("1e-8", "1e-4")),
+    "first line": ("x = 1\n" * 9, "x = 2\n" + "x = 1\n" * 8),
+    "last line": ("x = 1\n" * 9, "x = 1\n" * 8 + "x = 2\n"),
+    "no newline": ("x = 1\n" * 8 + "y", "x = 1\n" * 7 + "x = 2\nz"),
+    "two hunks": ("x = 1\n" * 30, "x = 1\n" * 5 + "y\n" + "x = 1\n" * 18 + "z\n" + "x = 1\n" * 4),
+    "like a header": ("a\nb\n-- x\n" + NET, "a\nb\n" + NET),
+}
+
+
 @pytest.mark.parametrize("show", ["report", "fix"])
-def test_a_diff_on_the_screen_can_be_pasted(show, tmp_path):
-    before = "class Norm:\n\tdef forward(self, x):\n\t\t# centred\n\n\t\treturn x / (x.std() + 1e-8)\n\n\nx = 1\n"
-    after = before.replace("1e-8", "1e-4")
+@pytest.mark.parametrize(("before", "after"), FILES.values(), ids=FILES)
+def test_a_diff_on_the_screen_can_be_pasted(show, before, after, tmp_path):
     (tmp_path / "net.py").write_text(before)
-    patch = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/net.py", "b/net.py"))
+    patch = "".join(unified(before, after))
     made = factory.fixable()
     made = replace(made, fixes=(replace(made.fixes[0], patch=patch),))
     shown = {"report": lambda to: print_report(made, to), "fix": lambda to: print_fix(choice(made), made, to)}
     screen = "\n".join(lines(shown[show], 80)) + "\n"
     subprocess.run(["git", "apply", "-"], input=screen, text=True, cwd=tmp_path, check=True)
     assert (tmp_path / "net.py").read_text() == after
+
+
+def unified(before, after):
+    """The lines of a diff, with git's mark where a file ends without a newline."""
+    for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/net.py", "b/net.py"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def test_the_page_of_a_triage_fills_in_what_its_verdicts_mean():
+    page = triage_page(factory_of_verbs.triage())
+    assert "non-finite under autocast only; fp32 is finite" in page
+    assert "{kinds}" not in page
+
+
+def test_a_narrow_table_drops_columns_and_cuts_no_number():
+    printed = "\n".join(lines(lambda console: print_checkup(factory_of_verbs.checkup(), console), 80))
+    assert "-27.2" in printed
+    assert "13.se" in printed
+    assert "attention_" in "\n".join(lines(lambda console: print_triage(factory_of_verbs.triage(), console), 80))

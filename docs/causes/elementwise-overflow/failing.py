@@ -1,4 +1,4 @@
-"""Two values that fp16 holds are added, and their sum does not fit."""
+"""Two values that fp16 holds are multiplied, and their product does not fit."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The residual stream is kept in fp32."""
+"""The product is computed in fp32."""
 
 import torch
 from torch import nn

@@ -16,4 +16,4 @@ class Net(nn.Module):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    torch.save({"state_dict": Net().state_dict(), "x": 200 * torch.randn(2, 10, 64)}, "step.pth")
+    torch.save({"state_dict": Net().state_dict(), "x": 130 * torch.randn(2, 10, 64)}, "step.pth")

@@ -1,0 +1,141 @@
+"""Results of the verbs that report on more than one replay, with names and paths as long as they come."""
+
+from __future__ import annotations
+
+import factory
+
+from nandoctor.evidence.checkup import (
+    CHECKED_FORMATS,
+    CheckedStep,
+    Checkup,
+    Crossing,
+    FormatFit,
+    LayerRange,
+    LossScaleRange,
+    ValueRange,
+)
+from nandoctor.evidence.report import Check, TrialOutcome
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, RecurringSample, SampleId, Triage
+from nandoctor.evidence.verification import CodeChange, CodeState, Verification
+
+LONG_MODULE = "backbone.encoder.layers.{}.self_attention.output_projection.norm"
+LONG_FILE = "/data/projects/segmentation/models/encoders/attention_blocks.py"
+
+
+def _group(number):
+    by_name = SampleId(by="name", text=f"patients/cohort_{number}/tile_0381_with_a_long_name.png")
+    return Group(
+        verdict="precision",
+        cause="eps-underflow" if number else None,
+        title="A small constant is lost in the lower precision",
+        headline="1e-8 rounds to 0 in fp16, so ChannelNorm divides 0 by 0",
+        place=CodePlace(
+            file=LONG_FILE if number else "", line=45, module=LONG_MODULE.format(number), type="ChannelNorm"
+        ),
+        paths=tuple(f"runs/{run}/nan-step000012.pth" for run in range(301)),
+        modules=(LONG_MODULE.format(number),),
+        steps=(12, 9_120),
+        ranks=(0, 1, 2, 3),
+        folds=("0", "1"),
+        runs=tuple(map(str, range(7))),
+        written=None,
+        recurring=(RecurringSample(sample=by_name, num_dumps=280, num_known=301),),
+        representative="runs/0/nan-step000012.pth",
+        fixes=(
+            GroupFix(title=f"Use an eps of 1e-4 in line 45 of {LONG_FILE}", kind="source", verified=True, patch=""),
+        ),
+    )
+
+
+def _result(path, outcome, reason=""):
+    return DumpResult(path=path, key=path, outcome=outcome, reason=reason)
+
+
+def triage():
+    """Two groups, files of which some could not be read or replayed, and a sample that recurs."""
+    groups = (_group(1), _group(0))
+    reason = "the model raised KeyError: 'a key that is not in the batch' when it was called with the batch of the dump"
+    return Triage(
+        dumps=(
+            *(_result(path, "analysed") for path in groups[0].paths),
+            *(_result(f"runs/lost/nan-{number}.pth", "unreadable", "the file is cut short") for number in range(4)),
+            _result(f"runs/{'deep/' * 20}nan.pth", "failed", reason),
+            _result("runs/large/nan.pth", "out-of-memory", reason),
+            _result("runs/slow/nan.pth", "timed-out", "no result after 600 s"),
+        ),
+        groups=groups,
+        recurring=groups[0].recurring,
+        num_reused=12,
+        num_left=3,
+        num_workers=8,
+        elapsed_s=161.2,
+        folder="triage-of-all-runs-of-this-month",
+    )
+
+
+def _values(absmax):
+    fits = tuple(
+        FormatFit(
+            format=format,
+            headroom_bits=format.headroom_bits(absmax),
+            fit="overflows" if absmax > format.max else "fits",
+            flushed_share=0.031,
+            flushed_share_scaled=0.0,
+        )
+        for format in CHECKED_FORMATS  # noqa: A001
+    )
+    return ValueRange(absmax=absmax, small=1e-7, formats=fits)
+
+
+def checkup():
+    """Two checkpoints of a model with long names, of which one layer overflows fp16 and two grow."""
+    layers = tuple(
+        LayerRange(module=LONG_MODULE.format(number), type="ChannelNorm", values=_values(10.0**number), gradients=None)
+        for number in range(14)
+    )
+    scales = LossScaleRange(
+        current=65_536.0,
+        largest=1_024.0,
+        largest_by=LONG_MODULE.format(3),
+        smallest=2.0,
+        smallest_by=LONG_MODULE.format(7),
+    )
+    steps = tuple(
+        CheckedStep(
+            path=f"checkpoints/a-run-with-a-long-name/epoch-{step}/healthy-step{step:06}.pth",
+            step=step,
+            layers=layers,
+            loss_scale=scales,
+            run="under fp16 autocast",
+            run_finite=False,
+        )
+        for step in (1_000, 2_000)
+    )
+    growing = [
+        Crossing(module=LONG_MODULE.format(number), doublings=0.5, num_points=2, residual_bits=0.01, step=step)
+        for number, step in enumerate((9_000.0, None))
+    ]
+    return Checkup(steps=steps, crossings=tuple(growing), notes=("Batches were drawn from one file alone.",))
+
+
+def verification(outcome):
+    """A step that was replayed under changed code, with this outcome."""
+    failed = factory.fixable() if outcome == "still-fails" else None
+    return Verification(
+        dump="dumps/nan-step000012.pth",
+        outcome=outcome,
+        headline="the step that failed passes now" if failed is None else failed.headline,
+        failure="the loss was non-finite",
+        verdict="healthy" if failed is None else failed.verdict,
+        code=CodeState(basis="hash", changes=(CodeChange(file=LONG_FILE, known_by="hash", line=45, num_lines=1),)),
+        reasons=("The random state of the step is not in the file.", "Nothing has changed since the dump was written."),
+        run="train mode, the saved random state",
+        under="under fp16 autocast",
+        output=TrialOutcome(finite=True, max_rel_err=0.0044),
+        reference="unchanged",
+        checks=(Check(name="gradients", status="passed", text="gradients finite at loss scale 65,536"),),
+        first_nonfinite=failed.first_nonfinite if failed else None,
+        origin=failed.origin if failed else None,
+        cause=failed.cause if failed else None,
+        next_steps=(f"nandoctor verify dumps/nan-step000012.pth --changed {LONG_FILE}",),
+    )
