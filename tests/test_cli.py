@@ -384,11 +384,17 @@ def test_the_shell_completes_verbs_and_options(shell):
     assert "_nandoctor_completion" in result.output
 
 
-def test_the_shell_is_told_the_kinds_of_plot():
-    environment = {"_NANDOCTOR_COMPLETE": "bash_complete", "COMP_WORDS": "nandoctor plot --kind ", "COMP_CWORD": "3"}
+@pytest.mark.parametrize(
+    ("typed", "place", "told"),
+    [
+        ("nandoctor plot --kind ", 3, ["ranges", "exponents", "divergence", "samples", "origin"]),
+        ("nandoctor explain gradient", 2, ["gradient-singularity", "gradient-overflow"]),
+    ],
+)
+def test_the_shell_is_told_kinds_and_codes(typed, place, told):
+    environment = {"_NANDOCTOR_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(place)}
     result = CliRunner().invoke(main, [], prog_name="nandoctor", env=environment)
-    kinds = [line.partition(",")[2] for line in result.output.splitlines()]
-    assert kinds == ["ranges", "exponents", "divergence", "samples", "origin"]
+    assert [line.partition(",")[2] for line in result.output.splitlines()] == told
 
 
 def python(*arguments):

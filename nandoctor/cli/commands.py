@@ -172,8 +172,14 @@ def inspect(dump: Path, trust: bool) -> None:
     print_inspection(summarize(read_dump(dump, trust=trust)), console())
 
 
+def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+    from nandoctor.causes.registry import list_pages
+
+    return [page.code for page in list_pages() if page.code.startswith(begun)]
+
+
 @click.command(cls=GroupedCommand)
-@click.argument("code", required=False)
+@click.argument("code", required=False, shell_complete=_complete_codes)
 def explain(code: str | None) -> None:
     """Tell what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages
