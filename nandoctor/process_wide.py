@@ -6,6 +6,7 @@ functions of nandoctor's in place of torch's.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -54,6 +55,22 @@ class Shared:
                 change, self._change = self._change, None
                 # An exception of one holder is no business of the change that all of them share.
                 change.__exit__(None, None, None)
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+collection_paused = Shared(_collection_paused)
+"""A context in which Python does not look for cyclic garbage: for making many small objects that live on, which set off
+collections that go through all of torch and of the model, again and again."""
 
 
 class Patch(NamedTuple):

@@ -1,6 +1,7 @@
 """What is private in torch is used in one file, and where it is missing nandoctor says so and stops."""
 
 import ast
+import gc
 import re
 import threading
 from pathlib import Path
@@ -180,3 +181,15 @@ def test_a_scaler_without_its_private_scale_is_asked():
 def test_a_sparse_tensors_values_are_not_added_up():
     tensor = torch.sparse_coo_tensor([[0, 0]], [65504.0, 65504.0], (1,), dtype=torch.float16, check_invariants=True)
     assert torch_compat.sparse_values(tensor).tolist() == [65504.0, 65504.0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_of_the_garbage_collection_ends_as_it_began(enabled):
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with process_wide.collection_paused, process_wide.collection_paused:
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn.functional import hardshrink
@@ -32,9 +33,12 @@ _SMALLEST_NORM = 1e-15
 """Below it the squares of fp32 numbers underflow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way."""
+    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way.
+
+    The gradients of a large model are gigabytes: whether they are finite is asked once.
+    """
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
@@ -45,7 +49,7 @@ class Result:
         """Tell whether all values and gradients are."""
         return self.values_finite and self.gradients_finite
 
-    @property
+    @cached_property
     def values_finite(self) -> bool:
         """Tell whether the output and the loss are."""
         return self.ran and all(map(all_finite, self.values.values()))
@@ -56,12 +60,12 @@ class Result:
         finite = {name: all_finite(value) for name, value in self.values.items()}
         return self.ran and not finite.pop("loss", True) and all(finite.values())
 
-    @property
+    @cached_property
     def has_nan(self) -> bool:
         """Tell whether there is a NaN in the output or the loss, which no code means."""
         return any(bool(torch.isnan(tensor).any()) for tensor in self.values.values())
 
-    @property
+    @cached_property
     def gradients_finite(self) -> bool:
         """Tell whether every gradient is; with no gradients at all, too."""
         return self.ran and all(map(all_finite, self.gradients.values()))
@@ -154,8 +158,8 @@ def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:
 def gradients_finite(made: Result, reference: Result) -> bool:
     """Tell whether every gradient is finite wherever the reference's is."""
     pairs = [(made.gradients[name], reference.gradients[name]) for name in made.gradients.keys() & reference.gradients]
-    return made.ran and all(
-        all_finite(ours) or _is_finite_where(torch.isfinite(theirs), ours) for ours, theirs in pairs
+    return made.gradients_finite or (
+        made.ran and all(_is_finite_where(torch.isfinite(theirs), ours) for ours, theirs in pairs)
     )
 
 

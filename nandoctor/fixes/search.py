@@ -169,6 +169,7 @@ class _Search:
             budget,
             numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
             backward=findings.trace.finite,  # a forward that fails is searched on by itself
+            fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
         )
         self._guilty = guilty_samples(findings)
         self._writer = ChangeWriter(step.model, findings.trace.ops)

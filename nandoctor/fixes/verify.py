@@ -99,10 +99,12 @@ class Trials:
     With `numerics` the step fails in fp32 as well: an edit is then judged against float64 where that is sound, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
     be finite where the reference's are; with a loss scale they have to agree too, which is asked too much where none
-    keeps fp16's from underflowing.
+    keeps fp16's from underflowing. `fails`: the unchanged step was seen to give NaN or Inf, fp32 not.
     """
 
-    def __init__(self, step: FailingStep, budget: TrialBudget, *, numerics: bool, backward: bool = True) -> None:
+    def __init__(
+        self, step: FailingStep, budget: TrialBudget, *, numerics: bool, backward: bool = True, fails: bool = False
+    ) -> None:
         self.step = step
         self.numerics = numerics
         self._budget = budget
@@ -110,7 +112,8 @@ class Trials:
         self._is_own_batch = step.loss not in SURROGATES
         self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
-        self._looks: dict[frozenset[Change], TrialOutcome | None] = {}
+        failed = TrialOutcome(finite=False, max_rel_err=None)
+        self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if fails else {}
         self._references: dict[frozenset[Change], Result] = {}
         self._shares_references = True
 
@@ -158,7 +161,8 @@ class Trials:
 
     def look(self, *edits: Change) -> TrialOutcome | None:
         """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run."""
-        key = _key(edits) - {UseFormat(format=self.step.low)}  # the format that it has
+        edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # the format that it has
+        key = _key(edits)
         if key not in self._looks:
             judged = self._judgements.get(key) if not self.numerics else None
             self._looks[key] = judged.outcome if judged is not None else self._look(edits)
@@ -270,8 +274,12 @@ class Trials:
         return self.with_gradients._references.get(key)
 
     def run(self, *edits: Change) -> Result:
-        """The step as it failed, with `edits`; it is run again each time."""
-        return self._execute(edits, "autocast")
+        """The step as it failed, with `edits`; it is run again each time, and without any once."""
+        return self._execute(edits, "autocast") if edits else self._unchanged
+
+    @cached_property
+    def _unchanged(self) -> Result:
+        return self._execute((), "autocast")
 
     def trace(self, *edits: Change) -> tuple[Trace, Trace] | None:
         """The step with `edits` and its backward pass op by op, as it failed and in fp32; None where it cannot run."""

@@ -15,10 +15,10 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from operator import setitem
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,9 +26,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
+from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_leaves
 from nandoctor.tracing.dispatch_hook import Proceed, intercepting
 from nandoctor.tracing.op_call import Invocation
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 _DEPTH = 5
 _MOST_VALUES = 200_000
@@ -56,12 +60,22 @@ def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[tor
     extensions is not known here. `traced` says that the run's operations are intercepted, beside which no dispatch mode
     can be open.
     """
-    found = _State(model)
+    with collection_paused:
+        found = _State(model)
     with ExitStack() as stack:
         stack.enter_context(_tensors_kept(found.tensors, traced=traced))
-        for undo in found.undo:
-            stack.callback(undo)
+        stack.callback(_undo_all, found.undo)
         yield found.tensors
+
+
+def _undo_all(undo: list[Undo]) -> None:
+    """The last first, and all of them whatever one of them raises."""
+    try:
+        while undo:
+            undo.pop()()
+    finally:
+        if undo:
+            _undo_all(undo)
 
 
 class _State:
@@ -325,7 +339,7 @@ class _Memory:
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
         """Copy what an operation writes to, and run it."""
-        written = {argument.name for argument in schema_of(call.op).arguments if _is_written(argument)}
+        written = _written_by(call.op)
         for name, value in call.arguments() if written else ():
             for tensor in tree_leaves(value) if name in written else ():
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
@@ -344,8 +358,11 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+@cache
+def _written_by(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments that an operation writes to."""
+    aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
+    return frozenset(name for name, alias in aliases if alias is not None and alias.is_write)
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -359,4 +376,6 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation."""
+        if not _written_by(func):  # as of nearly all
+            return func(*args, **(kwargs or {}))
         return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

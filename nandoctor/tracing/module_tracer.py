@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
+from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, asks_for_counts, collect_all, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -86,10 +87,11 @@ class Tracer:
         with ExitStack() as hooks:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
-            for name, module in self._model.named_modules():
-                hooks.callback(self._watch_entry(module, name).remove)
-                hooks.callback(self._watch_arguments(module).remove)
-                hooks.callback(self._watch_return(module).remove)
+            with collection_paused:
+                for name, module in self._model.named_modules():
+                    hooks.callback(self._watch_entry(module, name).remove)
+                    hooks.callback(self._watch_arguments(module).remove)
+                    hooks.callback(self._watch_return(module).remove)
             self._hooks = hooks.pop_all()
         return self
 

@@ -100,8 +100,12 @@ def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
     """Tell whether exact counts would tell more, as of `TensorStats`; this waits for the device."""
     if not is_finite(reading):
         return True
+    sample = reading.sample.float().numpy(force=True)
+    magnitudes = np.abs(sample)
+    if not ((magnitudes > 0) & (magnitudes < low.smallest_normal)).any():  # as of most, and seen more quickly
+        return False
     least, most = reading.limits.tolist()
-    return _summarize(reading, least, most, reading.sample.float().numpy(force=True)).asks_for_counts(low)
+    return _summarize(reading, least, most, sample).asks_for_counts(low)
 
 
 def is_finite(reading: Reading | None) -> bool:
@@ -139,7 +143,10 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
         key: _summarize(reading, float(low), float(high), sample)
         for (key, reading), (low, high), sample in zip(distinct.items(), limits, samples, strict=True)
     }
-    return [tuple(replace(stats[id(reading)], path=path) for path, reading in group) for group in groups]
+    return [
+        tuple(replace(stats[id(reading)], path=path) if path else stats[id(reading)] for path, reading in group)
+        for group in groups
+    ]
 
 
 def _fetch(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:

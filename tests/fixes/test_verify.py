@@ -70,6 +70,16 @@ def test_the_step_fails_and_fp32_of_the_scores_fixes_it(step):
     assert judgement.outcome.max_rel_err < 0.01
 
 
+def test_the_unchanged_step_is_run_once_and_not_if_known(step):
+    trials = make_trials(step)
+    as_it_is = UseFormat(format=step.low)
+    assert not trials.run().values_finite
+    assert not trials.look(as_it_is).finite
+    assert trials.num_run == 1
+    known = Trials(step, TrialBudget(max_trials=0), numerics=False, fails=True)
+    assert known.look(as_it_is) == trials.look(as_it_is)
+
+
 @pytest.mark.parametrize("op", ["softmax", "masked_fill", "div"])
 def test_nan_to_num_on_the_scores_is_finite_and_no_fix(step, op):
     """0 in place of NaN, and large numbers in place of Inf, let a query see what it must not, or not what it must."""

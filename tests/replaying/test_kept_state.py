@@ -133,6 +133,17 @@ def test_a_models_own_state_is_as_it_was():
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_what_cannot_be_put_back_keeps_nothing_else_from_it():
+    undone = []
+
+    def fail():
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        kept_state._undo_all([lambda: undone.append(1), fail, lambda: undone.append(2), fail])
+    assert undone == [2, 1]
+
+
 def test_without_it_every_one_of_these_writes_shows():
     kinds = [kind for kind, write in WRITES.items() if not differs_after_another(lambda: Writes(write), nullcontext)]  # noqa: B023
     Writes.counted.clear()

@@ -93,6 +93,16 @@ def test_the_counts_is_that_of_a_naive_count(dtype, target, values):
     assert {name: getattr(counts, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@settings(max_examples=50)
+@given(values=st.lists(SPECIAL | st.floats(width=32), min_size=1, max_size=6))
+def test_the_limits_beside_counts_are_of_what_is_finite(dtype, values):
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+    stats = stats_of(tensor, counts_for=FP16)
+    finite = [value for value in tensor.tolist() if math.isfinite(value)]
+    assert (stats.min, stats.max) == (min(finite, default=None), max(finite, default=None))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_counts_of_fp8_is_that_of_a_naive_count(dtype):
     every_code = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
