@@ -76,7 +76,7 @@ def replay(
         model: what builds the model.
         **options: the settings.
         progress: told (stage, module calls done, calls in all or None). Left out, a notebook shows a bar, and an
-            interrupt of the search for fixes gives the report as it is then.
+            interrupt gives the report with what is known by then.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.

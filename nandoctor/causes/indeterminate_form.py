@@ -48,7 +48,7 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
     if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops.values()):
-        return _explain_written(finding, "reaches a product, whose sums it spoils")
+        return _explain_written(finding, "reaches a product and makes its sums non-finite")
     if any(map(math.isnan, written)) or (written and (finding.analysis.kinds == ("+inf",) or finding.op.op in FILLS)):
         return _explain_written(finding, "is never removed")
     if "nan" not in finding.analysis.kinds or not (finding.had_inf_input or written):

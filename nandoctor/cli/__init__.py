@@ -15,17 +15,17 @@ from nandoctor.cli.failures import failures_told
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "checkup": ("checkup", "Tell how near a healthy step comes to overflow and underflow."),
-    "diff": ("commands", "Tell what changed from A to B: verdict, origin, headroom, ranges."),
-    "eps": ("commands", "Tell what becomes of a small constant, or of every eps of a model."),
-    "explain": ("commands", "Tell what a cause is, why it happens and how it is fixed."),
+    "checkup": ("checkup", "Show how close a healthy step comes to overflow and underflow."),
+    "diff": ("commands", "Show what changed from A to B: verdict, origin, headroom, ranges."),
+    "eps": ("commands", "Show what becomes of a small constant, or of every eps of a model."),
+    "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
-    "inspect": ("commands", "Tell what is in DUMP, without running any code of it."),
+    "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
     "plot": ("commands", "Draw a dump, which is replayed, or a saved report."),
     "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
     "repro": ("commands", "Write a script with the smallest tensors that still fail."),
     "triage": ("triage", "Replay many dumps in parallel, and group them by cause and place."),
-    "verify": ("verify", "Tell whether the failing step of DUMP passes now."),
+    "verify": ("verify", "Check whether the failing step of DUMP passes now."),
 }
 """Every verb: the module of this package that has it, and what the list of all says of it."""
 

@@ -30,7 +30,7 @@ _File = click.Path(path_type=Path)
 def checkup(
     checkpoints: tuple[Path, ...], batch: Path | None, file: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Tell how near a healthy step comes to overflow and underflow, and with several checkpoints when it will.
+    """Show how close a healthy step comes to overflow and underflow, and with several checkpoints when it will.
 
     \b
     nandoctor checkup step9000.pth --batch batch.pth --model train.py:make_model

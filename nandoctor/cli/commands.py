@@ -144,7 +144,7 @@ plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in 
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
-    """Tell what changed from A to B: verdict, origin, headroom, ranges.
+    """Show what changed from A to B: verdict, origin, headroom, ranges.
 
     Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
@@ -164,7 +164,7 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 @click.argument("dump", type=DumpPath)
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
-    """Tell what is in DUMP, without running any code of it."""
+    """Show what is in DUMP, without running any code of it."""
     from nandoctor.dumps.reader import read_dump
     from nandoctor.dumps.summary import summarize
     from nandoctor.renderers.inspect_dump import print_inspection
@@ -181,7 +181,7 @@ def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[s
 @click.command(cls=GroupedCommand)
 @click.argument("code", required=False, shell_complete=_complete_codes)
 def explain(code: str | None) -> None:
-    """Tell what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
+    """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages
     from nandoctor.renderers.explain import print_catalogue, print_page
 
@@ -237,7 +237,7 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
-    """Tell what becomes of a small constant: a VALUE in each format, or every eps of a model.
+    """Show what becomes of a small constant: a VALUE in each format, or every eps of a model.
 
     \b
     nandoctor eps 1e-8 1e-5

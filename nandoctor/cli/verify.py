@@ -55,7 +55,7 @@ _WITHOUT_DIFF = {
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
-    """Tell whether the failing step of DUMP passes under the code as it is now.
+    """Check whether the failing step of DUMP passes under the code as it is now.
 
     Exit: 0 fixed, 1 still fails, 125 cannot tell.
     """

@@ -118,6 +118,6 @@ def describe_idle_state(verdict: Verdict, dump: DumpSummary) -> tuple[str, ...]:
         return ()
     named = [f"`{entry.name}` in {part_of(entry.num_bad, math.prod(entry.shape), 'value')}" for entry in state]
     return (
-        f"The saved state is NaN or Inf all the same: {join_first(named, 3)}. Nothing that this step computed was "
-        "spoilt by that; another batch or mode may be.",
+        f"The saved state is NaN or Inf all the same: {join_first(named, 3)}. This step did not use those values; "
+        "another batch or mode may.",
     )

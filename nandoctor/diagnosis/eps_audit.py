@@ -37,9 +37,9 @@ from nandoctor.text import percent
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
 OUTLOOK = (
-    "Half precision (model.half()) computes in fp16 throughout: a constant is what fp16 makes of it, but in torch's "
-    "own norms. Mixed precision (autocast) runs norms, softmax, log, pow and sums in fp32; adds, divides and roots "
-    "keep the format that they get: there the line that uses the constant decides, and a replay tells: --dump DUMP."
+    "Half precision (model.half()) computes all but torch's own norms in fp16, so each constant is rounded to "
+    "fp16. Mixed precision (autocast) runs norms, softmax, log, pow and sums in fp32; additions, divisions and roots "
+    "keep the format of their inputs, which depends on the line: a replay shows it (--dump DUMP)."
 )
 
 

@@ -129,7 +129,7 @@ def _title_buffers(edit: ResetBuffers) -> str:
 
 def _title_weights(edit: ZeroWeights) -> str:
     names = f"{', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
-    return f"Set what is not finite in {names} to 0, or load the last sound checkpoint"
+    return f"Set what is not finite in {names} to 0, or load the last finite checkpoint"
 
 
 _TITLES: dict[str, Callable[[Any], str]] = {
@@ -143,7 +143,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "clamp": lambda edit: f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}",
     "guard": _title_guard,
     "scale-first": _title_scale,
-    "unmask-rows": lambda _: "Open the rows that are masked throughout, and take zeros for them",
+    "unmask-rows": lambda _: "Unmask the fully masked rows, and set their result to 0",
     "stable-log": _title_log,
     "use-format": lambda edit: f"Run the step under {edit.format.label} autocast",
     "loss-scale": lambda edit: f"Lower the loss scale to {edit.value:g}",

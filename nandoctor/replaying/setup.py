@@ -195,7 +195,7 @@ def _describe_fp8(net: nn.Module) -> Iterator[str]:
     if found:
         yield (
             f"In fp8 by the model's own code: {join_first(found, 3)}. The replay runs that as it is, in the fp32 "
-            "reference too, so what fp8 alone spoils counts as failing in fp32 as well."
+            "reference too, so a failure of fp8 alone counts as one of fp32 as well."
         )
 
 
@@ -209,8 +209,8 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
     ):
         return ()
     return (
-        f"The saved output is non-finite throughout and does not show in which precision: {policies[0].format} was "
-        "assumed (--amp-dtype).",
+        f"Every saved output value is non-finite, which does not show the precision: {policies[0].format} was assumed "
+        "(--amp-dtype).",
     )
 
 

@@ -43,7 +43,7 @@ def draw_origin(report: Report) -> Figure:
     origin = report.origin
     if origin is None or origin.grid is None:
         raise NanDoctorError(
-            f"The report on {report.dump.path} does not tell where in a tensor the first non-finite values are.",
+            f"The report on {report.dump.path} does not say where in a tensor the first non-finite values are.",
             remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):

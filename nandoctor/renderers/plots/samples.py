@@ -51,7 +51,7 @@ def draw_samples(report: Report) -> Figure:
     num_samples = _find_batch(report, layers)
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
-            f"The report on {report.dump.path} does not tell the samples apart.",
+            f"The report on {report.dump.path} holds no counts of single samples.",
             remedy=f"Count them: {plot_command(report, 'samples') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
