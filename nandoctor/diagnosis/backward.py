@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.conclusion import Conclusion, finding_at, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
@@ -21,7 +21,7 @@ def conclude_backward(
     ops = {op.order: op for op in trace.ops}
     healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
     sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
-    diagnoses, suspects = [], []
+    found = []
     for op in trace.backward:
         if op.analysis is None:
             continue
@@ -35,21 +35,27 @@ def conclude_backward(
             ops=ops,
             low=low,
         )
-        inside = None if finding.forward is not None else _find_inside(op, trace, reference, low)
-        if inside is not None:
-            cause = find_cause("forward", inside)
-            origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
-            diagnoses.append(Diagnosis(origin=origin, cause=cause))
-            suspects.append(suspect(inside.op, inside, cause))
-            continue
-        hidden = _hidden_overflow(finding.forward, trace, reference, low)
-        cause = find_cause("backward", finding) if hidden is None else _explain_hidden(op, hidden)
-        diagnoses.append(Diagnosis(origin=origin_at(op, op.analysis, trace), cause=cause))
-        if hidden is not None:
-            suspects.append(suspect(hidden.op, hidden, cause))
-        elif finding.forward is not None:
-            suspects.append(suspect(finding.forward, finding, cause))
-    return Conclusion(diagnoses=tuple(diagnoses) or _first_taker(trace), suspects=tuple(suspects))
+        found.append(_diagnose(finding, trace, reference))
+    return Conclusion(
+        diagnoses=tuple(diagnosis for diagnosis, _ in found) or _first_taker(trace),
+        suspects=tuple(blamed for _, blamed in found if blamed is not None),
+    )
+
+
+def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
+    """Blame an op within a custom backward, else an overflow that the forward hid, else the forward op itself."""
+    op, forward = finding.op, finding.forward
+    inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
+    if inside is not None:
+        cause = find_cause("forward", inside)
+        origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
+        return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
+    hidden = _hidden_overflow(forward, trace, reference, finding.low)
+    cause = find_cause("backward", finding) if hidden is None else _explain_hidden(op, hidden)
+    diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
+    if hidden is not None:
+        return diagnosis, suspect(hidden.op, hidden, cause)
+    return diagnosis, suspect(forward, finding, cause) if forward is not None else None
 
 
 def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
