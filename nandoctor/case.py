@@ -40,6 +40,7 @@ from nandoctor.replaying.settings import (
 )
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.repro_scripts.build import make_script
+from nandoctor.text import dtype_name
 from nandoctor.verification import tell_if_changed, verify_dump
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def describe(tensor: torch.Tensor) -> str:
 
     measured = measure_all([("", tensor)], counts_for=FP16)
     if not measured:
-        return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: no floating-point values"
+        return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}: no floating-point values"
     return describe_tensor(measured[0])
 
 

@@ -133,6 +133,11 @@ def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:
     return f"sample{'s' * (len(samples) != 1)} {join_first([str(sample) for sample in samples], _MAX_SAMPLES)}"
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a `torch.dtype` without the module: "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def shape_text(shape: Iterable[int]) -> str:
     """A shape as torch prints it: [4, 16, 32, 32]."""
     return f"[{', '.join(str(size) for size in shape)}]"

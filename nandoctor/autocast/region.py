@@ -15,6 +15,7 @@ from nandoctor.autocast.policy import Policy, apply_policy, exact_products, make
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.text import dtype_name
 from nandoctor.torch_places import CHECKPOINT_AUTOCAST
 
 
@@ -30,7 +31,7 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
     """
 
     def __init__(self, dtype: torch.dtype = torch.float16, device: str = "cpu") -> None:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         if name not in FORMATS:
             raise NanDoctorError(
                 f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype."

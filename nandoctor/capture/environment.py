@@ -19,6 +19,7 @@ import torch.distributed as dist
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
 from nandoctor.dumps.backends import BACKENDS
+from nandoctor.text import dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def read_autocast(device_type: str) -> dict[str, Any]:
     return {
         "enabled": torch.is_autocast_enabled(device_type),
         "device": device_type,
-        "dtype": str(torch.get_autocast_dtype(device_type)).removeprefix("torch."),
+        "dtype": dtype_name(torch.get_autocast_dtype(device_type)),
         "cache": torch.is_autocast_cache_enabled(),
         "emulated": device_type != "cuda" and is_emulating(device_type),
     }

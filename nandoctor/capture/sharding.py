@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.text import dtype_name
 from nandoctor.torch_compat import fsdp_policy
 
 
@@ -85,7 +86,7 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
         "inputs": {path: policy.param_dtype for path, policy in policies.items() if policy.cast_forward_inputs},
         "outputs": {path: policy.output_dtype for path, policy in policies.items()},
     }
-    return {what: {name: _dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
+    return {what: {name: dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
 
 
 def _is_cast(parameter: nn.Parameter) -> bool:
@@ -100,7 +101,3 @@ def _owner(name: str, paths: Collection[str]) -> str | None:
         if path in paths:
             return path
     return None
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
-from nandoctor.text import brief, brief_list
+from nandoctor.text import brief, brief_list, dtype_name
 
 _BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
@@ -67,7 +67,7 @@ def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySumma
     return ArraySummary(
         name=name,
         shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(tensor.dtype),
         role=role,
         num_nan=num_nan,
         num_posinf=num_posinf,

@@ -16,6 +16,7 @@ from torch import nn
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.trees import is_plain_dict
 from nandoctor.errors import ModelError
+from nandoctor.text import dtype_name
 
 WHOLE_BATCH = "*"
 _NONE: Mapping[str, Any] = {}
@@ -244,4 +245,4 @@ def _explain_ambiguity(
 
 
 def _shape_of(value: Any) -> str:
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" if hasattr(value, "shape") else repr(value)
+    return f"{tuple(value.shape)} {dtype_name(value.dtype)}" if hasattr(value, "shape") else repr(value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from nandoctor.dumps.option_text import as_option
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import parse_size
+from nandoctor.text import dtype_name, parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -349,7 +349,7 @@ def _plain(name: str, value: Any) -> Any:
     if name == "inputs" and isinstance(value, (str, list)):
         return tuple(str(item).strip() for item in (value.split(",") if isinstance(value, str) else value))
     if name in ("amp_dtype", "device") and value is not None:
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     if name == "weights" and isinstance(value, os.PathLike):
         return str(value)
     if name == "memory" and isinstance(value, str):

@@ -15,7 +15,7 @@ from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
 from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
-from nandoctor.text import number
+from nandoctor.text import dtype_name, number
 from nandoctor.torch_compat import tree_leaves
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
@@ -184,7 +184,7 @@ def _expectation(program: Program, failure: Failure) -> str:
     wanted = max(float(values.abs().max()) for values in nonfinite if len(values))
     limit = torch.finfo(got[0].dtype).max
     if wanted > limit:
-        label = FORMATS[str(got[0].dtype).removeprefix("torch.")].label
+        label = FORMATS[dtype_name(got[0].dtype)].label
         largest = f"the largest {label} is {number(limit)}"
         return f"Expected: finite, up to {number(wanted, unlike=limit)}, as in fp32; {largest}."
     return f"Expected: finite, up to {number(wanted)}, as in fp32."

@@ -14,6 +14,7 @@ import torch
 
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, SampleStats
+from nandoctor.text import dtype_name
 from nandoctor.torch_compat import plain_torch, unwrap
 from nandoctor.tracing.placement import MAX_SAMPLES, count_exponents, place_nonfinite
 
@@ -42,7 +43,7 @@ class _Stored(NamedTuple):
         with plain_torch():  # a transform of torch.func would wrap what it gives
             integers = unwrap(values).detach().resolve_neg().view(kind)
             signed: Any = integers.numpy() if values.device.type == "cpu" else integers
-        stored = FORMATS[str(values.dtype).removeprefix("torch.")]
+        stored = FORMATS[dtype_name(values.dtype)]
         infinity = (stored.max_exponent - stored.min_exponent + 2) << stored.fraction_bits
         limits = torch.iinfo(kind)
         return _Stored(signed, signed & limits.max, limits.min, infinity, stored)
