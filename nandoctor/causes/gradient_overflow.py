@@ -8,15 +8,19 @@ How nandoctor tells
 Why it happens
     A loss that is a sum rather than a mean, a division by something small, a recurrence that multiplies gradients.
 Fix
-    Run this op in fp32, average the loss, clip inside the recurrence.
+    Run this op in fp32, average the loss, clip inside the recurrence. Of a loss that carries a scale of its own take it
+    off, or start GradScaler below 1.
 When it is wrong
     Where scale 1 helps, loss-scale-overflow says so.
 """
 
 from __future__ import annotations
 
-from nandoctor.causes.base import GradientFinding, gradient_evidence
+from collections.abc import Iterator
+
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.sentences import subject
+from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause
 from nandoctor.text import number
 
@@ -37,3 +41,8 @@ def diagnose(finding: GradientFinding) -> Cause | None:
         f"{finding.low} holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )
+
+
+def suggest(finding: GradientFinding) -> Iterator[Candidate]:
+    """A loss scale below 1, which undoes one that the loss carries; it fails where other gradients then underflow."""
+    yield tuple(SetLossScale(value=2.0**-halvings) for halvings in (8, 16, 24))

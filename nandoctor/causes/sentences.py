@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, NonfiniteCounts, OpCall
-from nandoctor.ops import DIVISIONS, LOGARITHMS, NORMALISATIONS
+from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
 from nandoctor.text import code, kinds_text, number, part_of
 
+_CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Add: ("add",),
     ast.Sub: ("sub",),
@@ -75,6 +76,8 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
         if op in _OPERATORS.get(type(node.op), ()):
             return {"self": node.left, "other": node.right, "exponent": node.right}
         return {"self": node.right, "other": node.left} if op == _REFLECTED.get(type(node.op)) else {}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
+        return {"self": node.func.value} if _callee(node) in _CAST_METHODS else {}
     if isinstance(node, ast.Call) and _callee(node) == op and alone:
         return _only_argument(node)
     return {}

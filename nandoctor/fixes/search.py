@@ -17,6 +17,7 @@ from nandoctor.evidence.edits import (
     KeepOp,
     KeepSamples,
     ScaleFirst,
+    SetLossScale,
     SetOptimizerEps,
     Together,
     UseFormat,
@@ -317,6 +318,7 @@ _SIZES: dict[type, int] = {
     GuardArgument: 2,
     ScaleFirst: 2,
     KeepOp: 4,
+    SetLossScale: 5,
     UseFormat: _WHOLE,
     KeepSamples: 2 * _WHOLE,
 }

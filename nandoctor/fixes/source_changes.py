@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +36,13 @@ from nandoctor.fixes.source_expression import (
     nodes_below,
     number_in,
     operand_text,
+    parse_expression,
     target_of,
     text_with,
 )
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source
 from nandoctor.fixes.titles import code_number
-from nandoctor.ops import PRODUCTS
+from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
@@ -166,6 +168,9 @@ class SourceWriter:
             self._keep_line(edit.site.source)
             return
         change, expression = self._open(edit.site)
+        if edit.site.op in CASTS:
+            change.replacements.append(expression.cast_to_fp32())
+            return
         tree, widened = change.tree, expression.widened()
         if expression.op is None or expression.op.op not in PRODUCTS:
             change.replacements.append(Replacement(node=expression.node, text=widened))
@@ -179,7 +184,7 @@ class SourceWriter:
             return
         name = tree.free_name("product", expression.node, change.names)
         change.names.add(name)
-        before = f"{OUT_OF_AUTOCAST}\n    {name} = {widened}\n"
+        before = f"{OUT_OF_AUTOCAST}\n    {name} = {f'({widened})' if parse_expression(widened).lpar else widened}\n"
         change.replacements.append(Replacement(node=expression.node, text=name, before=(before,)))
 
     def _keep_line(self, source: SourceLine) -> None:
@@ -191,6 +196,7 @@ class SourceWriter:
         names = self._tensor_names(change.tree, source) | set(change.tree.module_arguments(statement))
         for node in names:
             change.replacements.append(Replacement(node=node, text=attribute_text(change.tree, node, "float()")))
+        change.replacements.extend(self._casts(change.tree, source))
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
     def _tensor_names(self, tree: SourceTree, source: SourceLine) -> set[cst.BaseExpression]:
@@ -202,6 +208,15 @@ class SourceWriter:
             written = {target_of(node)} if isinstance(node, cst.AugAssign) else set()
             found.update(set(Expression(tree, node, op).tensors()) - written)
         return {node for node in found if isinstance(node, (cst.Name, cst.Attribute))}
+
+    def _casts(self, tree: SourceTree, source: SourceLine) -> Iterator[Replacement]:
+        """The casts of a line to a low precision that it names, to fp32; one to another tensor's dtype stays."""
+        for op in self._ops:
+            if op.op in CASTS and op.source is not None and op.source.whole == source:
+                node = tree.find(op.source)
+                with suppress(CannotWriteError):
+                    if isinstance(node, cst.Call):
+                        yield Expression(tree, node, op).cast_to_fp32()
 
     def _clamp(self, edit: ClampArgument) -> None:
         change, expression = self._open(edit.site)
@@ -250,8 +265,10 @@ class SourceWriter:
 
         It is computed once, by a statement before its own or, where none can be put there, where it is needed first.
         """
-        if isinstance(cst.parse_expression(text), (cst.Name, cst.Attribute)):
+        parsed = parse_expression(text)
+        if isinstance(parsed, (cst.Name, cst.Attribute)):
             return text, text, ()
+        text = f"({text})" if parsed.lpar else text
         name = change.tree.free_name(wanted, node, change.names)
         change.names.add(name)
         if change.tree.statement_of(node) is None:

@@ -16,6 +16,7 @@ from nandoctor.fixes.source_tree import Replacement, SourceTree
 from nandoctor.ops import PRODUCTS
 
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+_LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
 
 
@@ -42,6 +43,8 @@ class Expression:
             raise CannotWriteError
         given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in self.node.args]
         function = self.node.func
+        if isinstance(function, cst.Call) and self.tree.code(function.func) == "getattr" and function.args:
+            given.insert(0, (None, function.args[0].value))
         if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self.calls_module():
             given.insert(0, (None, function.value))
         return given
@@ -136,6 +139,17 @@ class Expression:
             self.tree, self.node, {value: attribute_text(self.tree, value, "float()") for value in tensors}
         )
 
+    def cast_to_fp32(self) -> Replacement:
+        """The cast to a low precision that the code asks for, to fp32: what names the dtype is all that changes."""
+        node = self.node
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            if node.func.attr.value in _LOW_NAMES:
+                return Replacement(node=node.func.attr, text="float")
+            for argument in node.args:
+                if self.tree.code(argument.value).rpartition(".")[2] in _LOW_NAMES:
+                    return Replacement(node=argument.value, text="torch.float32")
+        raise CannotWriteError
+
     def tensors(self) -> Iterator[cst.BaseExpression]:
         """The arguments that were floating-point tensors in the trace, as far as it can be told."""
         if self.op is None:
@@ -163,9 +177,17 @@ class _Substitution(cst.CSTTransformer):
         return self._new_nodes.get(original_node, updated_node)
 
 
+def parse_expression(text: str) -> cst.BaseExpression:
+    """The expression that a text is; one over several lines gets the parentheses that it stood in."""
+    try:
+        return cst.parse_expression(text)
+    except cst.ParserSyntaxError:
+        return cst.parse_expression(f"({text})")
+
+
 def text_with(tree: SourceTree, node: cst.CSTNode, texts: Mapping[cst.CSTNode, str]) -> str:
     """The source of an expression with other text for some of the nodes below it."""
-    changed = node.visit(_Substitution({old: cst.parse_expression(text) for old, text in texts.items()}))
+    changed = node.visit(_Substitution({old: parse_expression(text) for old, text in texts.items()}))
     assert isinstance(changed, cst.BaseExpression)
     return tree.code(changed)
 
@@ -208,7 +230,7 @@ def _number_in_text(node: cst.Call) -> float | None:
 
 def grouped(text: str) -> str:
     """The text of an expression, in parentheses where an attribute could not follow it."""
-    node = cst.parse_expression(text)
+    node = parse_expression(text)
     plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
     return text if plain else f"({text})"
 

@@ -22,6 +22,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS
+from nandoctor.ops import CASTS
 
 _SMALL, _LARGE = 1e-3, 1e6
 _BINARY = frozenset({"add", "sub", "mul", "div"})
@@ -49,7 +50,7 @@ def _title_op(edit: KeepOp) -> str:
     where = _place(edit.site) or f"{edit.site.op} in {edit.site.module or 'the model'}"
     if edit.site.op and edit.site.source is not None and edit.site.source.column is not None:
         where = f"{edit.site.op} in {where}"
-    return f"Compute {where} in fp32"
+    return f"Cast to fp32 in {_place(edit.site)}" if edit.site.op in CASTS else f"Compute {where} in fp32"
 
 
 def _title_argument(edit: SetArgument) -> str:

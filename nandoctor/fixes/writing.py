@@ -82,7 +82,11 @@ class ChangeWriter:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
         if len(modules) == len(edits):
             return Snippet(kind="snippet", text=self._modules_in_fp32([edit.module for edit in modules]))
-        return _snippet_of(edits[0]) if len(edits) == 1 else None
+        if len(edits) == 1:
+            return _snippet_of(edits[0])
+        parts = [self._snippet([edit]) for edit in edits]
+        texts = [part.text for part in parts if part is not None and part.kind == "snippet"]
+        return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
         # The names may be a stranger's: as JSON they are string literals, whatever is in them.

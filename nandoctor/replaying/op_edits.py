@@ -62,7 +62,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self._changes:
             # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = isinstance(edit, SetArgument) or not schema_of(call.op).is_mutable
+            possible = _leaves_target(edit) or not schema_of(call.op).is_mutable
             if possible and self._is_meant(site, call, owner):
                 run = partial(change, proceed=run)
         output = run(call)
@@ -80,6 +80,11 @@ class OpEdits:
         # No module runs while the loss or the backward of a custom Function does.
         is_there = site.module == LOSS or type_name in ("", site.type)
         return is_there and _is_at(site.source)
+
+
+def _leaves_target(edit: SingleEdit) -> bool:
+    """Tell whether an edit changes another argument than the one that an op writes to."""
+    return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument) and edit.argument == "other")
 
 
 def _is_at(source: SourceLine) -> bool:
@@ -119,7 +124,11 @@ def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
     if call.name not in CASTS and dict(call.arguments()).get("dtype") in LOW_DTYPES:
         wide = wide.with_argument("dtype", torch.float32)
     with without_autocast():
-        return proceed(wide)
+        made = proceed(wide)
+    if call.name in CASTS and isinstance(made, torch.Tensor) and made.dtype in LOW_DTYPES:
+        _, taken = next(call.tensors())  # the cast itself is what does not fit
+        return taken.to(device=made.device, dtype=torch.float32)
+    return made
 
 
 def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
