@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fixes import copy_code
 from peers import Claim, names_module, names_op
 
-from real_bugs.ask import BUGS, TOOLS
+from real_bugs.ask import BUGS, TOOLS, answer
 from real_bugs.bug import Bug, install
 
 HERE = Path(__file__).resolve().parent
 TORCHLENS = ("torchlens==2.36.1", "graphviz==0.20.3")
+FORK = multiprocessing.get_context("fork")
 LONGEST_S = 600.0
 """What ends by then or by a crash has no answer; the slowest answer took a tenth of it."""
 ROW = "{:<38}" + "{:>8}" * 3 + "{:>10}{:>9}{:>9}{:>17}"
@@ -42,10 +45,15 @@ ROW = "{:<38}" + "{:>8}" * 3 + "{:>10}{:>9}{:>9}{:>17}"
 class Findings:
     """What was said of one bug: by nandoctor with fixes, and by each tool of the bug and of its control."""
 
-    bug: Bug
+    title: str
     diagnosis: dict[str, Any] | None
     after_fix: str
     claims: dict[str, tuple[Claim, Claim]]
+
+    @property
+    def bug(self) -> Bug:
+        """The bug of this title."""
+        return BUGS[self.title]
 
 
 def main() -> None:
@@ -57,40 +65,54 @@ def main() -> None:
     torchlens = install(TORCHLENS, options.cache)
     chosen = [bug for title, bug in BUGS.items() if options.only in title]
     folders = {bug.title: [*install(bug.packages, options.cache), *torchlens] for bug in chosen}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=FORK) as pool:
         found = []
-        for findings in pool.map(lambda bug: ask(bug, folders[bug.title]), chosen):
+        for findings in pool.map(ask, folders, folders.values()):
             found.append(findings)
             print("\n".join(describe(findings)), flush=True)
     print("\n".join(table(found)))
 
 
-def ask(bug: Bug, folders: list[Path]) -> Findings:
+def ask(title: str, folders: list[Path]) -> Findings:
     """Make sure that the step fails and its control does not, then put every question, each in a process of its own."""
+    bug = BUGS[title]
     sick, control = _ask("steps", bug, folders)
     assert sick, f"{bug.title}: the step does not fail"
     assert not control, f"{bug.title}: the control fails: {control}"
     diagnosis = next(iter(_ask("fixes", bug, folders)), None)
     return Findings(
-        bug=bug,
+        title=title,
         diagnosis=diagnosis,
         after_fix=try_fix(bug, diagnosis["fixes"][0], folders) if diagnosis and diagnosis["fixes"] else "",
         claims={tool: _claims(_ask(tool, bug, folders)) for tool in TOOLS},
     )
 
 
-def _ask(question: str, bug: Bug, folders: list[Path], *, code: Path = HERE, given: str = "") -> list[Any]:
-    """The answers that came before the process ended, by itself or by a crash, or was stopped."""
+def _ask(question: str, bug: Bug, folders: list[Path]) -> list[Any]:
+    """The answers of a fork of this process, which has imported torch, and of the packages nothing."""
+    with _answers() as (file, answers):
+        child = FORK.Process(target=_answer_silently, args=(question, bug, str(file), list(map(str, folders))))
+        child.start()
+        child.join(LONGEST_S)
+        child.kill()
+        child.join()
+        return answers()
+
+
+def _answer_silently(question: str, bug: Bug, answers: str, folders: list[str]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    answer(question, bug, answers, folders)
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[tuple[Path, Callable[[], list[Any]]]]:
+    """A file to answer in, and what is in it: all that came before the process ended, by itself or by a crash."""
     with tempfile.TemporaryDirectory() as folder:
-        answers = Path(folder, "answers")
-        answers.touch()
-        command = [sys.executable, str(code / "ask.py"), question, bug.title, str(answers), *map(str, folders)]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                command, env=environment, input=given, text=True, capture_output=True, timeout=LONGEST_S, check=False
-            )
-        return [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+        file = Path(folder, "answers")
+        file.touch()
+        yield file, lambda: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _claims(answers: list[Any]) -> tuple[Claim, Claim]:
@@ -107,8 +129,14 @@ def try_fix(bug: Bug, fix: dict[str, Any], folders: list[Path]) -> str:
         copy_code(copy)
         if fix["kind"] == "source":
             folders = apply(fix, folders, copy)
-        ending = _ask("fixed", bug, folders, code=copy / "benchmarks" / "real_bugs", given=json.dumps(fix))
-    return "no answer" if not ending else ending[0] or "all finite"
+        script = copy / "benchmarks" / "real_bugs" / "ask.py"
+        with _answers() as (file, answers):
+            command = [sys.executable, str(script), "fixed", bug.title, str(file), *map(str, folders)]
+            environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+            given = json.dumps(fix)
+            subprocess.run(command, env=environment, input=given, text=True, capture_output=True, check=False)
+            endings = answers()
+    return "no answer" if not endings else endings[0] or "all finite"
 
 
 def apply(fix: dict[str, Any], folders: list[Path], copy: Path) -> list[Path]:

@@ -1,7 +1,8 @@
-"""Asks about one bug in a process of its own, since packages, tools and failing steps can end or spoil a process.
+"""Answers a question about one bug, in a process of its own: packages, tools and failing steps can end or spoil one.
 
-In: `python ask.py QUESTION TITLE ANSWERS PACKAGE_FOLDER...`, QUESTION a tool's name, `steps`, `fixes` or `fixed`.
-Out: lines of JSON in the file ANSWERS, each as soon as it is known: what comes before a crash is not lost.
+In: a question (a tool's name, `steps`, `fixes` or `fixed`), the bug, and the folders of packages; to a fresh process as
+`python ask.py QUESTION TITLE ANSWERS FOLDER...`. Out: lines of JSON in the file ANSWERS, each as soon as it is known:
+what comes before a crash is not lost.
 """
 
 from __future__ import annotations
@@ -40,17 +41,22 @@ TOOLS: dict[str, Tool] = {
 
 
 def main() -> None:
-    """Answer one question, line by line."""
-    warnings.simplefilter("ignore")
+    """Answer the question of the command line; what a fix needs to be told comes on standard input."""
     question, title, answers, *folders = sys.argv[1:]
+    given = sys.stdin.read() if question == "fixed" else ""
+    answer(question, BUGS[title], answers, folders, given=given)
+
+
+def answer(question: str, bug: Bug, answers: str, folders: list[str], *, given: str = "") -> None:
+    """Write the answers, line by line."""
+    warnings.simplefilter("ignore")
     sys.path[:0] = folders
-    bug = BUGS[title]
     with Path(answers).open("a", encoding="utf-8") as file:
-        for answer in _answer(question, bug):
-            print(json.dumps(answer), file=file, flush=True)
+        for line in _answer(question, bug, given):
+            print(json.dumps(line), file=file, flush=True)
 
 
-def _answer(question: str, bug: Bug) -> Iterator[Any]:
+def _answer(question: str, bug: Bug, given: str) -> Iterator[Any]:
     if question in TOOLS:
         yield from (asdict(claim_of(TOOLS[question], case)) for case in (bug.case(), bug.control()))
     elif question == "steps":
@@ -58,7 +64,7 @@ def _answer(question: str, bug: Bug) -> Iterator[Any]:
     elif question == "fixes":
         yield diagnosis_of(bug.case())
     else:
-        yield ending_of(patched(bug.case(), json.loads(sys.stdin.read())))
+        yield ending_of(patched(bug.case(), json.loads(given)))
 
 
 def claim_of(tool: Tool, case: Case) -> Claim:
