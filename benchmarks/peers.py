@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -278,9 +279,8 @@ def ask_transformers(case: Case) -> Claim:
 def _read_frames(text: str, debugger: Any) -> Claim:
     place = re.search(r"^(\S+) has (?:nans|infs)$", text, re.MULTILINE)
     headers = re.findall(rf"^{debugger.prefix} ((?:\S+)?) ?(\S+)$", text, re.MULTILINE)
-    assert place is not None
     module, kind = headers[-1] if headers else ("", "")
-    if place[1].startswith("input"):
+    if place is not None and place[1].startswith("input"):  # it can stop without a word on what it saw
         return Claim(alarm=True, module=_around(module))
     return Claim(alarm=True, module=module, op=kind)
 
@@ -332,8 +332,9 @@ class _Step(nn.Module):
 def ask_torchlens(case: Case) -> Claim:
     """The first op of the forward or the loss that makes a NaN or an infinity; then the same of the backward."""
     import torchlens
-    from torchlens.debug import bisect_nan_backward, find_nan
+    from torchlens.debug import _nan, bisect_nan_backward, find_nan
 
+    _nan._exception_source_line = _line_of_the_step
     batch = case.batch()
     with _unlogged_kernels(), cuda_autocast(torch.float16):
         forward = find_nan(_Step(case, list(batch)), list(batch.values()))
@@ -346,10 +347,10 @@ def ask_torchlens(case: Case) -> Claim:
         trace = torchlens.trace(step, list(batch.values()), capture=saving)
         _backward(case, trace[trace.output_layers[0]].out)
     backward = bisect_nan_backward(trace)
-    if backward.nonfinite_source is None:  # it cannot tell for every node; whoever looks at the gradients knows as much
+    first = backward.birth  # its word for where a gradient goes non-finite
+    if first is None:  # it cannot tell for every node; whoever looks at the gradients knows as much
         return Claim(alarm=backward.found or not _finite([weight.grad for weight in step.parameters()]))
-    nonfinite_source = backward.nonfinite_source
-    return _claim_of_torchlens(nonfinite_source.module, nonfinite_source.source_line, nonfinite_source.grad_fn_class)
+    return _claim_of_torchlens(first.module, first.source_line, first.grad_fn_class)
 
 
 @contextlib.contextmanager
@@ -359,8 +360,14 @@ def _unlogged_kernels() -> Iterator[None]:
 
     make = kernels._make_kernel
 
-    def make_unlogged(*args: Any) -> Callable[..., Any]:
-        return _pausing(pause_logging, make(*args))
+    def make_unlogged(*made_of: Any) -> Callable[..., Any]:
+        kernel = make(*made_of)
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            with pause_logging():
+                return kernel(*args, **kwargs)
+
+        return paused
 
     kernels._make_kernel = make_unlogged
     try:
@@ -369,12 +376,11 @@ def _unlogged_kernels() -> Iterator[None]:
         kernels._make_kernel = make
 
 
-def _pausing(pause: Callable[[], Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def paused(*args: Any, **kwargs: Any) -> Any:
-        with pause():
-            return kernel(*args, **kwargs)
-
-    return paused
+def _line_of_the_step(error: BaseException) -> str | None:
+    """The last line of the step; TorchLens names that of the emulated autocast, through which every call goes."""
+    others = (*NOT_OF_THE_STEP, str(Path(sys.modules["torchlens"].__file__ or "").parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def _claim_of_torchlens(address: str | None, source_line: str | None, op: str) -> Claim:

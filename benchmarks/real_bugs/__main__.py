@@ -36,6 +36,7 @@ from real_bugs.bug import Bug, install
 HERE = Path(__file__).resolve().parent
 TORCHLENS = ("torchlens==2.36.1", "graphviz==0.20.3")
 FORK = multiprocessing.get_context("fork")
+REFUSES_FORKS = "TorchLens find_nan"
 LONGEST_S = 600.0
 """What ends by then or by a crash has no answer; the slowest answer took a tenth of it."""
 ROW = "{:<38}" + "{:>8}" * 3 + "{:>10}{:>9}{:>9}{:>17}"
@@ -84,7 +85,7 @@ def ask(title: str, folders: list[Path]) -> Findings:
         title=title,
         diagnosis=diagnosis,
         after_fix=try_fix(bug, diagnosis["fixes"][0], folders) if diagnosis and diagnosis["fixes"] else "",
-        claims={tool: _claims(_ask(tool, bug, folders)) for tool in TOOLS},
+        claims={tool: _claims((_ask_afresh if tool == REFUSES_FORKS else _ask)(tool, bug, folders)) for tool in TOOLS},
     )
 
 
@@ -96,6 +97,18 @@ def _ask(question: str, bug: Bug, folders: list[Path]) -> list[Any]:
         child.join(LONGEST_S)
         child.kill()
         child.join()
+        return answers()
+
+
+def _ask_afresh(question: str, bug: Bug, folders: list[Path], *, code: Path = HERE, given: str = "") -> list[Any]:
+    """The answers of a process that begins with nothing, and takes the steps from `code`."""
+    with _answers() as (file, answers):
+        command = [sys.executable, str(code / "ask.py"), question, bug.title, str(file), *map(str, folders)]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                command, env=environment, input=given, text=True, capture_output=True, timeout=LONGEST_S, check=False
+            )
         return answers()
 
 
@@ -129,13 +142,8 @@ def try_fix(bug: Bug, fix: dict[str, Any], folders: list[Path]) -> str:
         copy_code(copy)
         if fix["kind"] == "source":
             folders = apply(fix, folders, copy)
-        script = copy / "benchmarks" / "real_bugs" / "ask.py"
-        with _answers() as (file, answers):
-            command = [sys.executable, str(script), "fixed", bug.title, str(file), *map(str, folders)]
-            environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-            given = json.dumps(fix)
-            subprocess.run(command, env=environment, input=given, text=True, capture_output=True, check=False)
-            endings = answers()
+        code = copy / "benchmarks" / "real_bugs"
+        endings = _ask_afresh("fixed", bug, folders, code=code, given=json.dumps(fix))
     return "no answer" if not endings else endings[0] or "all finite"
 
 
