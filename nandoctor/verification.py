@@ -294,7 +294,7 @@ def _notes(asked: _Asked, made: MadeChange | None, step: FailingStep) -> Iterato
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
     if made is not None and asked.code.changes and not made.beside_unchanged:
-        yield "The reference is fp32 of the code as it is now: as it was when the step failed it cannot be run here."
+        yield "The reference is the current code in fp32: the code that failed cannot be run here."
     if asked.other_mode_differs:
         yield (
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.evidence.report_diff import Comparison, LayerChange
+from nandoctor.evidence.report_diff import Change, Comparison, LayerChange
 from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.facts import GRADES
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
 
@@ -33,10 +34,7 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
     yield labelled([("before", comparison.before), ("after", comparison.after)])
     if comparison.changes:
         yield Text()
-        changes = (
-            (change.name, f"{change.before or _NONE} -> {change.after or _NONE}") for change in comparison.changes
-        )
-        yield labelled(changes)
+        yield labelled((change.name, " -> ".join(_describe_side(change))) for change in comparison.changes)
     yield Text()
     if comparison.layers:
         yield literal(_describe_layers(comparison), "dim")
@@ -46,6 +44,12 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
         yield literal(f"No call changed by a factor of 1.4 or more ({compared} that both made).", "dim")
     if others := list(_others(comparison)):
         yield labelled(others)
+
+
+def _describe_side(change: Change) -> Iterator[str]:
+    """What a fact was and is; the grade of a replay in words."""
+    for value in (change.before, change.after):
+        yield GRADES.get(value, value) if change.name == "replay" and value else value or _NONE
 
 
 def _describe_layers(comparison: Comparison) -> str:

@@ -11,7 +11,6 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import (
     Diagnosis,
     FirstNonfinite,
-    Grade,
     Link,
     Origin,
     ReplayAttempt,
@@ -40,13 +39,14 @@ _MESSAGE_WIDTH = 160
 _MAX_LISTED = 3
 _MAX_STOPS = 4
 
-_GRADES: Mapping[Grade, str] = {
-    "exact": "as saved",
+GRADES: Mapping[str, str] = {
+    "exact": "reproduces the saved output",
     "same-mask": "the same values are non-finite",
     "elsewhere": "other values are non-finite",
     "finite": "finite",
     "no-reference": "nothing to compare with",
 }
+"""What a replay's grade against the saved output says."""
 
 _CLOSE = 0.02
 """Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
@@ -106,7 +106,7 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 def _describe_attempt(attempt: ReplayAttempt) -> str:
     drawn = "the saved random state" if attempt.seed is None else f"seed {attempt.seed}"
-    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {_GRADES[attempt.grade]}"
+    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {GRADES[attempt.grade]}"
 
 
 def _count(count: int | None) -> str:

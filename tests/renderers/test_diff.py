@@ -116,3 +116,9 @@ def test_json_comes_back_as_the_comparison():
     data = json.loads(dumps(comparison))
     assert data["schema"] == "nandoctor.comparison/2"
     assert from_plain(Comparison, data) == comparison
+
+
+def test_the_grade_of_a_replay_is_told_in_words():
+    console = Console(file=io.StringIO(), width=100)
+    print_comparison(compare(factory.precision(), factory.not_reproduced()), console)
+    assert "reproduces the saved output -> finite" in console.file.getvalue()
