@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import is_enabled, set_enabled
+from nandoctor.torch_compat import is_enabled, set_enabled, without_autocast
 from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
-_OTHER_MEANING = frozenset({Tensor.view, torch.finfo, torch.iinfo})
-"""Where a dtype reads the same bits anew, or is asked about."""
+_ASKS = frozenset({torch.finfo, torch.iinfo})
+"""Where a dtype is asked about."""
+
+_HALF_SIZE = 2  # bytes
 
 FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
@@ -199,11 +201,17 @@ class _DeviceLiterals(TorchFunctionMode):
 
 
 class WideLiterals(TorchFunctionMode):
-    """Puts wider dtypes in the place of those that the code names."""
+    """Puts wider dtypes in the place of those that the code names.
+
+    Bits are those of the format that the code means: `x.half().view(torch.int16)` rounds to fp16 first, and numbers
+    whose bits were put together are widened after.
+    """
 
     def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
         self._wider = wider
+        self._named: torch.dtype | None = None
+        self._half = torch.float16
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,11 +219,31 @@ class WideLiterals(TorchFunctionMode):
         """Call the function, or the cast to the wider dtype."""
         kwargs = kwargs or {}
         named = _CAST_METHODS.get(func)
-        if named is not None and named in self._wider:
-            return args[0].to(self._wider[named], **kwargs)
-        if func in _OTHER_MEANING:
+        if named is not None:
+            return args[0].to(self._widen(named), **kwargs)
+        if func in _ASKS:
             return func(*args, **kwargs)
+        if func is Tensor.view and isinstance(dtype := kwargs.get("dtype", (*args, None)[1]), torch.dtype):
+            return self._read_bits(args[0], dtype)
         return func(*map(self._widen, args), **{name: self._widen(value) for name, value in kwargs.items()})
 
     def _widen(self, value: Any) -> Any:
-        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+        if not isinstance(value, torch.dtype):
+            return value
+        if value.is_floating_point:
+            self._named = value
+            self._half = value if value.itemsize == _HALF_SIZE else self._half
+        return self._wider.get(value, value)
+
+    def _read_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """View a tensor in another dtype as if it had been in the format that the code gave it."""
+        if dtype.is_complex or tensor.is_complex():
+            return tensor.view(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype.to_complex())
+        if not tensor.is_floating_point():
+            return tensor.view(dtype).to(self._wider.get(dtype, dtype))
+        # Bytes may be anybody's: those of the format that was named last.
+        meant = {_HALF_SIZE: self._half, 4: torch.float32, 1: self._named}.get(dtype.itemsize)
+        if meant is None or dtype.is_floating_point or tensor.dtype is not self._wider.get(meant):
+            return tensor.view(dtype)
+        with without_autocast():  # whose casts are those of a reference
+            return tensor.to(meant).view(dtype)

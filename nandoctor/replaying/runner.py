@@ -255,7 +255,7 @@ def _run(run: _Run) -> Outcome:
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
     if error is not None and not shows_damage(outcome.trace):
-        raise error if isinstance(error, LossError) else explain_forward_error(error) from error
+        raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.process_wide import Shared
@@ -83,8 +84,8 @@ def shows_damage(trace: Trace) -> bool:
     return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
-def explain_forward_error(error: Exception) -> ModelError:
-    """The error for a forward that raised while everything was still finite."""
+def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
+    """The error for a forward that raised under `policy` while everything was still finite."""
     if is_out_of_memory(error):
         return ModelError(
             f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
@@ -96,6 +97,12 @@ def explain_forward_error(error: Exception) -> ModelError:
             raised,
             remedy="A number in that line does not fit the format that its tensor has there: take it from "
             "torch.finfo(x.dtype), or compute the line in fp32.",
+        )
+    if isinstance(error, (AssertionError, ValueError, TypeError, NotImplementedError)) and policy in (REFERENCE, EXACT):
+        return ModelError(
+            f"{raised} (in {policy.format}, which nandoctor compares with)",
+            remedy="Where that line asks for half precision, let it take fp32 too, which changes nothing in training; "
+            "else check what the model is called with: --inputs, --call.",
         )
     return ModelError(
         raised,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from visits import blamed, line, normal
+from visits import Between, blamed, line, normal
 
 from nandoctor.errors import ModelError
 
@@ -67,3 +67,18 @@ def test_a_bound_that_torch_refuses_and_that_hides_nothing(examine):
     with pytest.raises(ModelError, match="without overflow") as caught:
         examine(model, {"x": normal(2, 5, 8)})
     assert "torch.finfo(x.dtype)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["any", "half alone"])
+def test_code_that_takes_half_alone_is_told_of_the_reference(examine, accepts):
+    class Kernel(nn.Module):
+        def forward(self, x):
+            if not accepts and x.dtype is not torch.float16:
+                raise TypeError("this kernel takes half")
+            return x * 1e6
+
+    if accepts:
+        assert examine(Between(Kernel()), {"x": normal(3, 8)}).verdict == "precision"
+    else:
+        with pytest.raises(ModelError, match=r"this kernel takes half \(in fp32, which nandoctor compares with\)"):
+            examine(Between(Kernel()), {"x": normal(3, 8)})
