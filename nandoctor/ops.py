@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nandoctor.autocast import op_lists
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.trace import OpCall
 
 _ALIASES = {
     "arccos": "acos",
@@ -218,6 +221,26 @@ MOVES = _names(
     repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold"""
 )
 """Ops that hand values on as they are."""
+RESHAPES = _names("view reshape _unsafe_view flatten unflatten")
+TRANSPOSES = _names("transpose permute t mT numpy_T movedim")
+_ROWS_ANEW = _names("flip roll take masked_select masked_scatter repeat repeat_interleave unfold rot90")
+"""Ops that may put rows in other places, along which dimension is not recorded."""
+_ALONG_DIM = _names(
+    """gather take_along_dim sort topk index_select index_add index_copy index_fill index_reduce scatter scatter_add
+    scatter_reduce cat stack select"""
+)
+_INDEXED = _names("index index_put _unsafe_index")
+
+
+def moves_rows(op: OpCall, dim: int) -> bool:
+    """Tell whether the op may put rows along a dimension in other places."""
+    if op.op in _INDEXED:
+        return any(tensor.name == f"indices[{dim}]" for tensor in op.inputs)
+    num_dims = len(op.outputs[0].shape) + (op.op == "select")
+    along = int(dict(op.scalars).get("dim", num_dims - 1 if op.op in ("sort", "topk") else 0))
+    return op.op in _ROWS_ANEW or (op.op in _ALONG_DIM and along % max(num_dims, 1) == dim)
+
+
 FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor pad constant_pad_nd")
 """Ops that put a given number in places."""
 CHECKED_FILLS = _names("full full_like new_full fill masked_fill pad constant_pad_nd")

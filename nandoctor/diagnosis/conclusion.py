@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, site_of
 from nandoctor.causes.registry import suggest_changes
+from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.coverage import Gap
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite, find_nonfinite_places
 from nandoctor.diagnosis.origin import NonfiniteSource
@@ -70,6 +71,7 @@ def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None)
 
 def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
     """Place the origin at an op that made non-finite values."""
+    made_by = op.forward if op.phase == "backward" else op.order
     return Origin(
         phase=op.phase,
         place=op.place,
@@ -80,7 +82,7 @@ def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
             num_bad=analysis.num_bad,
             numel=analysis.numel,
             first_index=analysis.first_index,
-            samples=trace.as_samples(analysis.samples, op.outputs[0].shape),
+            samples=as_samples(trace, analysis.samples, op.outputs[0].shape, made_by),
         ),
         would_be=analysis.exact_at_worst if analysis.num_exact_finite else None,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),

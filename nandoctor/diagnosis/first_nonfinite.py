@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import NonfiniteElements
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
@@ -96,7 +97,7 @@ def count_nonfinite(stats: TensorStats, trace: Trace | None) -> NonfiniteElement
         num_bad=counts.num_bad if counts else 0,
         numel=stats.numel,
         first_index=counts.first_bad_index if counts else None,
-        samples=trace.as_samples(counts.samples, stats.shape) if counts and trace else None,
+        samples=as_samples(trace, counts.samples, stats.shape, stats.producer) if counts and trace else None,
     )
 
 

@@ -337,10 +337,6 @@ class Trace:
     num_samples: int | None = None
     unread: tuple[str, ...] = ()
 
-    def as_samples(self, indices: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Indices along dimension 0 of a tensor, as those of the batch; None unless that dimension is as long."""
-        return indices if indices and shape[:1] == (self.num_samples,) else None
-
     @property
     def finite(self) -> bool:
         """Whether the model's output, and the loss where there is one, are finite throughout."""

@@ -74,6 +74,23 @@ def batch_size(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int |
     return lengths.most_common(1)[0][0] if lengths else None
 
 
+def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
+    """The same, where it is beyond doubt: None where as many arrays have another length, or list the edges of a graph.
+
+    Edges are two rows of whole numbers, from and to.
+    """
+    size = batch_size(batch, used)
+    taken = [tensor for name, tensor in batch.items() if name in used and tensor.dim()]
+    others = Counter(tensor.shape[0] for tensor in taken if tensor.shape[0] != size)
+    as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
+    has_edges = any(tensor.shape[0] == 2 != size and _is_edge_list(tensor) for tensor in taken)
+    return None if as_many or has_edges else size
+
+
+def _is_edge_list(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
+
+
 @contextmanager
 def intervene(
     edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Owner]

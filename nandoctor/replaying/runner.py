@@ -301,7 +301,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         backward=observers.gradients.calls(ops) if observers.gradients else (),
         function_ops=observers.functions.calls() if observers.functions else (),
         bad_gradients=result.bad_gradients,
-        num_samples=interventions.batch_size(batch, step.used),
+        num_samples=interventions.sample_count(batch, step.used),
         unread=unread,
     )
     if isinstance(result.raised, KeyboardInterrupt):

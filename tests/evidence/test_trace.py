@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from made_traces import trace
 
 from nandoctor.evidence.trace import LOSS, Place
 
@@ -25,17 +24,3 @@ def test_calls_are_counted_from_one(module, call, label, in_words, with_type):
 def test_the_loss_and_an_unknown_class_have_no_type():
     assert Place(module=LOSS, type="", call=0).in_words == "the loss"
     assert Place(module="", type="", call=0).with_type == "the model"
-
-
-@pytest.mark.parametrize(
-    ("indices", "shape", "num_samples", "samples"),
-    [
-        ((1, 3), (4, 2), 4, (1, 3)),
-        ((1, 3), (8, 2), 4, None),
-        ((1, 3), (4, 2), None, None),
-        ((), (4, 2), 4, None),
-        ((), (), 4, None),
-    ],
-)
-def test_indexes_are_samples_where_the_batch_is_as_long(indices, shape, num_samples, samples):
-    assert trace(num_samples=num_samples).as_samples(indices, shape) == samples

@@ -1,0 +1,94 @@
+"""Samples are indexes into the batch or unknown: rows that were moved, flattened, or are no samples are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from visits import normal
+
+HOT = 1
+
+
+def hot(*shape):
+    """Normal numbers with one sample that overflows."""
+    values = normal(*shape)
+    values[HOT] *= 1e4
+    return values
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entry, self.steps = nn.Linear(8, 8), nn.LSTM(8, 8)
+
+    def end(self, h):
+        return h * 300
+
+
+def net(forward):
+    return type("Net", (Base,), {"forward": forward})()
+
+
+def packed(self, x, lengths):
+    rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return self.end(self.entry(rows.data))
+
+
+def messages(self, x, edge_index):
+    return self.end(self.entry(x)[edge_index[0]])
+
+
+def heads(self, x):
+    parts = self.entry(x / 1e3).view(4, 6, 2, 4).transpose(1, 2).reshape(8, 6, 4)
+    mixed = torch.bmm(torch.softmax(torch.bmm(parts, parts.transpose(1, 2)), -1), parts)
+    return self.end(mixed.view(4, 2, 6, 4).transpose(1, 2).reshape(4, 6, 8) * 100)
+
+
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
+FLAT, SERIES = {"x": hot(4, 8)}, {"x": hot(4, 6, 8)}
+UNKNOWN = {
+    "edges of a graph": (messages, {"x": hot(6, 8), "edge_index": EDGES}),
+    "values of edges": (
+        lambda self, x, edge_index, values: self.end(self.entry(values)),
+        {"x": hot(6, 8), "edge_index": EDGES, "values": hot(6, 8)},
+    ),
+    "tokens": (lambda self, x: self.end(self.entry(x.reshape(-1, 8))), SERIES),
+    "tokens in groups": (lambda self, x: self.end(self.entry(x.transpose(0, 1).reshape(4, 6, 8))), SERIES),
+    "packed rows": (packed, {"x": hot(4, 6, 8), "lengths": torch.ones(4, dtype=torch.int64)}),
+    "steps in time": (lambda self, x: self.end(self.steps(x)[0] * 1e6), {"x": normal(5, 3, 8)}),
+    "pairs": (lambda self, a, b: self.end(self.entry(torch.cat([a, b]))), {"a": hot(4, 8), "b": normal(4, 8)}),
+    "other half": (
+        lambda self, a, b: self.end(self.entry(torch.cat([a, b])))[4:],
+        {"a": normal(4, 8), "b": hot(4, 8)},
+    ),
+    "sorted": (lambda self, x: self.end(self.entry(x[x[:, 0].argsort()])), FLAT),
+    "reversed": (lambda self, x: self.end(self.entry(x.flip(0))), FLAT),
+    "shifted": (lambda self, x: self.end(self.entry(x.roll(1, 0))), FLAT),
+    "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
+    "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
+    "positions": (lambda self, x: x + self.end(torch.arange(4.0)[:, None].half() * 1e3), FLAT),
+}
+KNOWN = {
+    "plain": (lambda self, x: self.end(self.entry(x)), FLAT),
+    "with its target": (lambda self, x, y: self.end(self.entry(x)) - y[:, None], {**FLAT, "y": normal(4)}),
+    "tokens and back": (lambda self, x: self.end(self.entry(x.reshape(-1, 8)).view(4, 6, 8)), SERIES),
+    "heads": (heads, SERIES),
+    "first token": (lambda self, x: self.end(self.entry(x)[:, 0]), SERIES),
+    "pairs apart": (lambda self, a, b: self.end(self.entry(a)) + self.entry(b), {"a": hot(4, 8), "b": normal(4, 8)}),
+    "similarities": (lambda self, a, b: self.end(a @ b.T), {"a": hot(4, 8) / 8, "b": normal(4, 8)}),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_rows_that_are_no_samples_are_unknown(examine, kind):
+    forward, batch = UNKNOWN[kind]
+    report = examine(net(forward), batch)
+    assert report.verdict == "precision"
+    assert report.origin.elements.samples is None
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_rows_that_are_samples_are_named(examine, kind):
+    forward, batch = KNOWN[kind]
+    assert examine(net(forward), batch).origin.elements.samples == (HOT,)
