@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
@@ -85,8 +86,11 @@ class SnapshotPlan:
     """Which of these very tensors are copied before each forward; of all but the `written` the versions are kept."""
 
     def __init__(self, buffers: Buffers, written: Set[int], *, copies_all: bool) -> None:
-        self.buffers, self.copies_all = buffers, copies_all
-        there = {index: buffer for index, buffer in enumerate(buffers) if buffer is not None}
+        self.buffers = buffers
+        self.is_first = copies_all or any(
+            b is not None and is_lazy(b) for b in buffers
+        )  # a lazy buffer gets its values in the forward
+        there = {i: buffer for i, buffer in enumerate(buffers) if buffer is not None and not is_lazy(buffer)}
         # Inference tensors count no versions, so that nobody can tell whether one was written.
         uncounted = {index for index, buffer in there.items() if buffer.is_inference()}
         self.watched = [index for index in there if index not in written and index not in uncounted]
@@ -158,7 +162,7 @@ class BufferKeeper:
             return SnapshotPlan(buffers, self._written, copies_all=True)
         changed = last.changed()
         self._written.update(changed)
-        if changed or last.plan.copies_all or not last.plan.is_for(buffers):
+        if changed or last.plan.is_first or not last.plan.is_for(buffers):
             return SnapshotPlan(buffers, self._written, copies_all=False)
         return last.plan
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.trees import pack
@@ -229,6 +230,8 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
             twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
     except Exception as error:
         return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
+    if any(map(is_lazy, model.parameters())):
+        return None  # it has no shapes before its first forward
     own, other = ({name: p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:

@@ -14,7 +14,7 @@ from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import RandomStates
 from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
-from nandoctor.dumps.trees import Packed, pack
+from nandoctor.dumps.trees import Packed, copied, pack
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class RecordedStep:
     epoch: int | None = None
     explicit: bool = False
     batch: Any = None
+    kept_batch: Packed | None = None
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
@@ -116,6 +117,13 @@ class RecordedStep:
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
 
+    def copy_tensors(self) -> None:
+        """Copy all that is held by reference: the loop may write its next batch to the same memory."""
+        self.kept_batch = copied(pack(self.batch, "batch", kinds=True))
+        for kept in (self.calls, self.returned):
+            kept[:] = map(copied, kept)
+        self.inside = {name: copied(packed) for name, packed in self.inside.items()}
+
     def forget_calls(self) -> None:
         """Begin anew with the next call: those so far are no part of the step."""
         self.before, self.passed, self.without_grad, self.num_running = None, False, False, 0
@@ -139,11 +147,16 @@ class RecordedStep:
 
         A method that makes a whole step returns the loss; its output is that, and what the children inside gave.
         """
-        batch = pack(self.batch, "batch", kinds=True)
+        batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
         names = _parameter_names(function)
         contents = {
             "calls": [
-                {"names": names, **packed.tree, **({"rng": states.to_plain()} if states else {})}
+                {
+                    "names": names,
+                    **packed.tree,
+                    **({"differentiable": list(packed.differentiable)} if packed.differentiable else {}),
+                    **({"rng": states.to_plain()} if states else {}),
+                }
                 for packed, states in zip_longest(self.calls, (None, *self.between))
             ],
             "watched": list(self.inside),

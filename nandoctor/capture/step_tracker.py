@@ -103,9 +103,11 @@ class StepTracker:
         step, self.current = self.current, following
         if step is not None and step.flags:
             scale, version = _read_scale(self._scaler)
-            if version != step.scale_version and not step.updates and scale is not None and step.scale is not None:
-                # The scaler was updated and no optimizer was called: the scaler has waited for the gradients by now.
-                step.skipped = scale.values() < step.scale.values()
+            if version != step.scale_version and scale is not None and step.scale is not None:
+                # Where an optimizer was not called, the scaler has waited for the gradients by now.
+                was_left_out = not step.updates or len(step.updates) < len(self.optimizers)
+                if was_left_out or not scale.on_device:
+                    step.skipped = step.skipped or scale.values() < step.scale.values()
             if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
                 magnitude = largest_magnitude([p.grad for p in self._observer.model.parameters() if p.grad is not None])
                 step.accumulated = self._flag_of(magnitude, over_ranks=self._sharded and not final)
@@ -174,7 +176,10 @@ class StepTracker:
             step.loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
             step.loss_value = Flag(step.loss.float().mean()) if self._policy.reads_losses else None
             looked_at = iter([step.loss])
-        step.flags.append(flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
+        flag = flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all)
+        step.flags.append(flag)
+        if not flag.on_device and step.loss_nonfinite:
+            step.copy_tensors()
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

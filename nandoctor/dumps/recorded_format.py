@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nandoctor.dumps.numpy_pickle import is_dense
-from nandoctor.dumps.trees import check_depth, name_tensors
+from nandoctor.dumps.trees import check_depth, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.source_files import SourceHash
@@ -43,12 +43,14 @@ class RandomStates:
 class Call:
     """One call of the model: trees of plain containers with a `Slot` for each tensor.
 
-    `random` are the generators before it, where they are not as the call before it left them.
+    `random` are the generators before it, where they are not as the call before it left them. `differentiable` are the
+    names of the tensors that gradients were wanted of.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomStates | None = None
+    differentiable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,10 @@ def _read_call(call: Any, index: int, take: Take) -> Call:
     packed = [name_tensors(value, f"{name}.{label}", take) for label, value in zip(labels, args, strict=True)]
     kwargs = get(fields, "kwargs", dict, {})
     named = {str(key): name_tensors(value, f"{name}.{key}", take) for key, value in kwargs.items()}
-    return Call(args=tuple(packed), kwargs=named, random=_read_random(get(fields, "rng", dict, {})))
+    wanted = {place for place in get(fields, "differentiable", list, []) if isinstance(place, int)}
+    differentiable = tuple(slot for place, slot in enumerate(slots([packed, named])) if place in wanted)
+    random = _read_random(get(fields, "rng", dict, {}))
+    return Call(args=tuple(packed), kwargs=named, random=random, differentiable=differentiable)
 
 
 def _read_random(fields: Mapping[str, Any]) -> RandomStates | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.errors import DumpError
-from nandoctor.torch_compat import version_of
+from nandoctor.torch_compat import is_wrapped, version_of
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 KIND = "<type>"
@@ -39,17 +39,33 @@ class Slot:
 class Packed:
     """A tree of plain containers; `notes` tell what could not go in, or changed its type.
 
-    `tensors` are its tensors, each with its version at that time: a later one was overwritten.
+    `tensors` are its tensors, each with its version at that time: a later one was overwritten. `differentiable` are the
+    places among them of those that gradients were wanted of.
     """
 
     tree: Any
     notes: tuple[str, ...] = ()
     tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
+    differentiable: tuple[int, ...] = ()
 
     @property
     def overwritten(self) -> bool:
         """Whether a tensor of the tree was written to since it was packed."""
         return any(version_of(tensor) != version for tensor, version in self.tensors)
+
+
+def copied(packed: Packed) -> Packed:
+    """The same with tensors of its own, which nobody writes to; as it is if somebody has done so already."""
+    if packed.overwritten:
+        return packed
+    copies: list[torch.Tensor] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    tree = map_tensors(packed.tree, copy)
+    return replace(packed, tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in copies))
 
 
 def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
@@ -61,7 +77,8 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
-    return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions)
+    differentiable = tuple(packer.differentiable)
+    return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions, differentiable=differentiable)
 
 
 @dataclass(slots=True)
@@ -70,15 +87,24 @@ class _Packer:
     entered: dict[int, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    differentiable: list[int] = field(default_factory=list)
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._take(value.detach())
+            return self._take_tensor(value, name)
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)))
         return self._pack_container(value, name, depth) if depth < _MAX_DEPTH else self._leave_out(value, name)
+
+    def _take_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+        if is_wrapped(tensor):
+            self.notes.append(f"{name}: a tensor inside torch.func.vmap or grad, which has no values of its own")
+            return None
+        if tensor.requires_grad:
+            self.differentiable.append(len(self.tensors))
+        return self._take(tensor.detach())
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors.append(tensor)

@@ -20,6 +20,7 @@ from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.process_wide import generators_kept, is_forked
 from nandoctor.replaying.input_binding import Binding
+from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
@@ -47,7 +48,16 @@ def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: t
     if call.random is not None and _from_saved_states.get():
         restore_generators(call.random.torch_states, device)
         restore_host_generators(call.random)
+    tensors = {**tensors, **{name: _wanting_gradients(tensors[name]) for name in call.differentiable}}
     return _called(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+
+
+def _wanting_gradients(tensor: torch.Tensor) -> torch.Tensor:
+    """As an upstream model gives it: reentrant checkpointing has no gradients without one that wants some."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor
+    with unobserved():
+        return tensor.detach().requires_grad_().clone()  # no leaf, for a model may write to what it is given
 
 
 @contextmanager

@@ -270,8 +270,8 @@ def test_an_overwritten_input_is_not_recorded_as_the_models(tmp_path):
         image, mask = make_batch(loud=True)
         with nandoctor.cuda_autocast():
             loss = loss_of(model(image), (image, mask))
-        recorder.watch(loss)
         image.zero_()
+        recorder.watch(loss)
     assert any("input: overwritten" in note for note in read_dump(recorder.written[0]).missing)
 
 

@@ -1,0 +1,153 @@
+"""Loops and models that are written otherwise than most: what failed is saved from before its update, and replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nandoctor
+from nandoctor import Recorder
+from nandoctor.dumps.reader import read_dump
+
+NUM_STEPS, FAILING = 6, 3
+
+
+class Norm(nn.Module):
+    """Divides by the norm of each row: 0/0 for a row of zeros, or, multiplied with it, gradients that are NaN."""
+
+    def __init__(self, divides=False, checkpointed=False):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 8, bias=False), nn.Linear(8, 1)
+        self.divides, self.checkpointed = divides, checkpointed
+
+    def body(self, x):
+        hidden = self.enter(x)
+        norm = hidden.square().sum(-1, keepdim=True).sqrt()
+        return hidden / norm if self.divides else hidden * norm
+
+    def forward(self, x):
+        return self.leave(checkpoint(self.body, x, use_reentrant=True) if self.checkpointed else self.body(x))
+
+
+class LazyNorm(Norm):
+    def __init__(self):
+        super().__init__(divides=True)
+        self.enter = nn.LazyLinear(8, bias=False)
+        self.count = nn.LazyBatchNorm1d()
+
+    def body(self, x):
+        return self.count(super().body(x))
+
+
+def loss_of(output, batch):
+    return (output - batch[1]).square().mean()
+
+
+def make_batches(num=NUM_STEPS, failing=FAILING):
+    torch.manual_seed(0)
+    batches = [(torch.randn(5, 4), torch.randn(5, 1)) for _ in range(num)]
+    batches[failing][0][2] = 0
+    return batches
+
+
+def several_optimizers(folder):
+    """One scaler for two optimizers, of which only one has non-finite gradients, and two micro-batches a step."""
+    model = Norm()
+    optimizers = [torch.optim.AdamW(part.parameters(), 1e-3) for part in (model.enter, model.leave)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with Recorder(model, folder=folder, scaler=scaler) as recorder:
+        for number, batch in enumerate(make_batches(2 * NUM_STEPS, 2 * FAILING + 1)):
+            loss = loss_of(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            scaler.scale(loss).backward()
+            if number % 2:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                scaler.update()
+    return Norm, recorder
+
+
+def one_buffer(folder):
+    """Each batch is written over the one before it, and a loss that is NaN is left out by the loop itself."""
+    model = Norm(divides=True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    buffer = torch.empty(5, 4), torch.empty(5, 1)
+    with Recorder(model, folder=folder) as recorder:
+        for batch in make_batches():
+            for target, source in zip(buffer, batch, strict=True):
+                target.copy_(source)
+            loss = loss_of(model(buffer[0]), buffer)
+            recorder.watch(loss, buffer)
+            if not loss.isfinite():
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return lambda: Norm(divides=True), recorder
+
+
+def lazy_modules(folder):
+    """Weights and buffers get their shapes in the first forward, which the recorder was there before."""
+    model = LazyNorm()
+    with Recorder(model, folder=folder) as recorder:
+        for batch in make_batches():
+            loss = loss_of(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            if loss.isfinite():
+                loss.backward()
+                torch.optim.SGD(model.parameters(), 1e-3).step()
+                model.zero_grad()
+    return LazyNorm, recorder
+
+
+def inputs_with_gradients(folder):
+    """Reentrant checkpointing has gradients only where an input wants some."""
+    model = Norm(checkpointed=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Recorder(model, folder=folder) as recorder:
+        for batch in make_batches():
+            loss = loss_of(model(batch[0].requires_grad_()), batch)
+            recorder.watch(loss, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return lambda: Norm(checkpointed=True), recorder
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (several_optimizers, ("skipped", FAILING, 1, "backward", "sqrt")),
+        (one_buffer, ("loss", FAILING, 0, "forward", "div")),
+        (lazy_modules, ("loss", FAILING, 0, "forward", "div")),
+        (inputs_with_gradients, ("gradients", FAILING, 0, "backward", "sqrt")),
+    ],
+)
+def test_the_failing_step_is_saved_and_replayed(tmp_path, train, expected):
+    make_model, recorder = train(tmp_path)
+    path = recorder.written[0]
+    saved = read_dump(path)
+    assert (saved.scalars["reason"], saved.scalars["step"], saved.scalars["micro_batch"]) == expected[:3]
+    assert all(value.isfinite().all() for value in saved.state.values())
+    report = nandoctor.replay(path, model=make_model, loss=loss_of, fixes=False).report
+    assert report.reproduction.grade == "exact"
+    assert (report.origin.phase, report.origin.op) == expected[3:]
+
+
+def test_what_a_transform_hides_is_named(tmp_path):
+    model = Norm(divides=True)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x.unsqueeze(0),)).sum()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with Recorder(model, folder=tmp_path) as recorder:
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.zeros(3, 4))
+        recorder.watch(found["leave.weight"].mean())
+    left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
+    assert any("torch.func.vmap" in line for line in left_out)
