@@ -178,6 +178,11 @@ def _fails(blank: Verification, report: Report, asked: _Asked) -> Verification:
     if report.origin is not None and report.origin.phase == "optimizer":
         reason = "The optimizer's settings and state are those in the file: a change of the training is not seen here."
         return _cannot_tell(shown, [reason])
+    if asked.dump.other_weights:
+        shown = replace(shown, notes=asked.dump.notes)  # whose weights they are
+        if report.verdict == "state":
+            reason = "The weights that were given are non-finite, and not known to be those of the failing step."
+            return _cannot_tell(shown, [reason], ["Give a checkpoint from before the failing step with --weights."])
     explain = [] if report.cause is None else [f"nandoctor explain {report.cause.code}"]
     if asked.other_mode_differs:
         explain.append(

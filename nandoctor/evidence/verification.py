@@ -104,14 +104,15 @@ class FixChoice:
 
 
 def cannot_tell(dump: str, reason: str, next_steps: tuple[str, ...] = ()) -> Verification:
-    """The verification of a dump that could not be replayed."""
+    """The verification of a dump that could not be replayed; each line of `reason` is one."""
+    reasons = tuple(line.strip() for line in reason.splitlines() if line.strip())
     return Verification(
         dump=dump,
         outcome="cannot-tell",
-        headline=reason,
+        headline=reasons[0] if reasons else "",
         failure=None,
         verdict=None,
         code=CodeState(),
-        reasons=(reason,),
-        next_steps=next_steps,
+        reasons=reasons,
+        next_steps=tuple(step.strip() for step in next_steps),
     )
