@@ -264,10 +264,15 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
 
 def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], smallest: Sequence[float]) -> Candidate:
     """The divisor kept at each of these distances from zero; on its own side where a batch may make it negative."""
-    of_root = op.op == "rsqrt" or not dict(op.scalars).get("exponent", 1.0).is_integer()
+    of_root = op.op in DOMAINS and not is_whole_power(op)
     signed = not (of_root or is_nonnegative(divisor, ops))
     site = site_of(op)
     return tuple(ClampArgument(site=site, argument=divisor.name, low=low, keeps_sign=signed) for low in smallest)
+
+
+def is_whole_power(op: OpCall) -> bool:
+    """Tell whether this is a power with a whole exponent, which negative numbers have as well."""
+    return op.op == "pow" and dict(op.scalars).get("exponent", 0.5).is_integer()
 
 
 def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
@@ -276,6 +281,8 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
     Where the `edge` that was met is given, the other one is left as it is: acos is 0 at 1, and pi at -1.
     """
     domain = DOMAINS.get(op.op)
+    if is_whole_power(op):
+        return (GuardArgument(site=site_of(op), argument="self", safe=1.0),)
     if domain is not None:
         ends = (domain.low, domain.high)
         low, high = (end if math.isfinite(end) and edge in (None, end) else None for end in ends)

@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, outside_domain
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain, site_of
 from nandoctor.causes.sentences import operand, subject
+from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, PRODUCTS, REDUCTIONS
@@ -98,6 +99,9 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     domain = DOMAINS.get(op.op)
     if domain is None:
         return ()
+    if is_whole_power(op):
+        site = site_of(op)
+        return tuple(ClampArgument(site=site, argument="self", low=low, keeps_sign=True) for low in _MARGINS)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
     margins = (0.0, *_MARGINS) if is_smooth else _MARGINS
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]

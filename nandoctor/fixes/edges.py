@@ -19,7 +19,8 @@ def edges_of(edit: SingleEdit) -> tuple[float, ...]:
     if not isinstance(edit, ClampArgument | GuardArgument):
         return ()
     domain = DOMAINS.get(edit.site.op)
-    if domain is None or domain.argument != edit.argument:
+    keeps_sign = isinstance(edit, ClampArgument) and edit.keeps_sign
+    if domain is None or domain.argument != edit.argument or keeps_sign:
         return ()
     ends = ((domain.low, edit.low), (domain.high, edit.high))
     return tuple(edge for edge, kept in ends if kept is not None and math.isfinite(edge))

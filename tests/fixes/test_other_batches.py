@@ -33,6 +33,7 @@ LOGARITHM = "return torch.stack([torch.log(row + 0) for row in h])", [[1.0, 0.5,
 RATIO = "return h / h.sum(-1, keepdim=True)", [[1.0, 0.5, -1.0, -0.5], [0.25] * 4]
 UNIT = "return h / h.abs().sum(-1, keepdim=True)", [[0.0] * 4, [0.25] * 4]
 COUNT = "return h / (x > 1).sum(-1, keepdim=True)", [[0.5] * 4, [2.0] * 4]
+INVERSE = "return torch.tanh(h[:, :1] ** -1)", [[0.0, 2.0, -1.0, -2.0], [0.5] * 4]
 HIDDEN = "return torch.where(h > 0.5, h.sqrt() * 2, h)", [[1.0, 0.5, 0.0, 2.0], [0.25] * 4]
 EMPTY = "return h + h[h > 5].mean()", [[1.0, 0.5, 0.25, 2.0], [0.25] * 4]
 
@@ -88,6 +89,7 @@ def test_the_cost_of_a_clamp_is_told(tmp_path, monkeypatch):
     ("case", "other"),
     [
         pytest.param(RATIO, [[-1.0, -2.0, -3.0, -4.0], [0.5, -2.5, 0.5, 0.5]], id="sum"),
+        pytest.param(INVERSE, [[-1.0, 1.0, 1.0, 1.0], [4.0] * 4], id="power", marks=pytest.mark.slow),
         pytest.param(COUNT, [[2.0, 0.0, 0.0, 2.0], [2.0] * 4], id="count", marks=pytest.mark.slow),
         pytest.param(UNIT, [[-1.0, -2.0, -3.0, -4.0], [0.5] * 4], id="norm", marks=pytest.mark.slow),
     ],
