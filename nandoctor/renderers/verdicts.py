@@ -38,7 +38,7 @@ class ShownVerdict:
 VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "precision": ShownVerdict(meaning="{kinds} {under} only; fp32 is finite", tone=FAILED),
     "numerics": ShownVerdict(meaning="{kinds} in fp32 as well: not a matter of precision", tone=FAILED),
-    "state": ShownVerdict(meaning="what is wrong is in the weights or buffers of the file", tone=FAILED),
+    "state": ShownVerdict(meaning="the weights or buffers in the file are to blame", tone=FAILED),
     "input": ShownVerdict(meaning="the batch in the file is non-finite before any layer reads it", tone=FAILED),
     "loss-scale": ShownVerdict(
         meaning="every gradient is finite at loss scale 1; a GradScaler skips such a step", tone=UNCLEAR

@@ -101,7 +101,7 @@ def test_names_in_the_source_cannot_move_the_cursor(excerpt):
         (factory.fixable, "NaN under fp16 autocast only; fp32 is finite"),
         (factory.precision, "non-finite under fp16 autocast only; fp32 is finite"),
         (factory.healthy, "nothing is non-finite under fp16 autocast or in fp32"),
-        (factory.weights_only, "what is wrong is in the weights or buffers of the file"),
+        (factory.weights_only, "the weights or buffers in the file are to blame"),
     ],
 )
 def test_the_verdict_names_the_formats(make, text):

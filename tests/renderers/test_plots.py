@@ -102,7 +102,7 @@ def test_divergence_without_anything_to_compare():
 def test_exponents_tell_what_passes_the_format(growth):
     made = factory.report(factory.surveyed(factory.network(8, growth=growth)))
     finding = title(draw(made, "exponents"))
-    assert ("of its values past fp16" in finding) is (growth > 1)
+    assert ("would overflow fp16" in finding) is (growth > 1)
     assert finding.startswith("Every value fits fp16") is (growth == 1)
 
 

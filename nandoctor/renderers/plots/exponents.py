@@ -89,12 +89,13 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
     beyond = [_share(counts, lambda exponent: exponent > low.max_exponent) for counts in histograms]
     small = [_share(counts, lambda exponent: exponent < low.min_exponent) for counts in histograms]
     lost = max(range(len(small)), key=small.__getitem__)
-    ending = "none is subnormal or zero there"
+    ending = "none is subnormal or 0 in it"
     if small[lost]:
-        ending = f"at most {percent(small[lost])} of a layer's are subnormal or zero there ({layers.pairs[lost].label})"
+        ending = f"at most {percent(small[lost])} of a layer's are subnormal or 0 in it ({layers.pairs[lost].label})"
     if any(beyond):
         worst = max(range(len(beyond)), key=beyond.__getitem__)
-        return f"{layers.pairs[worst].label} has {percent(beyond[worst])} of its values past {low}; {ending}."
+        share = "every value" if beyond[worst] == 1 else f"{percent(beyond[worst])} of the values"
+        return f"{layers.pairs[worst].label}: {share} would overflow {low}; {ending}."
     highest = max(range(len(histograms)), key=lambda index: max(histograms[index], default=-math.inf))
     room = low.max_exponent - max(histograms[highest])
     near = "in its last power of two" if room == 0 else f"{plural(room, 'power')} of two below its limit"
