@@ -191,6 +191,15 @@ class KeepSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FillMasked:
+    """Put 0 into an array of the batch wherever another one, its mask, is 0: it is multiplied away there anyway."""
+
+    kind: Literal["fill-masked"] = "fill-masked"
+    array: str
+    mask: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetOptimizerEps:
     """Give the optimizer another eps."""
 
@@ -222,6 +231,7 @@ SingleEdit = (
     | ResetBuffers
     | ZeroWeights
     | KeepSamples
+    | FillMasked
     | SetOptimizerEps
 )
 Edit = SingleEdit | Together

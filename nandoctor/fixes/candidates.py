@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,6 +14,7 @@ from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
     Edit,
+    FillMasked,
     KeepModule,
     KeepOp,
     KeepSamples,
@@ -45,6 +46,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         weights = tuple(name for name, share in lost.items() if share)
         yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
+        yield from _masked(trials.step.batch)
         yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
@@ -179,6 +181,16 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     if len(leads) == 1:
         return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
     return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
+
+
+def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:
+    """The arrays that are non-finite only where a mask of the batch is 0, filled there."""
+    for name, array in batch.items():
+        spoiled = ~array.isfinite()
+        for other, mask in batch.items() if spoiled.any() else ():
+            fits = mask.dim() == array.dim() and all(a in (1, b) for a, b in zip(mask.shape, array.shape, strict=True))
+            if fits and bool(((mask == 0) | (mask == 1)).all()) and not bool((spoiled & (mask != 0)).any()):
+                yield (FillMasked(array=name, mask=other),)
 
 
 def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:

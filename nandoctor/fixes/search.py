@@ -12,6 +12,7 @@ from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
+    FillMasked,
     GuardArgument,
     KeepModule,
     KeepOp,
@@ -320,5 +321,6 @@ _SIZES: dict[type, int] = {
     KeepOp: 4,
     SetLossScale: 5,
     UseFormat: _WHOLE,
+    FillMasked: 2 * _WHOLE - 1,
     KeepSamples: 2 * _WHOLE,
 }

@@ -150,6 +150,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "loss-scale": lambda edit: f"Lower the loss scale to {edit.value:g}",
     "reset-buffers": _title_buffers,
     "zero-weights": _title_weights,
+    "fill-masked": lambda edit: f"Put 0 into {edit.array} wherever {edit.mask} is 0, before the arithmetic",
     "keep-samples": lambda _: "Leave the affected samples out of the batch",
     "optimizer-eps": lambda edit: f"Give the optimizer an eps of {code_number(edit.value)}",
 }

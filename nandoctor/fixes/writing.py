@@ -15,6 +15,7 @@ from torch import nn
 from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.edits import (
     Edit,
+    FillMasked,
     KeepModule,
     KeepSamples,
     ResetBuffers,
@@ -126,6 +127,9 @@ def _snippet_of(edit: SingleEdit) -> Snippet | None:
         return Snippet(kind="state", text=_RESET_BUFFERS)
     if isinstance(edit, ZeroWeights):
         return Snippet(kind="state", text=_ZERO_WEIGHTS)
+    if isinstance(edit, FillMasked):
+        array, mask = map(json.dumps, (edit.array, edit.mask))
+        return Snippet(kind="data", text=f"batch[{array}] = batch[{array}].masked_fill(batch[{mask}] == 0, 0.0)\n")
     if isinstance(edit, KeepSamples):
         return Snippet(kind="data", text=_keep_samples(edit))
     return None

@@ -14,6 +14,7 @@ from torch import nn
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.evidence.edits import (
     Edit,
+    FillMasked,
     KeepModule,
     KeepSamples,
     ResetBuffers,
@@ -56,6 +57,10 @@ def select_samples(
     edits: Sequence[SingleEdit], batch: Mapping[str, torch.Tensor], used: frozenset[str]
 ) -> dict[str, torch.Tensor]:
     """The batch with the samples that the edits keep: every array that is as long as those the model takes."""
+    batch = dict(batch)
+    for edit in edits:
+        if isinstance(edit, FillMasked):
+            batch[edit.array] = batch[edit.array].masked_fill(batch[edit.mask] == 0, 0.0)
     kept = next((edit.samples for edit in edits if isinstance(edit, KeepSamples)), None)
     if kept is None:
         return dict(batch)

@@ -171,3 +171,26 @@ def test_a_scale_that_the_loss_carries_is_undone(tmp_path):
     scales = [fix.settings.loss_scale for fix in report.fixes if fix.verified and fix.settings is not None]
     assert scales, report.headline
     assert scales[0] < 1
+
+
+def test_what_a_mask_removes_from_a_target_is_filled_before_the_arithmetic(tmp_path):
+    class Depth(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lift = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lift(x)
+
+    def loss(output, batch):
+        return ((output.float() - batch["depth"]).square() * batch["seen"]).sum() / batch["seen"].sum()
+
+    seen = torch.tensor([[1.0, 0.0, 1.0, 1.0], [1.0] * 4])
+    depth = torch.ones(2, 4).masked_fill(seen == 0, float("nan"))
+    dump = {"state_dict": Depth().state_dict(), "x": torch.ones(2, 4), "depth": depth, "seen": seen}
+    torch.save(dump, tmp_path / "dump.pth")
+    fix = nandoctor.replay(tmp_path / "dump.pth", Depth, loss=loss, max_trials=60).report.fixes[0]
+    assert (fix.verified, fix.kind) == (True, "data")
+    batch = {"depth": depth, "seen": seen}
+    exec(fix.patch, {"batch": batch, "torch": torch})
+    assert batch["depth"].tolist() == [[1.0, 0.0, 1.0, 1.0], [1.0] * 4]
