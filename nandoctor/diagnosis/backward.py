@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nandoctor.causes.base import Finding, GradientFinding
+from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.origin import trace_back
@@ -43,18 +43,20 @@ def conclude_backward(
 
 
 def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
-    """Blame an op within a custom backward, else an overflow that the forward hid, else the forward op itself."""
+    """Blame an op within a custom backward, else what made an Inf that the forward hid, else the forward op itself."""
     op, forward = finding.op, finding.forward
     inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
     if inside is not None:
         cause = find_cause("forward", inside)
         origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
         return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
-    hidden = _hidden_overflow(forward, trace, reference, finding.low)
-    cause = find_cause("backward", finding) if hidden is None else _explain_hidden(op, hidden)
+    hidden = _hidden_origin(forward, trace, reference, finding.low)
+    explained = _explain_hidden(op, hidden) if hidden is not None else None
+    if hidden is not None and explained is not None:
+        origin = origin_at(hidden.op, hidden.analysis, trace)
+        return Diagnosis(origin=origin, cause=explained), suspect(hidden.op, hidden, explained)
+    cause = find_cause("backward", finding)
     diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
-    if hidden is not None:
-        return diagnosis, suspect(hidden.op, hidden, cause)
     return diagnosis, suspect(forward, finding, cause) if forward is not None else None
 
 
@@ -85,16 +87,24 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def _hidden_overflow(forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
-    """The overflow behind an Inf that the forward op took or gave, and that a later op made finite again."""
+def _hidden_origin(forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
+    """What made the Inf that the forward op took, or the overflow that it gave, where a later op made that finite."""
     if forward is None:
         return None
     met = [*forward.outputs, *(tensor.stats for tensor in forward.inputs)]
     if all(stats is None or stats.finite for stats in met):
         return None
     found = trace_back(trace.ops, reference, [forward.order])
-    findings = (finding_at(source, trace, low) for source in (*found.sources, *found.written) if source.op.analysis)
-    return next((finding for finding in findings if finding.overflowed), None)
+    sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
+    findings = [finding_at(source, trace, low) for source in sources]
+    overflowed = [finding for finding in findings if finding.overflowed]
+    computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
+    # What only handed infinities on, as NaN, comes last.
+    return next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
+
+
+def _is_written(finding: Finding, trace: Trace) -> bool:
+    return writes_infinity(finding.op) or is_log_of_mask(finding.op, trace.ops)
 
 
 def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:

@@ -123,7 +123,7 @@ class SourceWriter:
         node = change.tree.find(source)
         if node is None:
             raise CannotWriteError
-        expression = Expression(change.tree, node, self._op_at(site, source))
+        expression = Expression(change.tree, node, self._op_at(site, source), site.op)
         if expression.calls_module():
             raise CannotWriteError  # the op stands in a module of torch, not in this line
         return change, expression

@@ -17,6 +17,8 @@ from nandoctor.ops import PRODUCTS
 
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
+_REFLECTED = frozenset({"reciprocal", "rsub"})
+"""What `1 / x` and `1 - x` call: their first argument is the operand on the right."""
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
 
 
@@ -25,16 +27,20 @@ class CannotWriteError(Exception):
 
 
 class Expression:
-    """The expression of one op: an operator, or a call of a function or a method."""
+    """The expression of one op: an operator, or a call of a function or a method; `op` may not have been traced."""
 
-    def __init__(self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None) -> None:
+    def __init__(
+        self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None, op_name: str = ""
+    ) -> None:
         self.tree, self.node, self.op = tree, node, op
+        self._op_name = op_name or (op.op if op is not None else "")
 
     @cached_property
     def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
         """The arguments in the order of the op's schema, each with the keyword it was given by."""
         if isinstance(self.node, cst.BinaryOperation):
-            return [(None, self.node.left), (None, self.node.right)]
+            left, right = self.node.left, self.node.right
+            return [(None, right), (None, left)] if self._op_name in _REFLECTED else [(None, left), (None, right)]
         if isinstance(self.node, cst.AugAssign):
             return [(None, target_of(self.node)), (None, self.node.value)]
         if isinstance(self.node, cst.UnaryOperation):

