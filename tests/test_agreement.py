@@ -131,7 +131,7 @@ def test_without_the_code_of_before_the_reference_is_said(project):
     path.write_text(path.read_text().replace("1e-9", "10.0"))
     made = nandoctor.verify("dump.pth", "net.py:Net", changed=["net.py"])
     assert (made.outcome, made.reference) == ("fixed", "changed")
-    assert any("fp32 of the code as it is now" in note for note in made.notes)
+    assert any("the current code in fp32" in note for note in made.notes)
 
 
 @pytest.mark.parametrize(
