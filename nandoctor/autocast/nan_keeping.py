@@ -44,10 +44,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 
 
 def _convolve(op: OpOverload, *args: Any) -> Any:
-    """A convolution or its backward; the first three arguments are its tensors, of which a bias may be None."""
-    tensors = [tensor for tensor in args[:3] if tensor is not None]
-    dtype = tensors[0].dtype
-    if dtype not in _IN_ONEDNN or all(map(_is_finite, tensors)):
+    """A convolution or its backward; the first three arguments are its tensors, of which a bias may be None.
+
+    Forward, padding meets the weight alone: a sound one leaves nothing out of an image that is not finite, as that of
+    every layer after an overflow, and float64 takes twenty times as long.
+    """
+    dtype = args[0].dtype
+    met = args[1:2] if op is torch.ops.aten.convolution.default else args[:3]
+    if dtype not in _IN_ONEDNN or all(map(_is_finite, met)):
         return run_default(op, *args)
     made = run_default(op, *(None if tensor is None else tensor.double() for tensor in args[:3]), *args[3:])
     return tree_map(lambda value: None if value is None else value.to(dtype), made)
