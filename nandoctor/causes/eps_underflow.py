@@ -41,6 +41,7 @@ from nandoctor.ops import (
     CASTS,
     CLAMPS,
     DOMAINS,
+    FILLS,
     LOGARITHMS,
     MAXIMA,
     MINIMA,
@@ -57,7 +58,7 @@ CODE = "eps-underflow"
 TITLE = "A small constant is lost in the lower precision"
 PHASES = ("forward", "backward")
 
-_ADDING = SUMS | CLAMPS | MAXIMA | {"full"}
+_ADDING = SUMS | CLAMPS | MAXIMA | FILLS
 _BOUNDING = CLAMPS | MAXIMA | MINIMA
 _HANDING_ON = MOVES | CASTS | {"neg"}
 _DEPTH = 6

@@ -118,8 +118,8 @@ def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
 
 
 def _needs_guard(op: OpCall, name: str) -> bool:
-    """Tell whether the number is an eps only if what the op gives is guarded by it: 0.9999 may be a momentum."""
-    return op.op in FILLS or (op.op in SCALINGS and name == "other")
+    """Tell whether the number is an eps only if it guards what the op gives: 1e-4 may be a step, 0.9999 a momentum."""
+    return op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
 
 
 def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:

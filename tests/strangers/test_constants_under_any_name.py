@@ -1,0 +1,74 @@
+"""Small constants count by what they guard, whatever they are called and wherever they are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+
+import pytest
+import torch
+from torch import nn
+from visits import blamed, normal
+
+from nandoctor.case import list_eps
+
+SMALL = 1e-12
+
+
+@dataclasses.dataclass
+class Config:
+    stability: float = 1e-12
+
+
+class Tiny(enum.Enum):
+    VALUE = 1e-12
+
+
+class Base(nn.Module):
+    floor = 1e-12
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.tol, self.config = nn.Linear(8, 8), 1e-12, Config()
+        self.options = types.SimpleNamespace(inner={"z": 1e-12})
+
+    def forward(self, x):
+        h = self.entry(x) * 0
+        return self.guard(h)
+
+
+GUARDS = {
+    "inherited": lambda self, h: h / (h + self.floor),
+    "attribute": lambda self, h: torch.log(h.half().clamp(min=self.tol)),
+    "dataclass": lambda self, h: h / torch.sqrt(h.half() + self.config.stability),
+    "global": lambda self, h: h * torch.rsqrt(h.half() + SMALL).to(h.dtype),
+    "default": lambda self, h, small=1e-12: (h.abs() + small) ** -0.5,
+    "enum": lambda self, h: h / (h + Tiny.VALUE.value),
+    "nested": lambda self, h: h / h.abs().add(self.options.inner["z"]),
+    "filled": lambda self, h: 1 / torch.where(h == 0, torch.full_like(h, SMALL), h),
+}
+OTHERS = {
+    "a step": lambda self, h: h + 1e-4,
+    "a momentum": lambda self, h: h * 0.9999,
+    "a rate": lambda self, h: h - 1e-3 * h.detach(),
+}
+
+
+def net(guard):
+    torch.manual_seed(0)
+    return type("Net", (Base,), {"guard": guard})()
+
+
+@pytest.mark.parametrize("kind", GUARDS)
+def test_a_constant_that_guards_is_found_by_its_value(examine, kind):
+    report = examine(net(GUARDS[kind]), {"x": normal(4, 8)})
+    assert blamed(report)[::3] == ("precision", "eps-underflow")
+    assert [(use.value, use.effect) for use in report.eps_audit] == [(1e-12, "zero")]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_small_number_that_guards_nothing_is_no_eps(kind, tmp_path):
+    model = net(OTHERS[kind])
+    torch.save({"state_dict": model.state_dict(), "x": normal(4, 8)}, tmp_path / "dump.pth")
+    assert list_eps(tmp_path / "dump.pth", model) == ()
