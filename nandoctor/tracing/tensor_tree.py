@@ -129,10 +129,11 @@ def _contained(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _references_of(value: Any) -> list[tuple[str, Any]] | None:
-    """What an object refers to: attributes and slots, a function's closure. No property, for that would run code."""
+    """What an object refers to: attributes, slots, a function's closure and defaults. A property would run code."""
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(f".{name}", cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+        closed = [(f".{name}", cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+        return [*closed, (".defaults", value.__defaults__), (".defaults", value.__kwdefaults__)]
     if isinstance(value, functools.partial):
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
