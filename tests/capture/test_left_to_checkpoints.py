@@ -130,7 +130,7 @@ def test_other_weights_are_told_where_the_step_fails(train):
     assert any("step0.pt is not of the failing step" in note for note in found.notes)
 
 
-def test_non_finite_weights_of_another_step_say_nothing_of_the_code(train):
+def test_non_finite_weights_of_another_step_say_nothing(train):
     path, *_ = command_in(train("step1.pt"))
     torch.save({name: tensor * torch.nan for name, tensor in torch.load("step1.pt").items()}, "nan.pt")
     found = nandoctor.verify(path, weights="nan.pt")

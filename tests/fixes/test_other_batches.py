@@ -173,7 +173,7 @@ def test_a_scale_that_the_loss_carries_is_undone(tmp_path):
     assert scales[0] < 1
 
 
-def test_what_a_mask_removes_from_a_target_is_filled_before_the_arithmetic(tmp_path):
+def test_what_a_mask_removes_from_a_target_is_filled_first(tmp_path):
     class Depth(torch.nn.Module):
         def __init__(self):
             super().__init__()
