@@ -192,11 +192,9 @@ def of_control(claim: Claim) -> str:
 def points(bug: Bug, claim: Claim) -> dict[str, bool]:
     """Which of module, op and line are right."""
     case = bug.case()
-    return {
-        "module": names_module(case, claim),
-        "op": names_op(case, claim),
-        "line": claim.alarm and (not case.line or case.line in claim.line),
-    }
+    module = names_module(case, claim)
+    line = claim.alarm and case.line in claim.line if case.line else module
+    return {"module": module, "op": names_op(case, claim), "line": line}
 
 
 def named_cause(findings: Findings) -> bool:
