@@ -145,16 +145,26 @@ def _check_sparse_indices(tensor: torch.Tensor) -> None:
     """Check that the elements of a sparse tensor lie in it: torch loads any, and its kernels read and write there.
 
     Raises:
+        DumpError: it claims more elements than the file holds, which would be counted through.
         RuntimeError: one does not.
     """
     values = sparse_values(tensor)
+    _check_stored(values)
     if tensor.layout is torch.sparse_coo:
         is_coalesced = tensor.is_coalesced()
         indices = sparse_indices(tensor)
+        _check_stored(indices)
         torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True, is_coalesced=is_coalesced)
         return
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     compressed, plain = (
         (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
     )
+    _check_stored(compressed)
+    _check_stored(plain)
     torch.sparse_compressed_tensor(compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True)
+
+
+def _check_stored(part: torch.Tensor) -> None:
+    if part.numel() * part.element_size() > part.untyped_storage().nbytes():
+        raise damaged("a sparse tensor claims more elements than it has")
