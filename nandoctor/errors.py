@@ -5,16 +5,20 @@ The command line prints them without a traceback.
 
 from __future__ import annotations
 
+from nandoctor.text import printable
+
 
 class NanDoctorError(Exception):
-    """Something the user can put right; `remedy` is the sentence that says how."""
+    """Something the user can put right; `remedy` is the sentence that says how.
+
+    What a file or a model put into them is written out where it is not plainly visible.
+    """
 
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        self.message, self.remedy = ("\n".join(map(printable, text.split("\n"))) for text in (message, remedy))
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.remedy}"
