@@ -37,12 +37,17 @@ class SecondMoment:
 def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
     """The second moments in the state dict of an optimizer, in its order; values of other shapes are passed over.
 
-    Fused optimizers are left out: their kernels keep root and eps in fp32, whatever format the weights have.
+    A parameter is in one group, as torch asks for: where it is named again it is passed over too. Fused optimizers are
+    left out: their kernels keep root and eps in fp32, whatever format the weights have.
     """
     state, groups = optimizer.get("state"), optimizer.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         return ()
-    return tuple(moment for group in groups if isinstance(group, Mapping) for moment in _of_group(group, state))
+    found = (moment for group in groups if isinstance(group, Mapping) for moment in _of_group(group, state))
+    first: dict[int, SecondMoment] = {}
+    for moment in found:
+        first.setdefault(moment.index, moment)
+    return tuple(first.values())
 
 
 def read_eps(optimizer: Mapping[object, object]) -> tuple[float, ...]:

@@ -67,7 +67,8 @@ def _safe_eps(moment: SecondMoment) -> float | None:
 def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
     """The parameter of each index: by its own name, else by the model's order where every shape agrees with it."""
     parameters = list(model.named_parameters())
-    named = {moment.index: moment.name for moment in moments if moment.name in dict(parameters)}
+    own = {name for name, _ in parameters}
+    named = {moment.index: moment.name for moment in moments if moment.name in own}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     for given in (parameters, trained):
         if not named and all(m.index < len(given) and given[m.index][1].shape == m.values.shape for m in moments):

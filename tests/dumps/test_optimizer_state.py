@@ -93,3 +93,11 @@ def test_of_two_optimizers_the_first_is_kept(tmp_path):
     dump = read_dump(path)
     assert [moment.index for moment in dump.moments] == [2, 3]
     assert dump.left_out == ("critic",)
+
+
+def test_a_parameter_of_several_groups_is_read_once():
+    """A file may name thousands in each of many groups, which torch refuses."""
+    group = {"params": [0, 0], "eps": 1e-8}
+    state = {0: {"step": 1, "exp_avg_sq": torch.ones(2)}}
+    (moment,) = read_second_moments({"state": state, "param_groups": [group, {**group, "eps": 1e-4}]})
+    assert (moment.index, moment.eps) == (0, 1e-8)
