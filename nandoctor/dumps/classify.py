@@ -92,7 +92,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Reco
         DumpError: a part of it is not what the format says, or the weights were left out.
     """
     contents = Contents(nbytes=nbytes)
-    contents.left_out += [brief(str(text), 200) for text in get(saved, "left_out", list, [])]
+    contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     contents.states["state_dict"] = _take_recorded_state(contents, saved)
     shelf = _Shelf(contents)
     recorded = read_recorded(saved, shelf.take)

@@ -175,8 +175,9 @@ class _Files:
         """The tensor at that place."""
         name, offset, length = (place.fields.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(name, str) or name not in self._names or type(offset) is not int or type(length) is not int:
+            told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise DumpError(
-                f"{brief(str(name))}, which holds a part of the weights, is not in it.",
+                f"{told}, which holds a part of the weights, is not in it.",
                 remedy="Put the files of all ranks into one directory.",
             )
         if place.fields.get("transform_descriptors"):

@@ -217,9 +217,14 @@ def get(saved: Mapping[str, Any], name: str, kind: type[T], default: Any) -> T:
 def _check(value: Any, kind: type[T], name: str) -> T:
     # bool is an int: a flag where a number belongs is as wrong as a text.
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
+        odd = [key for key in value if not isinstance(key, (str, int))] if isinstance(value, dict) else []
+        if not odd:
+            return value
+        found = f"has a {type(odd[0]).__name__} for a name"
+    else:
+        found = f"is a {type(value).__name__} where a {kind.__name__} belongs"
     raise DumpError(
-        f"it says that it is {FORMAT}, and its {name!r} is a {type(value).__name__} where a {kind.__name__} belongs.",
+        f"it says that it is {FORMAT}, and its {name!r} {found}.",
         remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",
     )
 
@@ -234,7 +239,8 @@ def _read_call(call: Any, index: int, take: Take) -> Call:
     fields = _check(call, dict, "calls")
     names, args = get(fields, "names", list, []), get(fields, "args", tuple, ())
     # A positional argument goes by the name that forward has for it.
-    labels = [str(names[i]) if i < len(names) else str(i) for i in range(len(args))]
+    known = dict(enumerate(name if isinstance(name, str) else "" for name in names))
+    labels = [known.get(place) or str(place) for place in range(len(args))]
     packed = [name_tensors(value, f"{name}.{label}", take) for label, value in zip(labels, args, strict=True)]
     kwargs = get(fields, "kwargs", dict, {})
     named = {str(key): name_tensors(value, f"{name}.{key}", take) for key, value in kwargs.items()}
@@ -288,8 +294,9 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     if not any(casts.values()):
         return None
     for name in (name for of in casts.values() for name in of.values()):
-        if name not in _CAST_FORMATS:
-            raise DumpError(f"FSDP casts to {brief(str(name))} in no training.", remedy="Take the recorder's own file.")
+        if not isinstance(name, str) or name not in _CAST_FORMATS:
+            told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            raise DumpError(f"FSDP casts to {told} in no training.", remedy="Take the recorder's own file.")
     return ModuleCasts(**casts)
 
 

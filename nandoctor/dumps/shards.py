@@ -116,7 +116,7 @@ def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> t
     if type(placement) is list and [type(item) for item in placement] == [int, int]:
         return _join_chunks(parts, *placement)
     if type(placement) is not int:
-        raise _unfit(name, f"{brief(str(placement))} is no plain split")
+        raise _unfit(name, f"a {type(placement).__name__} is no plain split")
     return torch.cat(parts, dim=placement)
 
 

@@ -59,6 +59,8 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
         ({"calls": {"x": IMAGE}}, "'calls' is a dict where a list belongs"),
         ({"calls": [3]}, "'calls' is a int where a dict belongs"),
         ({"calls": [{"args": [IMAGE]}]}, "'args' is a list where a tuple belongs"),
+        ({"training": {IMAGE: True}}, "'training' has a Tensor for a name"),
+        ({"mixed_precision": {"inputs": {"": [1]}}}, "FSDP casts to a list in no training"),
         ({"training": {"": 1}}, "'training' is a int where a bool belongs"),
         ({"autocast": {"enabled": "yes"}}, "'enabled' is a str where a bool belongs"),
         ({"model": "train.py:Net"}, "'model' is a str where a dict belongs"),
