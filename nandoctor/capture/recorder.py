@@ -79,6 +79,9 @@ class RecorderSettings:
         return StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)
 
 
+RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
+
+
 class Recorder(RecorderSettings):
     """Keeps each step of a training until its loss is known to be finite, and writes it to a file where it is not.
 
