@@ -238,5 +238,5 @@ def test_shards_that_are_links_to_one_file_are_read_once(tmp_path, monkeypatch):
 def test_a_link_to_itself_cannot_be_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    with pytest.raises(DumpError, match="Too many levels of symbolic links"):
+    with pytest.raises(DumpError, match="Too many levels of"):
         read_weights(anchored({"weights": "loop"})["weights"])

@@ -20,7 +20,7 @@ class TwoSamples(nn.Module):
     def __init__(self):
         super().__init__()
         self.rms = Rms()
-        self.head = nn.Linear(4, 2)
+        self.head = nn.Linear(6, 2)
 
     def forward(self, x, weight):
         mean = (self.rms(x) * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
@@ -73,7 +73,7 @@ def replay(folder, model, **batch):
 @pytest.fixture(scope="module")
 def two_samples(tmp_path_factory):
     torch.manual_seed(0)
-    x, weight = torch.randn(4, 3, 4), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    x, weight = torch.randn(4, 3, 6), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     x[1] = 0
     return replay(tmp_path_factory.mktemp("dumps"), TwoSamples(), x=x, weight=weight)
 
