@@ -33,11 +33,7 @@ class RandomStates:
 
     def to_plain(self) -> dict[str, Any]:
         """Tensors and numbers only, which any torch can load."""
-        version, words, gauss_next = self.python
-        plain: dict[str, Any] = {
-            "torch": self.cpu,
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next},
-        }
+        plain: dict[str, Any] = {"torch": self.cpu}
         if self.numpy is not None:
             _, keys, position, has_gauss, cached = self.numpy
             plain["numpy"] = {
@@ -46,6 +42,9 @@ class RandomStates:
                 "has_gauss": int(has_gauss),
                 "cached_gaussian": float(cached),
             }
+        version, words, gauss_next = self.python
+        state = torch.tensor(words, dtype=torch.int64)
+        plain["python"] = {"version": version, "words": state, "gauss_next": gauss_next}
         return plain if self.cuda is None else {**plain, "cuda": self.cuda}
 
 

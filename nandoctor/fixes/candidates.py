@@ -206,3 +206,10 @@ def guilty_samples(findings: Findings) -> tuple[int, ...]:
     if findings.conclusion.first_nonfinite is not None:
         places.append(count_nonfinite(findings.conclusion.first_nonfinite.value, findings.trace).samples)
     return next((samples for samples in places if samples), ())
+
+
+def rows_hit(findings: Findings) -> tuple[int, ...]:
+    """The rows of the output that are non-finite, where it has as many as there are samples: a trial shows the rest."""
+    trace = findings.trace
+    outputs = (stats for stats in trace.output if stats.counts and stats.shape[:1] == (trace.num_samples,))
+    return tuple(sorted({row for stats in outputs if stats.counts for row in stats.counts.samples}))

@@ -35,7 +35,7 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, without_guilty
+from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, rows_hit, without_guilty
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
@@ -189,7 +189,8 @@ class _Search:
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
             self._try_later_origins()
-            self._attempt(without_guilty(self._guilty, self._step.num_samples), self._tried)
+            affected = self._guilty or rows_hit(self._findings)
+            self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
 
     def _try_later_origins(self) -> None:
         self._later = find_later_origins(self._findings, self._trials)
