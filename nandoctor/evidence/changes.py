@@ -40,10 +40,14 @@ class SourcePatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """Python that is run with `model` in scope before the step, or with `batch` where the kind is "data"."""
+    """Python that is run with `model` in scope before the step, or with `batch` where the kind is "data".
+
+    `takes_samples` tells that the batch has fewer samples after it.
+    """
 
     kind: SnippetScope
     text: str
+    takes_samples: bool = False
 
 
 PrintedChange = SourcePatch | Snippet

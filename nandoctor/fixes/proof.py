@@ -91,7 +91,7 @@ class Verifier:
         told = f"finite, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
-        return "passed", f"{told}, within what {self._trials.step.low.label} loses" if error > TOLERANCE else told
+        return "passed", f"{told}, within what rounding costs here" if error > TOLERANCE else told
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
         """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""

@@ -329,7 +329,7 @@ class Trials:
 def selects(edits: Iterable[Change]) -> bool:
     """Tell whether samples are taken out of the batch, by an edit or by the text that is printed for it."""
     return any(
-        edit.kind == "data" if isinstance(edit, Snippet) else isinstance(edit, KeepSamples) for edit in _key(edits)
+        edit.takes_samples if isinstance(edit, Snippet) else isinstance(edit, KeepSamples) for edit in _key(edits)
     )
 
 

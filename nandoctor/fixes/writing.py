@@ -131,7 +131,7 @@ def _snippet_of(edit: SingleEdit) -> Snippet | None:
         array, mask = map(json.dumps, (edit.array, edit.mask))
         return Snippet(kind="data", text=f"batch[{array}] = batch[{array}].masked_fill(batch[{mask}] == 0, 0.0)\n")
     if isinstance(edit, KeepSamples):
-        return Snippet(kind="data", text=_keep_samples(edit))
+        return Snippet(kind="data", text=_keep_samples(edit), takes_samples=True)
     return None
 
 

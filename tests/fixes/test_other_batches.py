@@ -191,6 +191,7 @@ def test_what_a_mask_removes_from_a_target_is_filled_first(tmp_path):
     torch.save(dump, tmp_path / "dump.pth")
     fix = nandoctor.replay(tmp_path / "dump.pth", Depth, loss=loss, max_trials=60).report.fixes[0]
     assert (fix.verified, fix.kind) == (True, "data")
+    assert not any("takes samples out" in check.text for check in fix.checks)
     batch = {"depth": depth, "seen": seen}
     exec(fix.patch, {"batch": batch, "torch": torch})
     assert batch["depth"].tolist() == [[1.0, 0.0, 1.0, 1.0], [1.0] * 4]
