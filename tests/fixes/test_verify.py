@@ -35,12 +35,7 @@ class Attention(nn.Module):
         return self.head(scores.softmax(-1) @ x)
 
 
-@pytest.fixture
-def step():
-    torch.manual_seed(0)
-    model = Attention()
-    x = torch.randn(2, 6, 8)
-    x[1] *= 600
+def make_step(model, x, policy=FP16_AUTOCAST):
     return FailingStep(
         model=model,
         batch={"x": x},
@@ -48,8 +43,17 @@ def step():
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="",
-        policy=FP16_AUTOCAST,
+        policy=policy,
     )
+
+
+@pytest.fixture
+def step():
+    torch.manual_seed(0)
+    model = Attention()
+    x = torch.randn(2, 6, 8)
+    x[1] *= 600
+    return make_step(model, x)
 
 
 def make_trials(step, *, max_trials=None, time_s=None, numerics=False):
@@ -242,15 +246,7 @@ def make_residual(*, empty_row, coupled=False):
     x = torch.randn(6, 8)
     if empty_row:
         x[3] = 0.0
-    return FailingStep(
-        model=model,
-        batch={"x": x},
-        used=frozenset({"x"}),
-        forward=lambda batch: model(batch["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=make_policy("cuda", BF16),
-    )
+    return make_step(model, x, make_policy("cuda", BF16))
 
 
 @pytest.mark.parametrize("coupled", [False, True])
