@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -131,19 +131,25 @@ class Expression:
     def widened(self) -> str:
         """The expression with its low-precision tensors cast to fp32: of an operator one is enough, torch promotes."""
         tensors = list(self.tensors())
-        if not tensors:
+        if not tensors or self.op is None:
             raise CannotWriteError
-        promotes = isinstance(self.node, (cst.BinaryOperation, cst.AugAssign))
-        if promotes and (self.op is None or self.op.op not in PRODUCTS):
-            tensors = tensors[:1]
+        if isinstance(self.node, (cst.BinaryOperation, cst.AugAssign)) and self.op.op not in PRODUCTS:
+            tensors = [self._promoting(tensors)]
         if isinstance(self.node, cst.AugAssign):
             operator = self.tree.module.code_for_node(self.node.operator).strip().removesuffix("=")
             target = self.tree.code(target_of(self.node))
             wide = attribute_text(self.tree, target_of(self.node), "float()")
             return f"{target} = {wide} {operator} {operand_text(self.tree, self.node.value)}"
-        return text_with(
-            self.tree, self.node, {value: attribute_text(self.tree, value, "float()") for value in tensors}
-        )
+        return text_with(self.tree, self.node, {value: _in_fp32(self.tree, value) for value in tensors})
+
+    def _promoting(self, tensors: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
+        """The operand that the dtype of the result follows: one without dimensions does not widen one that has some.
+
+        https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
+        """
+        assert self.op is not None
+        shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
+        return max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]
 
     def cast_to_fp32(self) -> Replacement:
         """The cast to a low precision that the code asks for, to fp32: what names the dtype is all that changes."""
@@ -244,6 +250,13 @@ def grouped(text: str) -> str:
 def operand_text(tree: SourceTree, node: cst.BaseExpression) -> str:
     """The text of an expression as an operand or the owner of an attribute."""
     return grouped(tree.code(node))
+
+
+def _in_fp32(tree: SourceTree, node: cst.BaseExpression) -> str:
+    """The text of a tensor cast to fp32, in place of a cast to fp16 that the code makes itself."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "half":
+        node = node.func.value
+    return attribute_text(tree, node, "float()")
 
 
 def attribute_text(tree: SourceTree, node: cst.BaseExpression, call: str) -> str:

@@ -76,6 +76,7 @@ BODIES = {
     "a property": "return h / self.gain.sqrt()",
     "a method of a dataclass": "return h / self.power.of(h).sqrt()",
     "an assignment in place": "p = h.clone()\n        p *= h\n        return h / p.mean(-1, keepdim=True).sqrt()",
+    "a number as a tensor": "p = torch.tensor(2e3) * h.half()\n        return p / p.abs().amax(-1, keepdim=True)",
     "one statement after another": "p = h * h; p = p.mean(-1, keepdim=True)\n        return h / p.sqrt()",
 }
 
