@@ -6,7 +6,7 @@ What is written here is not trusted: the step is run with the text itself before
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from nandoctor.fixes.source_expression import (
     target_of,
     text_with,
 )
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
 from nandoctor.fixes.titles import code_number
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS
@@ -111,7 +111,7 @@ class SourceWriter:
             if text is None or text == change.tree.text:
                 raise CannotWriteError
             if "torch" not in change.tree.imported_names:
-                text = _with_import(change.tree, text)
+                text = with_import(change.tree, text)
             yield ChangedFile(path=path, before=change.tree.text, after=text)
 
     def _open(self, site: OpSite) -> tuple[_FileChange, Expression]:
@@ -232,11 +232,11 @@ class SourceWriter:
             low = code_number(edit.low)
             is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
             text = f"torch.where({is_near}, {low}, {again})"
-            change.replacements.append(Replacement(node=target, text=text, before=before))
+            change.replacements.extend(expression.with_texts({target: text}, before))
             return
         bounds = {"min": edit.low, "max": edit.high}
         given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
-        change.replacements.append(Replacement(node=target, text=f"{grouped(taken)}.clamp({given})"))
+        change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.clamp({given})"}))
 
     def _take_zero(self, change: _FileChange, expression: Expression) -> None:
         """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
@@ -259,7 +259,7 @@ class SourceWriter:
         return text_at_edges(text, edit) if self._at_edge and edges_of(edit) else text
 
     def _named(
-        self, change: _FileChange, node: cst.BaseExpression, text: str, wanted: str
+        self, change: _FileChange, node: cst.CSTNode, text: str, wanted: str
     ) -> tuple[str, str, tuple[str, ...]]:
         """The text of a value that is needed more than once: the first time, then, and the statements before.
 
@@ -277,19 +277,17 @@ class SourceWriter:
 
     def _guard(self, edit: GuardArgument) -> None:
         change, expression = self._open(edit.site)
-        tree, node = change.tree, expression.node
+        tree, node = change.tree, expression.spelled
         argument = expression.argument_node(edit.argument)
-        if not isinstance(node, cst.BaseExpression):
-            raise CannotWriteError
         is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
-        first, again, before = self._named(change, node, self._argument(change, argument, edit), "guarded")
+        first, again, before = self._named(change, expression.node, self._argument(change, argument, edit), "guarded")
         if is_selected:
             safe = f"torch.where({_inside(edit, first, again)}, {again}, {edit.safe})"
             text = text_with(tree, node, {argument: safe})
         else:
             safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
-            text = f"torch.where({_outside(edit, first, again)}, 0.0, {text_with(tree, node, {argument: safe})})"
-        change.replacements.append(Replacement(node=node, text=text, before=before))
+            text = _zero_where(_outside(edit, first, again), tree, node, {argument: safe})
+        change.replacements.append(Replacement(node=expression.node, text=text, before=before))
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
@@ -343,6 +341,20 @@ class SourceWriter:
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
 
 
+def _zero_where(
+    condition: str, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, texts: Mapping[cst.CSTNode, str]
+) -> str:
+    """An expression with other text for some of its arguments, and 0 where the condition holds: in place as it was."""
+    if isinstance(node, cst.AugAssign):
+        ((_, text),) = texts.items()
+        target = target_of(node)
+        operator = tree.module.code_for_node(node.operator).strip().removesuffix("=")
+        return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
+    changed = text_with(tree, node, texts)
+    writes = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value.endswith("_")
+    return f"{changed}.masked_fill_({condition}, 0.0)" if writes else f"torch.where({condition}, 0.0, {changed})"
+
+
 def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
     """The condition under which an argument is kept: strictly between the ends, or not zero."""
     return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
@@ -366,25 +378,6 @@ def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
     arguments = [arg.value for arg in call.args] if call is not None else []
     is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
     return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
-
-
-def _with_import(tree: SourceTree, text: str) -> str:
-    """The text with `import torch` before its first statement that is not a docstring or a __future__ import."""
-    module = cst.parse_module(text)
-    place = next((i for i, item in enumerate(module.body) if not _must_come_first(item)), len(module.body))
-    statement = cst.parse_statement("import torch\n")
-    body = [*module.body[:place], statement, *module.body[place:]]
-    return module.with_changes(body=body).code if "torch." in text.replace(tree.text, "") else text
-
-
-def _must_come_first(statement: cst.CSTNode) -> bool:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    (first, *_) = statement.body
-    if isinstance(first, cst.Expr):
-        return isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
-    module = first.module if isinstance(first, cst.ImportFrom) else None
-    return isinstance(module, cst.Name) and module.value == "__future__"
 
 
 def _root_of(paths: Sequence[str]) -> str:

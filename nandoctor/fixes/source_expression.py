@@ -36,23 +36,56 @@ class Expression:
         self._op_name = op_name or (op.op if op is not None else "")
 
     @cached_property
+    def spelled(self) -> cst.BaseExpression | cst.AugAssign:
+        """The expression, with `*pair` written out as `pair[0], pair[1]` and `**pair` by name: the op's tensors."""
+        if not isinstance(self.node, cst.Call) or self.op is None or self.op.scalars:
+            return self.node  # what else is in it is not known
+        given, packed = self.node.args[:-1], self.node.args[-1] if self.node.args else None
+        if packed is None or not packed.star or not isinstance(packed.value, cst.Name):
+            return self.node
+        names = [tensor.name for tensor in self.op.inputs][len(given) + (self._owner is not None) :]
+        owner = packed.value.value
+        items = [f"{owner}[{n}]" for n in range(len(names))]
+        if packed.star == "**":
+            keywords = ("input" if name == "self" else name for name in names)
+            items = [f'{name}={owner}["{name}"]' for name in keywords]
+        arguments = [self.tree.module.code_for_node(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in given]
+        return cst.parse_expression(f"{self.tree.code(self.node.func)}({', '.join([*arguments, *items])})")
+
+    @property
+    def _owner(self) -> cst.BaseExpression | None:
+        """The `x` of `x.sum()`."""
+        function = self.node.func if isinstance(self.node, cst.Call) else None
+        if not isinstance(function, cst.Attribute) or self._is_namespace(function.value) or self.calls_module():
+            return None
+        return function.value
+
+    def with_texts(self, texts: Mapping[cst.CSTNode, str], before: tuple[str, ...] = ()) -> Iterator[Replacement]:
+        """The expression with other text for some of its arguments."""
+        if self.spelled is self.node:
+            yield from (Replacement(node=node, text=text, before=before) for node, text in texts.items())
+        else:
+            yield Replacement(node=self.node, text=text_with(self.tree, self.spelled, texts), before=before)
+
+    @cached_property
     def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
         """The arguments in the order of the op's schema, each with the keyword it was given by."""
-        if isinstance(self.node, cst.BinaryOperation):
-            left, right = self.node.left, self.node.right
+        node = self.spelled
+        if isinstance(node, cst.BinaryOperation):
+            left, right = node.left, node.right
             return [(None, right), (None, left)] if self._op_name in _REFLECTED else [(None, left), (None, right)]
-        if isinstance(self.node, cst.AugAssign):
-            return [(None, target_of(self.node)), (None, self.node.value)]
-        if isinstance(self.node, cst.UnaryOperation):
-            return [(None, self.node.expression)]
-        if not isinstance(self.node, cst.Call):
+        if isinstance(node, cst.AugAssign):
+            return [(None, target_of(node)), (None, node.value)]
+        if isinstance(node, cst.UnaryOperation):
+            return [(None, node.expression)]
+        if not isinstance(node, cst.Call):
             raise CannotWriteError
-        given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in self.node.args]
-        function = self.node.func
+        given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in node.args if not arg.star]
+        function = node.func
         if isinstance(function, cst.Call) and self.tree.code(function.func) == "getattr" and function.args:
             given.insert(0, (None, function.args[0].value))
-        if isinstance(function, cst.Attribute) and not self._is_namespace(function.value) and not self.calls_module():
-            given.insert(0, (None, function.value))
+        if self._owner is not None:
+            given.insert(0, (None, self._owner))
         return given
 
     def calls_module(self) -> bool:
@@ -140,7 +173,7 @@ class Expression:
             target = self.tree.code(target_of(self.node))
             wide = attribute_text(self.tree, target_of(self.node), "float()")
             return f"{target} = {wide} {operator} {operand_text(self.tree, self.node.value)}"
-        return text_with(self.tree, self.node, {value: _in_fp32(self.tree, value) for value in tensors})
+        return text_with(self.tree, self.spelled, {value: _in_fp32(self.tree, value) for value in tensors})
 
     def _promoting(self, tensors: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
         """The operand that the dtype of the result follows: one without dimensions does not widen one that has some.

@@ -175,6 +175,25 @@ def parse_source(text: str) -> SourceTree:
     return SourceTree(text)
 
 
+def with_import(tree: SourceTree, text: str) -> str:
+    """The text with `import torch` before its first statement that is not a docstring or a __future__ import."""
+    module = cst.parse_module(text)
+    place = next((i for i, item in enumerate(module.body) if not _must_come_first(item)), len(module.body))
+    statement = cst.parse_statement("import torch\n")
+    body = [*module.body[:place], statement, *module.body[place:]]
+    return module.with_changes(body=body).code if "torch." in text.replace(tree.text, "") else text
+
+
+def _must_come_first(statement: cst.CSTNode) -> bool:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    (first, *_) = statement.body
+    if isinstance(first, cst.Expr):
+        return isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
+    module = first.module if isinstance(first, cst.ImportFrom) else None
+    return isinstance(module, cst.Name) and module.value == "__future__"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap:
     """A statement to be put into the block of a `with` statement."""

@@ -84,7 +84,9 @@ class OpEdits:
 
 def _leaves_target(edit: SingleEdit) -> bool:
     """Tell whether an edit changes another argument than the one that an op writes to."""
-    return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument) and edit.argument == "other")
+    return isinstance(edit, SetArgument) or (
+        isinstance(edit, ClampArgument | GuardArgument) and edit.argument == "other"
+    )
 
 
 def _is_at(source: SourceLine) -> bool:
@@ -181,7 +183,7 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
     outside = outside if edit.low is None else outside | (given <= edit.low)
     outside = outside if edit.high is None else outside | (given >= edit.high)
     made = proceed(call.with_argument(edit.argument, torch.where(outside, edit.safe, given)))
-    return torch.where(outside, 0.0, made)
+    return made.masked_fill_(outside, 0.0) if schema_of(call.op).is_mutable else torch.where(outside, 0.0, made)
 
 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:

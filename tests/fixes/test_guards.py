@@ -28,12 +28,25 @@ FORMS = {
     "where": "return torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h))",
     "masked-fill": "return torch.log(h).masked_fill(h <= 0, 0.0)",
     "nan-to-num": "return (h / h.sum(-1, keepdim=True)).nan_to_num()",
+    "in place": """h = h * 2
+        h /= h.sum(-1, keepdim=True)
+        return h""",
+    "by a method in place": """h = h * 2
+        h[:, :3].div_(h.sum(-1, keepdim=True))
+        return h""",
+    "packed": """pair = h, h.sum(-1, keepdim=True)
+        return torch.div(*pair)""",
+    "packed by name": """pair = {"input": h, "other": h.sum(-1, keepdim=True)}
+        return torch.div(**pair)""",
     "visible": "return h.sum(-1).sqrt()",
     "two": """n = h.pow(2).sum(
             -1, keepdim=True
         ).sqrt()
         return torch.where(h > 0, h.sqrt(), h) / (n + 1e-3)""",
 }
+
+
+QUICK = ("where", "nan-to-num", "in place")
 
 
 @pytest.fixture
@@ -48,9 +61,8 @@ def diagnosed(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "diagnosed",
     [
-        "where",
-        "nan-to-num",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("masked-fill", "visible", "two")),
+        *QUICK,
+        *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form not in QUICK),
     ],
     indirect=True,
 )
