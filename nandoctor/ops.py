@@ -223,8 +223,9 @@ MOVES = _names(
 """Ops that hand values on as they are."""
 RESHAPES = _names("view reshape _unsafe_view flatten unflatten")
 TRANSPOSES = _names("transpose permute t mT numpy_T movedim")
-_ROWS_ANEW = _names("flip roll take masked_select masked_scatter repeat repeat_interleave unfold rot90")
+_ROWS_ANEW = _names("take masked_select masked_scatter repeat repeat_interleave unfold rot90")
 """Ops that may put rows in other places, along which dimension is not recorded."""
+_REORDERED = _names("flip roll")
 _ALONG_DIM = _names(
     """gather take_along_dim sort topk index_select index_add index_copy index_fill index_reduce scatter scatter_add
     scatter_reduce cat stack select"""
@@ -232,11 +233,19 @@ _ALONG_DIM = _names(
 _INDEXED = _names("index index_put _unsafe_index")
 
 
+def dims_of(op: OpCall, rank: int) -> tuple[int, ...]:
+    """The dimensions, of `rank` in all, that the op was called with; () where it took none, or its default."""
+    given = (value for name, value in op.scalars if name.partition("[")[0] in ("dim", "dims"))
+    return tuple(int(value) % max(rank, 1) for value in given)
+
+
 def moves_rows(op: OpCall, dim: int) -> bool:
     """Tell whether the op may put rows along a dimension in other places."""
     if op.op in _INDEXED:
         return any(tensor.name == f"indices[{dim}]" for tensor in op.inputs)
     num_dims = len(op.outputs[0].shape) + (op.op == "select")
+    if op.op in _REORDERED:
+        return dim in (dims_of(op, num_dims) or (dim,))
     along = int(dict(op.scalars).get("dim", num_dims - 1 if op.op in ("sort", "topk") else 0))
     return op.op in _ROWS_ANEW or (op.op in _ALONG_DIM and along % max(num_dims, 1) == dim)
 

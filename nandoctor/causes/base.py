@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from nandoctor.causes.signs import is_nonnegative
@@ -12,7 +12,7 @@ from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
-from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, MOVES, PRODUCTS, SINGULAR_INPUTS
+from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, FILLS, MOVES, PRODUCTS, SINGULAR_INPUTS, UNFILLED
 from nandoctor.text import are, excess, number, part_of
 
 Phase = Literal[
@@ -28,11 +28,15 @@ Candidate = tuple[Edit, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnalysedOp:
-    """An op at fault; `ops` are all ops of its run, by order, and `low` is what products are computed in."""
+    """An op at fault; `ops` are all ops of its run, by order, and `low` is what products are computed in.
+
+    `references` are the ops of the fp32 run, by their keys.
+    """
 
     op: OpCall
     ops: Mapping[int, OpCall]
     low: FloatFormat
+    references: Mapping[tuple[str, int, str, int], OpCall] = field(default_factory=dict)
 
     @property
     def analysis(self) -> OpAnalysis:
@@ -165,6 +169,17 @@ def is_constant(tensor: OpTensor) -> bool:
     """Tell whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
     counts = tensor.stats.counts if tensor.stats is not None else None
     return tensor.origin == "unknown" and counts is not None and not counts.num_nan
+
+
+def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
+    """Tell whether the argument `name` was written down or stored, and not computed: a 0-dim tensor can be either."""
+    tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
+    while tensor is not None and tensor.producer is not None:
+        maker = ops[tensor.producer]
+        if maker.op not in MOVES | CASTS | FILLS | UNFILLED:
+            return False
+        tensor = next(iter(maker.inputs), None)
+    return tensor is None or tensor.origin not in ("weight", "batch")
 
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:

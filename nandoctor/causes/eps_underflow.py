@@ -7,7 +7,8 @@ How nandoctor tells
     An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
     made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
     and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
-    or a bound, a factor or a term beside one (0.99999, 1 + 1e-5) of which the format makes one.
+    or a bound, a factor or a term beside one (0.99999, 1 + 1e-5) of which the format makes one. A constant that became
+    a tensor of the format before any op took it, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
 Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from nandoctor.causes.base import (
     Candidate,
@@ -29,14 +31,15 @@ from nandoctor.causes.base import (
     ancestors,
     constant_argument,
     gradient_evidence,
+    is_written,
     singular_inputs,
     site_of,
 )
 from nandoctor.causes.sentences import argument, at_singularity, owner, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
-from nandoctor.evidence.formats import LARGEST_EPS
+from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
     CLAMPS,
@@ -77,28 +80,36 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
         what = f"the derivative of {singular.op}"
     else:
         return None
-    place, eps = next(_lost_constants(singular, finding.ops), (None, 0.0))
-    if place is None:
+    lost = next(_lost_constants(singular, finding), None)
+    if lost is None:
         return None
-    cause = _explain(what, place, eps, evidence)
-    return replace(cause, headline=_headline(finding, singular, place, eps))
+    cause = _explain(what, lost, evidence)
+    return replace(cause, headline=_headline(finding, singular, lost))
 
 
-def _headline(finding: Finding | GradientFinding, singular: OpCall, place: OpCall, eps: float) -> str:
-    dtype = place.outputs[0].dtype
-    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(_beside(place))}"
+class _Lost(NamedTuple):
+    """A constant, the op that used it, and the format that lost it."""
+
+    place: OpCall
+    eps: float
+    dtype: FloatFormat
+
+
+def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost) -> str:
+    _, eps, dtype = found
+    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(_beside(found, finding))}"
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
     return f"{constant(eps)} {lost} in {dtype}, so {owner(singular)} {at_singularity(singular, finding.analysis.kinds)}"
 
 
-def _beside(place: OpCall) -> float:
+def _beside(lost: _Lost, finding: Finding | GradientFinding) -> float:
     """The magnitude that absorbed the constant: 1 for a bound just beside it, else the largest that the op gave."""
-    return 1.0 if _gaps_beside_one(place) else place.outputs[0].absmax or 1.0
+    return 1.0 if lost in _gaps_beside_one(lost.place, finding) else lost.place.outputs[0].absmax or 1.0
 
 
-def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...]) -> Cause:
-    dtype = place.outputs[0].dtype
+def _explain(what: str, lost: _Lost, evidence: tuple[Evidence, ...]) -> Cause:
+    place, eps, dtype = lost
     rounded = dtype.round(eps)
     how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
     return Cause(
@@ -115,22 +126,21 @@ def _explain(what: str, place: OpCall, eps: float, evidence: tuple[Evidence, ...
     )
 
 
-def _lost_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[tuple[OpCall, float]]:
-    """The ops behind the singular one that used a small constant in a format that lost it, nearest first."""
+def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:
+    """The small constants behind the singular op that their format lost, nearest first."""
     if singular.op not in SINGULAR_INPUTS:
         return
-    for eps in _small_constants(singular):
-        if singular.outputs[0].dtype.round(eps) == 0:
-            yield singular, eps
+    ops = finding.ops
+    yield from (lost for lost in _small_constants(singular, finding) if lost.dtype.round(lost.eps) == 0)
     for tensor in singular_inputs(singular):
         subtracted = set(_subtracted(singular, tensor, ops))
         near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON)}
         for op in ancestors(ops, tensor, _DEPTH):
-            for eps in _small_constants(op) if op.op in _ADDING else ():
-                if _vanishes(op, eps) or (op.order in subtracted and _is_absorbed(op, eps)):
-                    yield op, eps
+            for lost in _small_constants(op, finding) if op.op in _ADDING else ():
+                if _vanishes(lost) or (op.order in subtracted and _is_absorbed(lost)):
+                    yield lost
             is_margin = op.op in _BOUNDING or _is_inside(singular, tensor)
-            yield from ((op, eps) for eps in _gaps_beside_one(op) if is_margin and op.order in subtracted | near)
+            yield from _gaps_beside_one(op, finding) if is_margin and op.order in subtracted | near else ()
 
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
@@ -147,8 +157,28 @@ def _is_infinite_at_one(domain: Domain) -> bool:
     return 1.0 in (abs(domain.low), abs(domain.high))
 
 
-def _small_constants(op: OpCall) -> list[float]:
-    return [abs(value) for _, value in op.scalars if 0 < abs(value) <= LARGEST_EPS]
+def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:
+    for value, dtype in _constants(op, finding):
+        if 0 < abs(value) <= LARGEST_EPS:
+            yield _Lost(op, abs(value), dtype)
+
+
+def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple[float, FloatFormat]]:
+    """The constants among the arguments, each with its format; what was rounded before the op as fp32 has it."""
+    reference = finding.references.get(op.key)
+    meant = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
+    for tensor in op.inputs:
+        value, used = _only_value(meant.get(tensor.name)), _only_value(tensor.stats)
+        if value is None or used in (None, value) or not is_written(op, tensor.name, finding.ops):
+            continue
+        if tensor.stats is not None and tensor.stats.dtype.round(value) == used:
+            yield float(f"{value:.7g}"), tensor.stats.dtype  # as many digits as fp32 has
+    yield from ((value, op.outputs[0].dtype) for _, value in op.scalars)
+
+
+def _only_value(stats: TensorStats | None) -> float | None:
+    """The number that all elements of a finite tensor are, None where they differ."""
+    return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
 
 
 def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
@@ -159,26 +189,31 @@ def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
     return domain.low <= stats.min and stats.max <= domain.high
 
 
-def _gaps_beside_one(op: OpCall) -> list[float]:
-    """By how much a bound, a factor or a term was to differ from one, where the op's format makes exactly one of it."""
-    made = op.outputs[0]
-    is_met = op.op in _BOUNDING and (made.absmax or 0.0) >= 1
+def _gaps_beside_one(op: OpCall, finding: Finding | GradientFinding) -> list[_Lost]:
+    """By how much a bound, a factor or a term was to differ from one, where its format makes exactly one of it."""
+    is_met = op.op in _BOUNDING and (op.outputs[0].absmax or 0.0) >= 1
     if not is_met and op.op not in SCALINGS | SUMS:
         return []
-    gaps = ((abs(1 - abs(value)), abs(value)) for _, value in op.scalars)
-    return [gap for gap, value in gaps if 0 < gap <= LARGEST_EPS and made.dtype.round(value) == 1]
+    constants = [(abs(value), dtype) for value, dtype in _constants(op, finding)]
+    return [
+        _Lost(op, abs(1 - value), dtype)
+        for value, dtype in constants
+        if 0 < abs(1 - value) <= LARGEST_EPS and dtype.round(value) == 1
+    ]
 
 
-def _vanishes(op: OpCall, eps: float) -> bool:
-    """Tell whether the constant is zero in the format of the op, and what the op gave has zeros, or both signs."""
-    made = op.outputs[0]
-    return made.dtype.round(eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
+def _vanishes(lost: _Lost) -> bool:
+    """Tell whether the constant is zero in its format, and what the op gave has zeros, or both signs."""
+    made = lost.place.outputs[0]
+    return (
+        lost.dtype.round(lost.eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
+    )
 
 
-def _is_absorbed(op: OpCall, eps: float) -> bool:
+def _is_absorbed(lost: _Lost) -> bool:
     """Tell whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
-    made = op.outputs[0]
-    return eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
+    made = lost.place.outputs[0]
+    return lost.eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
 
 
 def _zeros(finding: Finding) -> tuple[Evidence, ...]:
@@ -197,11 +232,10 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     """A constant that the format holds, and the line that uses it in fp32."""
     singular = finding.op if isinstance(finding, Finding) else finding.forward
     assert singular is not None
-    for place, eps in _lost_constants(singular, finding.ops):
+    for place, eps, low in _lost_constants(singular, finding):
         argument = constant_argument(place, eps)
         was = dict(place.scalars).get(argument or "")
         if argument is not None and was is not None:
-            low = place.outputs[0].dtype
             kept = [math.copysign(value, was) for value in _LARGER if value > eps and low.round(value)]
             yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
         yield (KeepOp(site=replace(site_of(place), op="")),)

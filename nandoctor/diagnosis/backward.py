@@ -18,7 +18,7 @@ def conclude_backward(
     trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
     """Find where gradients stop being finite, in the order of the backward pass."""
-    ops = {op.order: op for op in trace.ops}
+    ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
     healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
     sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
     found = []
@@ -34,6 +34,7 @@ def conclude_backward(
             loss_scale=loss_scale,
             ops=ops,
             low=low,
+            references=references,
         )
         found.append(_diagnose(finding, trace, reference))
     return Conclusion(
@@ -72,7 +73,7 @@ def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat)
     )
     found = trace_back(inner.ops, inner_reference, symptoms[-1:])
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis is not None]
-    return finding_at(sources[0], inner, low) if sources else None
+    return finding_at(sources[0], inner, inner_reference, low) if sources else None
 
 
 def describe_removed(trace: Trace) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def _hidden_origin(forward: OpCall | None, trace: Trace, reference: Trace, low: 
         return None
     found = trace_back(trace.ops, reference, [forward.order])
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
-    findings = [finding_at(source, trace, low) for source in sources]
+    findings = [finding_at(source, trace, reference, low) for source in sources]
     overflowed = [finding for finding in findings if finding.overflowed]
     computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
     # What only handed infinities on, as NaN, comes last.

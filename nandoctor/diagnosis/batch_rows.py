@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from nandoctor.diagnosis.batch_signs import Sign, is_state, read_signs
 from nandoctor.evidence.trace import OpCall, OpTensor, Trace
-from nandoctor.ops import PRODUCTS, RESHAPES, TRANSPOSES, moves_rows
+from nandoctor.ops import PRODUCTS, RESHAPES, TRANSPOSES, dims_of, moves_rows
 
 _Rows = int | Literal["blocks", "other", "none"]
 """Where the batch is in a tensor: the dimension that counts its samples, or blocks of all of them one after another in
@@ -24,7 +25,10 @@ def as_samples(
     size = trace.num_samples
     if not indices or size is None or shape[:1] != (size,) or _names_rows(trace.ops, size):
         return None
-    return indices if producer is None or _follow(trace.ops[: producer + 1], size)[producer] == 0 else None
+    rows, signs = _follow(trace.ops, size)
+    if trace.time_first != "never" and ("time" in signs or (trace.time_first == "possible" and not signs)):
+        return None
+    return indices if producer is None or rows[producer] == 0 else None
 
 
 def _names_rows(ops: Sequence[OpCall], size: int) -> bool:
@@ -45,9 +49,11 @@ def _names_rows(ops: Sequence[OpCall], size: int) -> bool:
     return False
 
 
-def _follow(ops: Sequence[OpCall], size: int) -> Mapping[int, _Rows]:
-    """Where the batch is in what each op gave."""
+def _follow(ops: Sequence[OpCall], size: int) -> tuple[Mapping[int, _Rows], frozenset[Sign]]:
+    """Where the batch is in what each op gave, and what the forward's ops show of the dimension that was followed."""
     rows: dict[int, _Rows] = {}
+    signs: set[Sign] = set()
+    state: set[int] = set()
     for op in ops:
         taken = [(tensor, _of_input(tensor, size, rows)) for tensor in op.inputs]
         made = {_carry(op, tensor, where, size) for tensor, where in taken if where != "none"} - {None}
@@ -58,7 +64,12 @@ def _follow(ops: Sequence[OpCall], size: int) -> Mapping[int, _Rows]:
             rows[op.order] = "blocks"
         else:
             rows[op.order] = "other" if any(where != "none" for _, where in taken) else "none"
-    return rows
+        if is_state(op, state):
+            state.add(op.order)
+        if op.phase == "forward":
+            followed = [(tensor, where) for tensor, where in taken if isinstance(where, int)]
+            signs.update(read_signs(op, followed, state))
+    return rows, frozenset(signs)
 
 
 def _of_input(tensor: OpTensor, size: int, rows: Mapping[int, _Rows]) -> _Rows:
@@ -93,11 +104,28 @@ def _carry_dim(op: OpCall, taken: tuple[int, ...], where: int, size: int) -> _Ro
         return "other"
     if op.op in RESHAPES:
         return _carry_reshape(taken, made, where, size)
-    scalars = dict(op.scalars)
+    carried = _carry_named(op, taken, where)
+    return _carry_by_size(op, taken, where) if carried is None else carried
+
+
+def _carry_named(op: OpCall, taken: tuple[int, ...], where: int) -> int | None:
+    """Follow a dimension where those that the op swaps, adds or takes away are known; None where they are not."""
+    made, scalars, dims = op.outputs[0].shape, dict(op.scalars), dims_of(op, len(taken))
     if "dim0" in scalars and "dim1" in scalars:
         swapped = [int(scalars[name]) % len(taken) for name in ("dim0", "dim1")]
         return swapped[1 - swapped.index(where)] if where in swapped else where
-    has_dim = scalars.get("dim", where) not in (where, where - len(taken))
+    if op.op == "permute" and len(dims) == len(made):
+        return dims.index(where)
+    if op.op == "unsqueeze":
+        return where + (dims_of(op, len(made))[0] <= where)
+    if dims and where not in dims and len(made) == len(taken) - len(dims):
+        return where - sum(dim < where for dim in dims)
+    return None
+
+
+def _carry_by_size(op: OpCall, taken: tuple[int, ...], where: int) -> _Rows:
+    made, dims = op.outputs[0].shape, dims_of(op, len(taken))
+    has_dim = bool(dims) and where not in dims
     is_kept = (len(taken) == len(made) or op.op in PRODUCTS or has_dim) and op.op not in TRANSPOSES
     if is_kept and made[where : where + 1] == taken[where : where + 1]:
         return where

@@ -53,7 +53,7 @@ class Conclusion:
     complete: bool = True
 
 
-def finding_at(source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Finding:
+def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
     """Put together what the causes are shown of an op that made non-finite values."""
     return Finding(
         op=source.op,
@@ -61,6 +61,7 @@ def finding_at(source: NonfiniteSource, trace: Trace, low: FloatFormat) -> Findi
         had_inf_input=source.had_inf_input,
         ops={op.order: op for op in trace.ops},
         low=low,
+        references={op.key: op for op in reference.ops},
     )
 
 

@@ -12,25 +12,22 @@ from math import isclose, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.causes.base import ancestors, singular_inputs
+from nandoctor.causes.base import ancestors, is_written, singular_inputs
 from nandoctor.diagnosis.folded_constants import list_folded
 from nandoctor.evidence.formats import FP16, FP32, FP64, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall, OptimizerSlot
 from nandoctor.ops import (
-    CASTS,
     CLAMPS,
     EPS_IN_FP32,
     EPS_IN_INPUT,
     FILLS,
     MAXIMA,
-    MOVES,
     PRODUCTS,
     ROOT_IN_INPUT,
     RUN_IN_FP32,
     SCALINGS,
     SUMS,
-    UNFILLED,
 )
 from nandoctor.text import percent
 
@@ -79,7 +76,7 @@ def _lost_in_python(ops: Sequence[OpCall], declared: Sequence[EpsUse]) -> Iterat
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        if value is None or not _is_constant(op, name, ops) or (_needs_guard(op, name) and op.order not in guards):
+        if value is None or not is_written(op, name, ops) or (_needs_guard(op, name) and op.order not in guards):
             continue
         use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
         use = _in_format(use, _format_used(op))
@@ -120,17 +117,6 @@ def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
 def _needs_guard(op: OpCall, name: str) -> bool:
     """Tell whether the number is an eps only if it guards what the op gives: 1e-4 may be a step, 0.9999 a momentum."""
     return op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
-
-
-def _is_constant(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the number was written down, and not computed: a 0-dim tensor can be either."""
-    tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
-    while tensor is not None and tensor.producer is not None:
-        maker = ops[tensor.producer]
-        if maker.op not in MOVES | CASTS | FILLS | UNFILLED:
-            return False
-        tensor = next(iter(maker.inputs), None)
-    return tensor is None or tensor.origin not in ("weight", "batch")
 
 
 def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:

@@ -35,7 +35,7 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
         # It came through a tensor that cannot be looked into: whatever ended there is what it may come from.
         found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms])
-    return _conclude_traced(found, trace, places, low)
+    return _conclude_traced(found, trace, reference, places, low)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
@@ -67,7 +67,7 @@ def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
-    findings = [finding_at(source, trace, low) for source in find_swallowed(trace, reference)]
+    findings = [finding_at(source, trace, reference, low) for source in find_swallowed(trace, reference)]
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
         diagnoses=tuple(
@@ -80,9 +80,9 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
 
 
 def _conclude_traced(
-    found_trace: NonfiniteTrace, trace: Trace, places: list[NonfinitePlace], low: FloatFormat
+    found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
 ) -> Conclusion:
-    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, low)]
+    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
     # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
     # is to blame before it.
     found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == _MASK, item[0]))
@@ -122,7 +122,7 @@ def _is_stored_mask(stats: TensorStats) -> bool:
     return stats.counts is not None and stats.counts.kinds == ("-inf",) and not stats.absmax
 
 
-def _from_sources(found_trace: NonfiniteTrace, trace: Trace, low: FloatFormat) -> Iterator[_Found]:
+def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, low: FloatFormat) -> Iterator[_Found]:
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     in_loss = trace.loss is not None and not trace.loss.finite
@@ -131,7 +131,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, low: FloatFormat) -
     for source in found_trace.sources or (found_trace.written if in_loss else ()):
         if source.op.analysis is None:
             continue
-        finding = finding_at(source, trace, low)
+        finding = finding_at(source, trace, reference, low)
         absurd = _absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:

@@ -306,9 +306,12 @@ class OpCall:
 class Trace:
     """One run: the policy it ran under and every module call, in the order in which the calls were entered.
 
-    `num_samples` is the batch size, None where it is not known. `buffers` names the model's buffers. `loss`, `backward`
-    (the ops of the backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) are
-    there where a loss was given. `function_ops` are the ops that the backwards of custom autograd Functions ran.
+    `num_samples` is the batch size, None where it is not known. `time_first` tells whether it may be a number of steps
+    in time instead: "possible" where the batch holds sequences alone, "unlikely" where another array has as many rows.
+
+    `buffers` names the model's buffers. `loss`, `backward` (the ops of the backward pass in its own order) and
+    `bad_gradients` (the non-finite gradients of parameters) are there where a loss was given. `function_ops` are the
+    ops that the backwards of custom autograd Functions ran.
 
     `unread` names what in the output could not be looked into; what went in there shows in the ops alone.
 
@@ -335,6 +338,7 @@ class Trace:
     function_ops: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     num_samples: int | None = None
+    time_first: Literal["never", "unlikely", "possible"] = "never"
     unread: tuple[str, ...] = ()
 
     @property

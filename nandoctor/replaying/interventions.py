@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -90,6 +90,23 @@ def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int
     as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
     has_edges = any(tensor.shape[0] == 2 != size and _is_edge_list(tensor) for tensor in taken)
     return None if as_many or has_edges else size
+
+
+def may_have_time_first(
+    batch: Mapping[str, torch.Tensor], used: frozenset[str]
+) -> Literal["never", "unlikely", "possible"]:
+    """Tell whether the dimension that `sample_count` counts along may be time: where sequences are of that length.
+
+    It is unlikely beside an array of as many rows that is no sequence, a target say, and of token ids.
+    """
+    size = sample_count(batch, used)
+    arrays = [tensor for tensor in batch.values() if tensor.dim() and tensor.shape[0] == size]
+    sequences = {tensor.shape[:2] for tensor in arrays if tensor.dim() in (3, 5)}
+    if not sequences:
+        return "unlikely" if any(tensor.dim() == 2 and not tensor.is_floating_point() for tensor in arrays) else "never"
+    others = [tensor.shape for tensor in arrays if tensor.dim() in (1, 2, 4)]
+    is_alone = all(shape[:2] in sequences or shape == (size, size) for shape in others)
+    return "possible" if is_alone else "unlikely"
 
 
 def _is_edge_list(tensor: torch.Tensor) -> bool:

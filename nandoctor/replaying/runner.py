@@ -302,6 +302,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         function_ops=observers.functions.calls() if observers.functions else (),
         bad_gradients=result.bad_gradients,
         num_samples=interventions.sample_count(batch, step.used),
+        time_first=interventions.may_have_time_first(batch, step.used),
         unread=unread,
     )
     if isinstance(result.raised, KeyboardInterrupt):

@@ -15,6 +15,8 @@ from nandoctor.torch_compat import is_wrapped, schema_of, tree_map
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
 
+_DIMENSIONS = frozenset({"dim", "dims"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
@@ -53,12 +55,17 @@ class Invocation:
                 yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """Plain numbers among the arguments; a 0-dim tensor on the CPU is a number that torch wrapped for the user."""
+        """Plain numbers among the arguments, and listed dimensions; the numbers of a list are numbered as well.
+
+        A 0-dim tensor on the CPU is a number that torch wrapped for the user.
+        """
         for name, value in self.arguments():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield name, float(value)
             elif isinstance(value, torch.Tensor) and _is_number(value):
                 yield name, float(value.detach())
+            elif name in _DIMENSIONS and isinstance(value, (list, tuple)):
+                yield from ((f"{name}[{i}]", float(dim)) for i, dim in enumerate(value))
         given = {name for name, _ in self.arguments()}
         for argument in schema_of(self.op).arguments:  # the dispatcher leaves out what equals its default
             if argument.name == "eps" and argument.name not in given and argument.default_value is not None:

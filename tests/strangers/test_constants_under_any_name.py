@@ -48,6 +48,16 @@ GUARDS = {
     "nested": lambda self, h: h / h.abs().add(self.options.inner["z"]),
     "filled": lambda self, h: 1 / torch.where(h == 0, torch.full_like(h, SMALL), h),
 }
+NARROWED = {
+    "a tensor of its format": lambda self, h: h / (h + torch.tensor(SMALL, dtype=h.dtype)),
+    "beside a norm in fp32": lambda self, h: h / (h.norm() + torch.tensor(SMALL, dtype=h.dtype)),
+    "one like another": lambda self, h: h / torch.maximum(h, h.new_tensor([SMALL])),
+    "beside one": lambda self, h: torch.log(1 - torch.minimum(h + 2, h.new_tensor(1 - 1e-5))),
+}
+COMPUTED = {
+    "a zero as written": lambda self, h: h / (h + torch.tensor(0.0, dtype=h.dtype)),
+    "a sum that rounds to zero": lambda self, h: h / (h + (self.entry.bias * 1e-8).half().square().sum().half()),
+}
 OTHERS = {
     "a step": lambda self, h: h + 1e-4,
     "a momentum": lambda self, h: h * 0.9999,
@@ -65,6 +75,18 @@ def test_a_constant_that_guards_is_found_by_its_value(examine, kind):
     report = examine(net(GUARDS[kind]), {"x": normal(4, 8)})
     assert blamed(report)[::3] == ("precision", "eps-underflow")
     assert [(use.value, use.effect) for use in report.eps_audit] == [(1e-12, "zero")]
+
+
+@pytest.mark.parametrize("kind", NARROWED)
+def test_a_constant_that_was_rounded_before_its_op(examine, kind):
+    report = examine(net(NARROWED[kind]), {"x": normal(4, 8)})
+    assert blamed(report)[::3] == ("precision", "eps-underflow")
+    assert report.cause.evidence[0].value == pytest.approx(1e-5 if kind == "beside one" else SMALL)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_zero_that_was_no_constant_is_no_eps(examine, kind):
+    assert blamed(examine(net(COMPUTED[kind]), {"x": normal(4, 8)}))[3] == "division-by-zero"
 
 
 @pytest.mark.parametrize("kind", OTHERS)

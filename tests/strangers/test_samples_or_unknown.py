@@ -45,6 +45,18 @@ def heads(self, x):
     return self.end(mixed.view(4, 2, 6, 4).transpose(1, 2).reshape(4, 6, 8) * 100)
 
 
+def attended(steps_first):
+    """Attention along the first or the second dimension of the batch."""
+
+    def forward(self, x):
+        q = self.entry(x / 1e3)
+        q = q.transpose(0, 1) if steps_first else q
+        mixed = torch.bmm(torch.softmax(torch.bmm(q, q.transpose(1, 2)), -1), q)
+        return self.end((mixed.transpose(0, 1) if steps_first else mixed) * 1e4)
+
+    return forward
+
+
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
 FLAT, SERIES = {"x": hot(4, 8)}, {"x": hot(4, 6, 8)}
 UNKNOWN = {
@@ -67,12 +79,27 @@ UNKNOWN = {
     "shifted": (lambda self, x: self.end(self.entry(x.roll(1, 0))), FLAT),
     "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
     "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
+    "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
+    "attention along the first": (attended(steps_first=True), SERIES),
+    "average over the first": (lambda self, x: self.end(self.entry(x)).mean(0), SERIES),
+    "positions along the first": (
+        lambda self, x: self.end(self.entry(x) + self.entry.weight[:4, None].half()),
+        SERIES,
+    ),
+    "added up over the batch": (lambda self, x: self.end(self.entry(x).half().amax(dim=(0, 2))), {"x": hot(6, 6, 8)}),
     "positions": (lambda self, x: x + self.end(torch.arange(4.0)[:, None].half() * 1e3), FLAT),
 }
 KNOWN = {
     "plain": (lambda self, x: self.end(self.entry(x)), FLAT),
     "with its target": (lambda self, x, y: self.end(self.entry(x)) - y[:, None], {**FLAT, "y": normal(4)}),
-    "tokens and back": (lambda self, x: self.end(self.entry(x.reshape(-1, 8)).view(4, 6, 8)), SERIES),
+    "tokens and back": (
+        lambda self, x, y: self.end(self.entry(x.reshape(-1, 8)).view(4, 6, 8)) - y[:, None, None],
+        {**SERIES, "y": normal(4)},
+    ),
+    "attention along the second": (attended(steps_first=False), {"x": hot(4, 6, 8)}),
+    "average over the second": (lambda self, x: self.end(self.entry(x)).mean(1), SERIES),
+    "positions along the second": (lambda self, x: self.end(self.entry(x) + self.entry.weight[:6].half()), SERIES),
+    "maps": (lambda self, x: self.end(self.entry(x).half().amax(dim=(1, 2))), {"x": hot(8, 8, 8, 8)}),
     "heads": (heads, SERIES),
     "first token": (lambda self, x: self.end(self.entry(x)[:, 0]), SERIES),
     "pairs apart": (lambda self, a, b: self.end(self.entry(a)) + self.entry(b), {"a": hot(4, 8), "b": normal(4, 8)}),
