@@ -1,7 +1,8 @@
 """Many dumps: a loop in the shell beside `nandoctor triage`, by processor time and by cores.
 
-In: `python benchmarks/triage.py [NUMBER]` (40). Out: seconds of the wall and of the processor for each way, their
-ratios, and exit code 1 where a dump is in a wrong group. Both only diagnose.
+In: `python benchmarks/triage.py [NUMBER [LOOPED]]` (40, of which the loop does 20). Out: seconds of the wall and of the
+processor for each way, per dump beside the loop, and exit code 1 where a dump is in a wrong group or where the workers
+of a Dask cluster on this machine make other groups. All only diagnose.
 """
 
 from __future__ import annotations
@@ -18,31 +19,43 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import distributed  # noqa: E402
 from fleet.many_dumps import CAUSES, make_dumps  # noqa: E402
 
 from nandoctor.machine import count_cores  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "nandoctor")
+Timing = tuple[float, float | None]
+"""Seconds of the wall, and of the processor where it is known."""
 ROW = "{:<26} {:>9} {:>12} {:>14} {:>14}"
 
 
 def main() -> int:
     """Print the table."""
-    number = int((*sys.argv[1:], "40")[0])
+    number, looped = map(int, (*sys.argv[1:], *("40", "20")[len(sys.argv) - 1 :]))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         truth = {str(path.relative_to(folder)): cause for path, cause in make_dumps(folder, number).items()}
         print(f"{number} dumps of {len(CAUSES)} causes, diagnosis only, {count_cores()} cores")
         print(ROW.format("", "wall s", "processor s", "s per dump", "times the loop"))
-        loop = show("shell loop", number, run_loop(folder, list(truth)), None)
+        sample = list(truth)[:looped]
+        loop = show(f"shell loop, {len(sample)} of them", len(sample), run_loop(folder, sample), None)
+        found = []
         for jobs in sorted({1, count_cores()}):
-            output = folder / f"triage-{jobs}"
-            timing = measure(folder, ["triage", "runs", "--no-fixes", "--jobs", str(jobs), "-o", str(output)])
-            show(f"triage, {jobs} worker{'s' * (jobs > 1)}", number, timing, loop)
-        wrong = list_wrong(output / "triage.jsonl", truth)
+            arguments = ["triage", "runs", "--no-fixes", "--jobs", str(jobs), "-o", f"triage-{jobs}"]
+            show(f"triage, {jobs} worker{'s' * (jobs > 1)}", number, measure(folder, arguments), loop)
+            found.append(read_groups(folder / f"triage-{jobs}"))
+        with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+            address = cluster.scheduler_address
+            wall, _ = measure(folder, ["triage", "runs", "--no-fixes", "--scheduler", address, "-o", "triage-dask"])
+        show("triage, 2 workers of Dask", number, (wall, None), loop)
+        found.append(read_groups(folder / "triage-dask"))
+    wrong = list_wrong(found[0], truth)
     print(f"in the right group: {number - len(wrong)} of {number}")
-    print(*wrong, sep="\n")
-    return 1 if wrong else 0
+    print("".join(f"{line}\n" for line in wrong), end="")
+    alike = all(groups == found[0] for groups in found)
+    print(f"all ways make the same groups: {'yes' if alike else 'no'}")
+    return 1 if wrong or not alike else 0
 
 
 def run_loop(folder: Path, paths: list[str]) -> tuple[float, float]:
@@ -67,18 +80,24 @@ def busy_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def show(name: str, number: int, timing: tuple[float, float], loop: tuple[float, float] | None) -> tuple[float, float]:
-    """Print one way, beside the loop in the wall's time."""
+def show(name: str, number: int, timing: Timing, loop: float | None) -> float:
+    """Print one way, beside the loop in the wall's time, and give its seconds per dump."""
     wall, busy = timing
-    ratio = f"{loop[0] / wall:.1f}x faster" if loop is not None else ""
-    print(ROW.format(name, f"{wall:.1f}", f"{busy:.1f}", f"{wall / number:.2f}", ratio), flush=True)
-    return timing
+    ratio = f"{loop * number / wall:.1f}x faster" if loop is not None else ""
+    used = f"{busy:.1f}" if busy is not None else ""
+    print(ROW.format(name, f"{wall:.1f}", used, f"{wall / number:.2f}", ratio), flush=True)
+    return wall / number
 
 
-def list_wrong(lines: Path, truth: dict[str, str]) -> list[str]:
+def read_groups(folder: Path) -> dict[str, list[str]]:
+    """The paths in each group, by its cause and representative."""
+    lines = map(json.loads, (folder / "triage.jsonl").read_text().splitlines())
+    return {f"{line['cause']}: {line['representative']}": line["paths"] for line in lines if line["kind"] == "group"}
+
+
+def list_wrong(groups: dict[str, list[str]], truth: dict[str, str]) -> list[str]:
     """The dumps that are in no group of their cause, or in one of several."""
-    groups = [line for line in map(json.loads, lines.read_text().splitlines()) if line["kind"] == "group"]
-    found = {path: group["cause"] for group in groups for path in group["paths"]}
+    found = {path: name.partition(":")[0] for name, paths in groups.items() for path in paths}
     wrong = [f"{path}: {found.get(path)}, not {cause}" for path, cause in truth.items() if found.get(path) != cause]
     return wrong + [f"{len(groups)} groups, not {len(CAUSES)}"] * (len(groups) != len(CAUSES))
 

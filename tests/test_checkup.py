@@ -17,6 +17,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange, ValueRange
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
 from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.renderers.checkup import describe_crossing, list_facts
 
 GAIN = 3000.0
 
@@ -107,6 +108,61 @@ def test_loss_scales_that_gradients_leave_room_for(tmp_path, x):
     assert layer(found.steps[0], "head").gradients.absmax >= float(net.head.weight.grad.abs().max()) * 0.999
 
 
+class Masked(Net):
+    """Fills with the end of the format that the values have, another number in fp32 than in fp16."""
+
+    def forward(self, x):
+        entered = self.enter(x)
+        mask = torch.zeros_like(entered).masked_fill(x > 0, torch.finfo(entered.dtype).min / 2)
+        return self.head(torch.softmax(entered + mask, dim=-1))
+
+
+def test_a_mask_of_the_format_is_no_overflow(tmp_path, x):
+    (checked,) = nandoctor.checkup(save(tmp_path, x=x), Masked).steps
+    assert all(found.values.fit_in(FP16).fit == "fits" for found in checked.layers)
+
+
+class WideEnd(nn.Module):
+    """Ends in fp32, in a weight whose gradient is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.gain = nn.Linear(8, 2, bias=False), nn.Parameter(torch.full((2,), 1e-3))
+
+    def forward(self, x):
+        return self.head(x).float() * self.gain
+
+
+class NarrowEnd(WideEnd):
+    """Takes tiny inputs, so that the gradients of the output are the largest."""
+
+    def forward(self, x):
+        return self.head(x / 1000)
+
+
+def steep(output, batch):
+    return 3000 * output.float().sum()
+
+
+@pytest.mark.parametrize(("model", "at_least"), [(WideEnd, 1024), (NarrowEnd, 16)])
+def test_the_largest_loss_scale_is_what_fp16_bears(tmp_path, x, model, at_least):
+    net, x = model(), x[0]
+    torch.save({"state_dict": net.state_dict(), "x": x}, tmp_path / "step.pth")
+    largest = nandoctor.checkup(tmp_path / "step.pth", model, loss=steep).steps[0].loss_scale.largest
+    assert largest >= at_least
+    for factor in (1, 2):
+        with nandoctor.cuda_autocast(torch.float16):
+            output = net(x)
+        gradient = torch.autograd.grad(steep(output, {}) * largest * factor, net.head.weight)[0]
+        assert bool(gradient.isfinite().all()) == (factor == 1)
+
+
+def test_a_loss_scale_that_is_too_large_is_said_to_be(tmp_path, x):
+    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss, loss_scale=2.0**24)
+    facts = dict(list_facts(found.steps[0]))
+    assert facts["gradients"].endswith(", at which they overflow")
+
+
 def test_without_a_loss_gradients_are_not_checked(tmp_path, x):
     assert nandoctor.checkup(save(tmp_path, x=x), Net).steps[0].loss_scale is None
 
@@ -141,6 +197,11 @@ def made_step(step, absmax):
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 4, 2), (8, 512, 9)], ids=["level", "falling", "noise"])
 def test_what_does_not_grow_has_no_crossing(sizes):
     assert find_crossings([made_step(100 * index, size) for index, size in enumerate(sizes)]) == ()
+
+
+def test_no_error_is_told_of_a_line_through_two_points():
+    (crossing,) = find_crossings([made_step(100 * index, 16.0**index) for index in range(2)])
+    assert describe_crossing(crossing).endswith("overflows fp16 at step 400 (2 checkpoints)")
 
 
 def test_nothing_is_said_of_the_distant_future():

@@ -20,7 +20,7 @@ from nandoctor.evidence.checkup import (
     LossScaleRange,
     ValueRange,
 )
-from nandoctor.evidence.formats import FP16, FloatFormat
+from nandoctor.evidence.formats import FP16, FP32, FloatFormat
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.text import file_line
 
@@ -30,6 +30,8 @@ _MAX_EXPONENT_OF_SCALE = 24
 """GradScaler starts at 2^16 and doubles; 2^24 is past what any run needs."""
 _FAR = 10
 _MIN_POINTS = 2
+_END_OF_FP32 = FP32.max / 8
+"""What reaches it was filled with the end of its format, as masks are: `finfo(x.dtype).min` is less in fp16."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class _Seen:
     count: int = 0
 
     def add(self, stats: TensorStats, op: OpCall | None = None) -> None:
-        if stats.absmax is None:
+        if stats.absmax is None or stats.absmax > _END_OF_FP32:
             return
         self.count += 1
         if stats.absmax > self.absmax or self.largest is None:
@@ -59,7 +61,8 @@ def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, Te
     """
     # What autocast leaves in fp32 has room.
     wide = {op.key for op in autocast.ops if not any(stats.dtype is autocast.format for stats in op.outputs)}
-    forward, backward = _see_forward(reference, wide), _see_backward(reference, wide, gradients)
+    narrow = [op for op in reference.ops if op.key not in wide]
+    forward, backward = _see_forward(narrow), _see_backward(reference, narrow, gradients)
     order = list(dict.fromkeys([*forward, *backward]))
     return tuple(
         LayerRange(
@@ -73,32 +76,34 @@ def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, Te
     )
 
 
-def _see_forward(reference: Trace, wide: set[tuple[str, int, str, int]]) -> dict[str, _Seen]:
+def _see_forward(narrow: Iterable[OpCall]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
-    for op in reference.ops:
-        if op.key in wide:
-            continue
-        entry = seen.setdefault(op.module, _Seen(op.type))
-        for stats in (*(tensor.stats for tensor in op.inputs), *op.outputs):
-            if stats is not None:
-                entry.add(stats, op)
+    for op in narrow:
+        _see(seen, op, [*(tensor.stats for tensor in op.inputs), *op.outputs])
     return {module: entry for module, entry in seen.items() if entry.count}
 
 
-def _see_backward(
-    reference: Trace, wide: set[tuple[str, int, str, int]], gradients: Mapping[str, TensorStats]
-) -> dict[str, _Seen]:
+def _see_backward(reference: Trace, narrow: Sequence[OpCall], gradients: Mapping[str, TensorStats]) -> dict[str, _Seen]:
+    """Gradients have the format of the values that they are of: that of a loss in fp32 is rounded where fp16 begins."""
+    orders = {None, *(op.order for op in narrow)}
+    weights = {tensor.path for op in narrow for tensor in op.inputs if tensor.origin == "weight"}
     types = {call.module: call.type for call in reference.calls}
     seen: dict[str, _Seen] = {}
     for op in reference.backward:
-        if op.forward is not None and reference.ops[op.forward].key in wide:
-            continue
-        for stats in op.outputs:
-            seen.setdefault(op.module, _Seen(op.type)).add(stats, op)
+        if op.forward in orders:
+            _see(seen, op, [*(tensor.stats for tensor in op.inputs), *op.outputs])
     for name, stats in gradients.items():
-        module = name.rpartition(".")[0]
-        seen.setdefault(module, _Seen(types.get(module, ""))).add(stats)
+        if name in weights:
+            module = name.rpartition(".")[0]
+            seen.setdefault(module, _Seen(types.get(module, ""))).add(stats)
     return {module: entry for module, entry in seen.items() if entry.count}
+
+
+def _see(seen: dict[str, _Seen], op: OpCall, found: Iterable[TensorStats | None]) -> None:
+    entry = seen.setdefault(op.module, _Seen(op.type))
+    for stats in found:
+        if stats is not None:
+            entry.add(stats, op)
 
 
 def _range_of(seen: _Seen | None) -> ValueRange | None:

@@ -104,13 +104,16 @@ def _describe_scales(checked: CheckedStep) -> str:
         text = f"fit fp16 at loss scales up to {high} ({most})"
     if scales.smallest > scales.largest:
         text = f"no loss scale suits fp16: {most} overflows above {high}, {least} loses 1 % and more below {low}"
-    return text if scales.current is None else f"{text}; this step has {number(scales.current)}"
+    if scales.current is None:
+        return text
+    over = ", at which they overflow" if scales.current > scales.largest else ""
+    return f"{text}; this step has {number(scales.current)}{over}"
 
 
 def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
-    steps = [checked.step for checked in checkup.steps if checked.step is not None]
+    steps = sorted({checked.step for checked in checkup.steps if checked.step is not None})
     if len(steps) < 2:
-        yield "trend", "not known: fewer than two of the files hold a step"
+        yield "trend", "not known: the files do not hold two different steps"
         return
     if not checkup.crossings:
         yield "trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}"
@@ -128,7 +131,9 @@ def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
 def describe_crossing(crossing: Crossing) -> str:
     """A sentence on where a module is heading."""
     growth = f"{crossing.module or 'the model'} grows by {number(crossing.doublings)} doublings in 1,000 steps"
-    fit = f"{plural(crossing.num_points, 'checkpoint')}, off by at most {number(crossing.residual_bits)} doublings"
+    fit = f"{plural(crossing.num_points, 'checkpoint')}"
+    if crossing.num_points > 2:  # a line always goes through two
+        fit += f", off by at most {number(round(crossing.residual_bits, 3))} doublings"
     if crossing.step is None:
         return f"{growth}, and does not overflow fp16 within ten times the steps between these files ({fit})"
     return f"{growth}, and overflows fp16 at step {round(crossing.step):,} ({fit})"
