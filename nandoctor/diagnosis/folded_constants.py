@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, SourceLine
+from nandoctor.source_files import parse
 
 _DEPTH = 5
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
@@ -153,19 +154,16 @@ def _find(source: SourceLine) -> tuple[ast.expr, _Scope] | None:
     assert source.column is not None
     assert source.end_line is not None
     assert source.end_column is not None
-    index = _index(source.file, "".join(linecache.getlines(source.file)))
+    index = _index("".join(linecache.getlines(source.file)))
     return index.get((source.line, source.column, source.end_line, source.end_column))
 
 
 @lru_cache(maxsize=16)
-def _index(file: str, text: str) -> dict[Place, tuple[ast.expr, _Scope]]:
+def _index(text: str) -> dict[Place, tuple[ast.expr, _Scope]]:
     """Every binary operation and call of a file by its place; the outer one where two have the same."""
-    try:
-        tree = ast.parse(text, file)
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
     index: dict[Place, tuple[ast.expr, _Scope]] = {}
-    _collect(tree, _Scope(file=tree, owner=None, function=None), index)
+    if (tree := parse(text)) is not None:
+        _collect(tree, _Scope(file=tree, owner=None, function=None), index)
     return index
 
 

@@ -226,6 +226,7 @@ class _Observers:
             statistics=watch.statistics,
             on_call=step.progress.on_call,
             producer_of=self.ops.producer_of if self.ops else None,
+            reading_of=self.ops.reading_of if self.ops else None,
         )
 
     @contextmanager

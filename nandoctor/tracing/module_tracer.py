@@ -56,9 +56,10 @@ class _Recording:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    Flushes are judged against `counts_for`. `on_call` is told after each call how many have returned; `producer_of`
-    finds the traced op that made a tensor. A shared module goes by the first of its names. What is compiled runs
-    eagerly meanwhile: a graph would leave the hooks out, or be traced through them.
+    Flushes are judged against `counts_for`. `on_call` is told after each call how many have returned. Of a traced op,
+    `producer_of` finds the one that made a tensor, `reading_of` what was read of it there. A shared module goes by the
+    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
+    them.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Tracer:
         statistics: Statistics = "ranges",
         on_call: Callable[[int], None] | None = None,
         producer_of: Callable[[torch.Tensor], int | None] | None = None,
+        reading_of: Callable[[torch.Tensor], Reading | None] | None = None,
     ) -> None:
         self._model = model
         self._counts_for = counts_for
         self._statistics = statistics
         self._on_call = on_call
         self._producer_of = producer_of
+        self._reading_of = reading_of
         self._calls: list[_Recording] = []
         self._open: list[_Recording] = []
         self._num_calls: Counter[str] = Counter()
@@ -198,10 +201,12 @@ class Tracer:
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         low, per_sample = self._counts_for, self._statistics == "per sample"
-        reading = measure(tensor, counts_for=low if counts or per_sample else None, place=counts, per_sample=per_sample)
+        reading = (self._reading_of(tensor) if self._reading_of is not None else None) or measure(tensor)
         if reading is None:
             return None
-        if self._statistics == "counts" and reading.counts is None and asks_for_counts(reading, low):
+        if counts or per_sample:
+            reading = add_counts(reading, tensor, low, place=counts, per_sample=per_sample)
+        elif self._statistics == "counts" and reading.counts is None and asks_for_counts(reading, low):
             reading = add_counts(reading, tensor, low)
         if self._producer_of is None:
             return reading

@@ -138,11 +138,15 @@ class OpTracer:
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
         tensor = plain_part(tensor)
-        writer = self._find_writer(tensor)
-        if writer is not None and not self._is_outdated(writer, tensor):
+        if (writer := self._find_current(tensor)) is not None:
             return writer.order
         storage = self._find_storage(tensor)
         return None if storage is None else storage.order
+
+    def reading_of(self, tensor: torch.Tensor) -> Reading | None:
+        """What was read of `tensor` as it is now, None where nothing was."""
+        writer = self._find_current(plain_part(tensor))
+        return None if writer is None else writer.reading
 
     def calls(self) -> tuple[OpCall, ...]:
         """The ops so far, in order."""
@@ -194,8 +198,8 @@ class OpTracer:
         known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
         if known_as is not None and known_as[0] == "unread":
             return _Tensor(name, None, None, known_as)
-        writer = self._find_writer(tensor)
-        if writer is None or self._is_outdated(writer, tensor):
+        writer = self._find_current(tensor)
+        if writer is None:
             reading, producer = measure(tensor), self.producer_of(tensor)
             if producer is None and not is_finite(reading):
                 reading = measure(tensor, counts_for=self._low)
@@ -207,10 +211,11 @@ class OpTracer:
         is_known = _has_memory(tensor) and self.producer_of(tensor) is None
         return self._names.get(tensor.data_ptr()) if is_known else None
 
-    def _find_writer(self, tensor: torch.Tensor) -> _Writer | None:
-        """What was noted of this very tensor, outdated or not."""
+    def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
+        """What was noted of this very tensor, where nothing was written to it since."""
         writer = self._writers.get(id(tensor))
-        return writer if writer is not None and writer.tensor() is tensor else None
+        is_known = writer is not None and writer.tensor() is tensor and not self._is_outdated(writer, tensor)
+        return writer if is_known else None
 
     def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
         """Tell whether the tensor was written to since; also through `.data`, which counts versions of its own."""
