@@ -228,6 +228,15 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     )
 
 
+def raise_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
+    """The small constants that keep an op off its singular point, raised: its gradient grows with their inverse."""
+    for tensor in singular_inputs(singular):
+        for place in ancestors(ops, tensor, _DEPTH):
+            for name, was in place.scalars if place.op in _ADDING else ():
+                kept = [math.copysign(value, was) for value in sorted(_LARGER) if value > abs(was) > 0]
+                yield tuple(SetArgument(site=site_of(place), argument=name, was=was, value=value) for value in kept)
+
+
 def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     """A constant that the format holds, and the line that uses it in fp32."""
     singular = finding.op if isinstance(finding, Finding) else finding.forward

@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
+from nandoctor.causes.eps_underflow import raise_constants
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Cause
+from nandoctor.ops import DIVISIONS
 from nandoctor.text import number
 
 CODE = "gradient-overflow"
@@ -44,5 +46,9 @@ def diagnose(finding: GradientFinding) -> Cause | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """A loss scale below 1, which undoes one that the loss carries; it fails where other gradients then underflow."""
+    """A larger constant in the divisor of what comes after; a loss scale below 1, which undoes one of the loss."""
+    made = finding.forward.order if finding.forward is not None else None
+    for op in finding.ops.values():
+        if op.op in DIVISIONS and any(tensor.producer == made for tensor in op.inputs):
+            yield from raise_constants(op, finding.ops)
     yield tuple(SetLossScale(value=2.0**-halvings) for halvings in (8, 16, 24))

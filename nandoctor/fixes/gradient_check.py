@@ -80,6 +80,8 @@ class GradientCheck:
             told += self._describe_unknown(scale, highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told
+        if scale < 1 and self._loses_small_gradients(scale):
+            return "failed", f"{told}, where those of the samples that were fine are rounded away"
         error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
         if error is None:
             return "passed", f"{told}; there are no others to compare them with"
@@ -146,6 +148,14 @@ class GradientCheck:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)
+
+    def _loses_small_gradients(self, scale: float) -> bool:
+        """Tell whether a scale that holds the largest gradient leaves nothing of the others', which a norm hides."""
+        if not self._healthy:
+            return False
+        kept = KeepSamples(samples=self._healthy)
+        made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
+        return made.finite and reference.finite and gradient_error(made, reference) > GRADIENT_TOLERANCE
 
     @cached_property
     def _own_error(self) -> float:

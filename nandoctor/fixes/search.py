@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, rows_hit, without_guilty
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
@@ -45,7 +47,7 @@ from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import join_first, plural
+from nandoctor.text import join_first, percent, plural
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _FOR_THE_REST = 0.2
@@ -139,9 +141,21 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):
-        yield f"No change helped: {plural(len(ranked), 'change')} tried."
+        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked, findings)}"
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
+
+
+def _describe_failures(tried: Sequence[Fix], findings: Findings) -> str:
+    """Why no change is a fix: what is finite with it is another number, or nothing is finite."""
+    finite = [fix for fix in tried if fix.outcome.finite]
+    if not finite:
+        return "The step is non-finite with each."
+    nearest = min(map(_distance, finite))
+    if nearest <= TOLERANCE:
+        return "With some the output is right, but another check failed, or they could not be written as code."
+    reference = "float64" if findings.verdict == "numerics" else "fp32"
+    return f"The finite results are at least {percent(nearest)} off what {reference} gives: a bound changes the value."
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
@@ -254,20 +268,26 @@ class _Search:
         self._listener.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
-        """The first strength that passes as a probe and again as the text that is printed; else the last one tried."""
-        last: list[Fix] = []
+        """The first strength that passes as a probe and again as the text that is printed; else the nearest one."""
+        tried: list[Fix] = []
         for edit in candidate:
             probe = self._trials.judge(edit)
             written = list(self._writer.write(edit))
             advice = WrittenChange(kind="advice", title=write_title(edit), text="")
-            last = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
+            attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
             # The probe cannot widen an op that writes to its argument; the text can.
             for text in written if probe.passes or isinstance(edit, KeepOp) else ():
                 proof, checks = self._verifier.verify(text, edit)
-                last = [_make_fix(edit, text, proof, checks)]
+                attempts = [_make_fix(edit, text, proof, checks)]
                 if proof.passes:
-                    return last
-        return last
+                    return attempts
+            tried += attempts
+        return sorted(tried, key=_distance)[:1]
+
+
+def _distance(fix: Fix) -> float:
+    error = fix.outcome.max_rel_err
+    return error if fix.outcome.finite and error is not None else math.inf
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:

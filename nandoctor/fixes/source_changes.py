@@ -6,7 +6,7 @@ What is written here is not trusted: the step is run with the text itself before
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,9 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
+from nandoctor.fixes.averages import write_average_loss
 from nandoctor.fixes.edges import edges_of, text_at_edges
+from nandoctor.fixes.guards import inside, outside, selects_by, zero_where
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
@@ -241,8 +243,15 @@ class SourceWriter:
     def _take_zero(self, change: _FileChange, expression: Expression) -> None:
         """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
         tree, node = change.tree, expression.node
-        if not isinstance(node, cst.BaseExpression):
-            raise CannotWriteError
+        if (loss := write_average_loss(expression)) is not None:
+            change.replacements.append(Replacement(node=node, text=loss))
+            return
+        if expression.op is not None and expression.op.op == "mean" and not expression.texts_after_first():
+            averaged = expression.argument_node("self")
+            first, again, before = self._named(change, averaged, tree.code(averaged), "averaged")
+            text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
+            change.replacements.append(Replacement(node=node, text=text, before=before))
+            return
         tensors = list(expression.tensors())
         tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
         named = {tensor: self._named(change, tensor, tree.code(tensor), "averaged") for tensor in tensors}
@@ -279,14 +288,14 @@ class SourceWriter:
         change, expression = self._open(edit.site)
         tree, node = change.tree, expression.spelled
         argument = expression.argument_node(edit.argument)
-        is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
+        is_selected = selects_by(tree, node, inside(edit, operand_text(tree, argument)))
         first, again, before = self._named(change, expression.node, self._argument(change, argument, edit), "guarded")
         if is_selected:
-            safe = f"torch.where({_inside(edit, first, again)}, {again}, {edit.safe})"
+            safe = f"torch.where({inside(edit, first, again)}, {again}, {edit.safe})"
             text = text_with(tree, node, {argument: safe})
         else:
-            safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
-            text = _zero_where(_outside(edit, first, again), tree, node, {argument: safe})
+            safe = f"torch.where({outside(edit, again)}, {edit.safe}, {again})"
+            text = zero_where(outside(edit, first, again), tree, node, {argument: safe})
         change.replacements.append(Replacement(node=expression.node, text=text, before=before))
 
     def _scale_first(self, edit: ScaleFirst) -> None:
@@ -297,9 +306,9 @@ class SourceWriter:
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
         scaled = f"{operand_text(change.tree, first)} {operator} {factor}"
-        inside = product.node in set(nodes_below(scale.node.left)) | {scale.node.left}
+        is_inside = product.node in set(nodes_below(scale.node.left)) | {scale.node.left}
         left = change.tree.code(scale.node.left)
-        if inside:
+        if is_inside:
             text = text_with(change.tree, scale.node.left, {first: f"({scaled})"})
             change.replacements.append(Replacement(node=scale.node, text=text))
             return
@@ -339,45 +348,6 @@ class SourceWriter:
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
-
-
-def _zero_where(
-    condition: str, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, texts: Mapping[cst.CSTNode, str]
-) -> str:
-    """An expression with other text for some of its arguments, and 0 where the condition holds: in place as it was."""
-    if isinstance(node, cst.AugAssign):
-        ((_, text),) = texts.items()
-        target = target_of(node)
-        operator = tree.module.code_for_node(node.operator).strip().removesuffix("=")
-        return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
-    changed = text_with(tree, node, texts)
-    writes = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value.endswith("_")
-    return f"{changed}.masked_fill_({condition}, 0.0)" if writes else f"torch.where({condition}, 0.0, {changed})"
-
-
-def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """The condition under which an argument is kept: strictly between the ends, or not zero."""
-    return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
-
-
-def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """The condition under which it is not; neither holds for NaN, which is to stay."""
-    return _condition([("<=", edit.low), (">=", edit.high)], "|", "== 0", (first, again or first))
-
-
-def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: str, texts: tuple[str, str]) -> str:
-    first, again = texts
-    given = [(sign, code_number(end)) for sign, end in ends if end is not None]
-    parts = [f"{again if place else first} {sign} {end}" for place, (sign, end) in enumerate(given)]
-    return f" {joint} ".join(f"({part})" for part in parts) if len(parts) > 1 else (parts or [f"{first} {at_zero}"])[0]
-
-
-def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
-    """Tell whether an expression is the value of a `where` that takes it under this very condition."""
-    call = next((parent for parent in tree.ancestors(node) if isinstance(parent, cst.Call)), None)
-    arguments = [arg.value for arg in call.args] if call is not None else []
-    is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
-    return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
 
 
 def _root_of(paths: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import (
     Check,
     Counterfactual,
@@ -78,7 +79,7 @@ _STATES: tuple[FixState, ...] = ("verified", "off", "failed")
 
 
 def _show_fix(fix: Fix, report: Report) -> ShownFix:
-    state, result = _judge(fix)
+    state, result = _judge(fix, report)
     return ShownFix(
         kind=fix.kind,
         title=printable(fix.title),
@@ -90,7 +91,7 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
     )
 
 
-def _judge(fix: Fix) -> tuple[FixState, str]:
+def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     if fix.verified:
         return "verified", "verified"
     error = fix.outcome.max_rel_err
@@ -98,10 +99,14 @@ def _judge(fix: Fix) -> tuple[FixState, str]:
         return "failed", "failed: still non-finite"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
     if error is not None and error > _VISIBLE_ERROR and (failed is None or failed.name == "output"):
-        return "off", f"finite, but {percent(error)} off fp32"
+        exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
+        return (
+            "off",
+            f"finite, but {percent(error)} off {'float64' if exact and report.verdict == 'numerics' else 'fp32'}",
+        )
     if failed is not None:
         return "failed", f"failed: {_describe_check(failed)}"
-    return "off", "finite, but not run as text"
+    return "off", "finite when tried, but not written as code"
 
 
 def _check_facts(fix: Fix) -> Iterator[Fact]:
@@ -186,10 +191,12 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     of = f" 1 of {len(verified)}" if others else ""
     where = " on this batch alone" if first.kind == "data" else ""
     alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
+    untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
+    refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
     return FixSummary(
         heading=f"Fix{of}, verified{where}: {first.title}",
         patch=_shorten_patch(first.patch),
-        facts=(*first.facts, *alternatives),
+        facts=(*first.facts, *alternatives, *refused),
     )
 
 

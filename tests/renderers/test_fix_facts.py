@@ -61,7 +61,11 @@ def test_without_a_command_line_a_diff_is_applied_by_git():
     [
         ({"verified": True}, "verified", "verified"),
         ({"outcome": TrialOutcome(finite=True, max_rel_err=0.047)}, "off", "finite, but 4.7 % off fp32"),
-        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.001)}, "off", "finite, but not run as text"),
+        (
+            {"outcome": TrialOutcome(finite=True, max_rel_err=0.001)},
+            "off",
+            "finite when tried, but not written as code",
+        ),
         ({"outcome": TrialOutcome(finite=False, max_rel_err=None)}, "failed", "failed: still non-finite"),
         (
             {"checks": (Check(name="gradients", status="failed", text="not all finite"),)},

@@ -1,0 +1,60 @@
+"""An average of nothing becomes a sum over a count of at least 1, and any other average stays what it was."""
+
+import math
+import runpy
+import subprocess
+
+import pytest
+import torch
+
+import nandoctor
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.lift(x)
+
+def loss(output, batch):
+    valid, labels = batch["valid"], batch["labels"]
+    LOSS
+"""
+LOSSES = {
+    "mse": 'return F.mse_loss(output[valid], batch["y"][valid])',
+    "labels": "return F.cross_entropy(output, torch.where(valid, labels, -1), ignore_index=-1)",
+    "mean": "return (output - batch['y'])[valid].square().mean()",
+    "comprehension": """return sum(
+        [F.l1_loss(o[v], y[v]) for o, y, v in zip(output, batch["y"], valid[:, None].expand(-1, 3))]
+    )""",
+}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] if form != "labels" else []) for form in LOSSES]
+)
+def test_an_average_of_nothing_is_zero(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FILE.replace("LOSS", LOSSES[form]))
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(5, 4), "y": torch.randn(5, 3), "labels": torch.arange(5) % 3}
+    batch["valid"] = torch.zeros(5, dtype=torch.bool)
+    before = runpy.run_path("net.py")
+    torch.save({"state_dict": before["Net"]().state_dict(), **batch}, "dump.pth")
+    (fix, *_) = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", mode="train").report.fixes
+    assert fix.verified
+    assert fix.kind == "source"
+    assert "isnan" not in fix.patch
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    loss, output = runpy.run_path("net.py")["loss"], torch.randn(5, 3)
+    assert loss(output, batch) == 0
+    full = {**batch, "valid": torch.tensor([True, True, True, False, True])}
+    expected = before["loss"](output, {**full, "valid": torch.ones(5, dtype=torch.bool)})
+    assert math.isclose(loss(output, {**full, "valid": torch.ones(5, dtype=torch.bool)}), expected, rel_tol=1e-6)
+    assert math.isfinite(loss(output, full))

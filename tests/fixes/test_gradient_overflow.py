@@ -1,0 +1,63 @@
+"""A gradient that overflows beside a small divisor: a larger eps, and no loss scale that rounds the others away."""
+
+import subprocess
+
+import torch
+from torch import nn
+
+import nandoctor
+
+FILE = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(10, 6, bias=False)
+
+    def forward(self, x, y):
+        a, b = self.lift(x), self.lift(y)
+        return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 1e-8)
+
+
+def loss(output, batch):
+    return (1 - output.float()).mean()
+"""
+
+
+def test_a_larger_eps_comes_before_a_loss_scale(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FILE)
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 10)
+    x[3] = 0
+    torch.save({"state_dict": {"lift.weight": nn.Linear(10, 6).weight.data}, "x": x, "y": y}, "dump.pth")
+    report = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss").report
+    assert report.cause.code == "gradient-overflow"
+    first = report.fixes[0]
+    assert (first.verified, first.kind) == (True, "source"), first.title
+    subprocess.run(["git", "apply", "-p1"], input=first.patch, text=True, check=True)
+    assert nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", fixes=False).verdict == "healthy"
+
+
+class Spread(nn.Module):
+    """A weight whose gradient is 1e9 in the first sample, and 1e-3 in the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.lift.weight)
+
+    def forward(self, x, size):
+        return self.lift(x) * size
+
+
+def test_a_scale_that_rounds_the_others_away_is_no_fix(tmp_path):
+    size = torch.full((4, 1), 4e-3)
+    size[0] = 4e9
+    torch.save({"state_dict": Spread().state_dict(), "x": torch.ones(4, 1), "size": size}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", Spread, loss=lambda output, _: output.float().mean()).report
+    scales = [fix for fix in report.fixes if fix.kind == "setting" and fix.settings.loss_scale is not None]
+    assert scales
+    assert not any(fix.verified for fix in scales)
