@@ -26,6 +26,7 @@ from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.updates import UNDO_NBYTES
+from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.script_import import stop_import
@@ -139,6 +140,8 @@ class Recorder(RecorderSettings):
         )
         if self._engine is not None:
             self._tracker.count = self._engine.count
+        self._make_step, self._start_step = never_harm(self._tracker.make_step), never_harm(self._tracker.start_step)
+        self._look_at = never_harm(self._tracker.watch)
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
@@ -202,7 +205,7 @@ class Recorder(RecorderSettings):
         Raises:
             NonFiniteTrainingError: as `step`.
         """
-        self._tracker.start_step(self._tracker.make_step(batch, explicit=True))
+        self._start_step(self._make_step(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
         """Look at this step's loss, or at the model's output where there is no loss; before the backward pass.
@@ -227,7 +230,20 @@ class Recorder(RecorderSettings):
             )
             return
         step.batch = step.batch if batch is None else batch
-        self._tracker.watch(step, loss, ask_all=True)
+        self._look_at(step, self._as_tensor(loss), ask_all=True)
+
+    def _as_tensor(self, loss: Any) -> torch.Tensor | None:
+        """The loss; None for what is no number, and a line in the log."""
+        if loss is None or is_dense(loss):
+            return loss
+        try:
+            return torch.tensor(float(loss))
+        except Exception:  # what an object of the training's raises
+            self._warn(
+                f"recorder.watch was given a {type(loss).__name__}, which is no loss, and looked at the model's output "
+                "instead. Give it the tensor that backward is called on."
+            )
+            return None
 
     def _warn(self, message: str) -> None:
         """Log a message once."""
@@ -261,7 +277,7 @@ class Recorder(RecorderSettings):
         step = self._tracker.current
         if step is not None and not step.flags and step.returned and not step.passed:
             self.watch()
-        self._tracker.start_step(None)
+        self._start_step(None)
 
     def close(self) -> None:
         """Look at what has not been looked at yet, and take all hooks off.
@@ -270,7 +286,7 @@ class Recorder(RecorderSettings):
             NonFiniteTrainingError: as `step`.
         """
         with self._handles:
-            self._tracker.start_step(None, final=True)
+            self._start_step(None, final=True)
 
     def __enter__(self) -> Recorder:
         return self
@@ -338,7 +354,7 @@ class Recorder(RecorderSettings):
                 "gradients. Give the recorder a function at the top level of a file: loss=loss_of, with "
                 "def loss_of(output, batch): return ..."
             )
-        self._tracker.watch(step, loss, ask_all=True)
+        self._look_at(step, loss, ask_all=True)
 
     @contextmanager
     def _on_exception(self) -> Iterator[None]:

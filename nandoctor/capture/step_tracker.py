@@ -169,11 +169,11 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         return step
 
-    def watch(self, step: RecordedStep, loss: Any, *, ask_all: bool) -> None:
+    def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
         """Flag a non-finite loss, or output without a loss."""
         looked_at = step.outputs()
         if loss is not None:
-            step.loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            step.loss = loss.detach()
             step.loss_value = Flag(step.loss.float().mean()) if self._policy.reads_losses else None
             looked_at = iter([step.loss])
         flag = flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all)

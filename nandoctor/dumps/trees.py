@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 from nandoctor.errors import DumpError
 from nandoctor.torch_compat import is_wrapped, version_of
 
-PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
+PLAIN: tuple[type[Any], ...] = (bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size)
 KIND = "<type>"
 """Beside the fields of what is no plain container: the class that it was of."""
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
@@ -90,10 +91,22 @@ class _Packer:
     differentiable: list[int] = field(default_factory=list)
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
+        before = [(kept, len(kept)) for kept in (self.notes, self.tensors, self.differentiable)]
+        try:
+            return self._pack(value, name, depth)
+        except Exception:  # an object of the training's that does not like to be looked at
+            for kept, length in before:
+                del kept[length:]
+            return self._leave_out(value, name)
+
+    def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value, name)
-        if isinstance(value, PLAIN):
+        if type(value) in PLAIN:
             return value
+        for kind in _NUMBERS_AND_TEXT:
+            if isinstance(value, kind):  # of a class of its own, which no reader would import
+                return kind(value)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)))
         return self._pack_container(value, name, depth) if depth < _MAX_DEPTH else self._leave_out(value, name)
@@ -162,14 +175,11 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """What an object holds by name: its items where it has keys, else its attributes; None for code."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
         return None
-    try:
-        if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
-            return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - no mapping, it has keys alone
-        names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-        names += getattr(value, "__dict__", {})
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    except Exception:  # an object of the training's that does not like to be looked at
-        return None
+    if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
+        return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - no mapping, it has keys alone
+    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    names += getattr(value, "__dict__", {})
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -194,3 +196,45 @@ sys.exit(0)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=300)
     assert [path.name for path in tmp_path.iterdir()] == ["nan-step000000.pth"]
+
+
+class Raises:
+    """A batch, or a part of one, that raises wherever it is looked at."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class RaisingMapping(UserDict):
+    def __iter__(self):
+        raise RuntimeError
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "part", [Raises(), RaisingMapping(), np.longdouble(3), Text("name")], ids=lambda p: type(p).__name__
+)
+def test_an_odd_part_of_a_batch_does_not_cost_the_file(tmp_path, part):
+    (path,) = fail_in(tmp_path, batch={"image": torch.ones(2), "part": part}).written
+    batch = read_dump(path).recorded.batch
+    assert batch["image"]
+    assert batch["part"] == ("name" if isinstance(part, str) else None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "loss",
+    ["text", {"loss": 1.0}, 10**400, torch.ones((), device="meta"), torch.eye(2).to_sparse(), Raises()],
+    ids=lambda p: type(p).__name__,
+)
+def test_what_is_no_loss_does_not_end_a_training(tmp_path, caplog, loss):
+    model = nn.Linear(4, 4)
+    with Recorder(model, folder=tmp_path, threshold=1) as recorder:
+        for value in (1.0, float("nan"), 1.0):
+            model(torch.full((1, 4), value))
+            recorder.watch(loss)
+    assert len(recorder.written) == 1  # the output was looked at
+    assert sum("which is no loss" in message for message in caplog.messages) == 1
