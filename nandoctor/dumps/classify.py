@@ -41,6 +41,7 @@ _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_DEPTH = 16
 _MAX_VALUES = 100_000
+_MAX_DIMS = 32  # what every numpy takes
 # An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
@@ -305,6 +306,11 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
         raise DumpError(
             f"{name!r} is on the meta device: it has a shape and no values.",
             remedy="Save the model after its weights were loaded.",
+        )
+    if tensor.dim() > _MAX_DIMS:
+        raise DumpError(
+            f"{name!r} has {tensor.dim()} dimensions, more than {_MAX_DIMS}, which every numpy knows.",
+            remedy="Save it in fewer dimensions.",
         )
     if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
         raise DumpError(

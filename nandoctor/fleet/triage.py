@@ -103,13 +103,15 @@ def triage(
     under `if __name__ == "__main__":`, since the workers import the script.
 
     Raises:
-        NanDoctorError: there are no files, no folder to work in or no cluster, or a setting is wrong.
+        NanDoctorError: there are no files, no folder to work in or no cluster, a setting is wrong, or the weights that
+            it names cannot be read.
         InterruptedTriageError: after Ctrl-C, with what was done.
     """
     options = options or TriageOptions()
     run = _Run(options, find_dumps(patterns), progress)
     if options.jobs is not None and options.jobs < 1:
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
+    run.check_weights()
     run.store.open(force=options.force)
     try:
         with open_workers(jobs=options.jobs, scheduler=options.scheduler, memory=options.memory) as workers:
@@ -135,6 +137,14 @@ class _Run:
         self.num_reused = 0
         self._made: set[str] = set()  # keys of this run
         self._started = time.perf_counter()
+
+    def check_weights(self) -> None:
+        """Read what takes the place of the dumps' weights: a checkpoint that cannot be read is no dump's fault."""
+        named = (self._settings_for(path, fixes=False) for path in self.paths)
+        for path in sorted({settings.directory / settings.weights for settings in named if settings.weights}):
+            from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (torch, where there are such alone)
+
+            read_weights(path)
 
     def diagnose(self) -> None:
         """One result for each file, as it comes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.replaying.settings import Settings, override
+from nandoctor.text import brief
 
 
 def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
@@ -55,9 +56,9 @@ def _may_be_anybodys(path: Path) -> bool:
 def _read_table(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # ValueError: no TOML, no UTF-8, a number too long
         raise NanDoctorError(
-            f"{path} cannot be read as TOML: {error}", remedy="Correct the file and run again."
+            f"{path} cannot be read as TOML: {brief(str(error))}", remedy="Correct the file and run again."
         ) from error
     for key in ("tool", "nandoctor"):
         table = table.get(key, {})

@@ -221,3 +221,14 @@ def test_the_command_after_ctrl_c_exits_with_130(executor):
 @pytest.mark.parametrize("size", ["", "many", "-1GB", "0", "8XB"])
 def test_what_is_no_size_is_wrong_usage(size):
     assert CliRunner().invoke(main, ["triage", "runs", "--memory", size]).exit_code == 2
+
+
+@pytest.mark.parametrize("named", ["by a flag", "by the project"])
+def test_weights_that_cannot_be_read_are_no_dumps_fault(executor, workplace, named):
+    (workplace / "last.pth").write_text("nothing")
+    if named == "by the project":
+        (workplace / "pyproject.toml").write_text('[tool.nandoctor]\nweights = "last.pth"\n')
+    arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"]
+    result = CliRunner().invoke(main, arguments + ["--weights", "last.pth"] * (named == "by a flag"))
+    assert (result.exit_code, executor.jobs) == (1, [])
+    assert result.stderr.startswith(f"nandoctor: {workplace / 'last.pth'}: it is a text file.")

@@ -159,7 +159,11 @@ def test_unknown_keys_and_values_are_refused_by_their_file(project, table, messa
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("text", ["[tool.nandoctor", "tool = 3", "[tool]\nnandoctor = 'x'"])
+@pytest.mark.parametrize(
+    "text",
+    ["[tool.nandoctor", "tool = 3", "[tool]\nnandoctor = 'x'", "a = " + "[" * 9999, "a = " + "9" * 9999],
+    ids=range(5),
+)
 def test_a_file_without_sense_is_refused(project, text):
     folder = project(text)
     with pytest.raises(NanDoctorError, match=r"pyproject\.toml"):

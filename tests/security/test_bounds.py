@@ -128,6 +128,7 @@ BOMBS = {
         lambda f: recorded(f, batch=torch.zeros(1).expand(1 << 33)),
         "tensors claim 34.4 GB",
     ),
+    "a tensor of 65 dimensions": (lambda f: recorded(f, batch=torch.ones((1,) * 65)), "has 65 dimensions"),
     "a text number of a megabyte": (lambda f: archive(b"L" + b"9" * (1 << 20) + b"L\n"), "pickle protocol 2"),
 }
 
