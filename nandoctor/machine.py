@@ -5,6 +5,7 @@ None where the system does not tell.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+# What says so has no class of its own where a loader, a memory map or an allocator raises it: dlopen and mmap by
+# strerror, c10/core/impl/alloc_cpu.cpp on Linux and on Windows, C++'s own new, CUDA.
+_NO_MEMORY = (
+    *("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc"),
+    "failed to map segment",
+)
 
 
 def count_cores() -> int:
@@ -33,6 +40,17 @@ def available_memory() -> int | None:
 def memory_of(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes that the elements of these tensors take."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, (RuntimeError, ImportError)) and any(text in str(error).lower() for text in _NO_MEMORY):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def anonymous_memory() -> int | None:

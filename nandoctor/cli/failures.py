@@ -44,14 +44,21 @@ def failures_told() -> Iterator[None]:
     except NanDoctorError as error:
         tell(f"nandoctor: {error.message}\n{error.remedy}")
         sys.exit(error.exit_code)
+    except (click.ClickException, click.exceptions.Exit):
+        raise
     except KeyboardInterrupt:
         tell("nandoctor: interrupted")
         sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS:
+    except Exception as error:
+        from nandoctor.machine import is_out_of_memory
+
+        if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+            discard_output()
+            tell(f"nandoctor: the output could not be written ({error.strerror}).")
+        elif is_out_of_memory(error):
+            tell("nandoctor: there is not enough memory for this.\nRun it where there is more memory.")
+        else:
             raise
-        discard_output()
-        tell(f"nandoctor: the output could not be written ({error.strerror}).")
         sys.exit(1)
 
 

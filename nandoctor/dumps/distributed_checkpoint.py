@@ -133,6 +133,8 @@ def _read_metadata(path: Path) -> _Record:
         )
     try:
         metadata = _Unpickler(io.BytesIO(pickled)).load()
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged pickle makes it raise nearly anything
         raise damaged("its metadata makes no sense") from error
     if not isinstance(metadata, _Record):

@@ -27,7 +27,8 @@ from nandoctor.dumps.shards import join_shards
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
-from nandoctor.text import brief, brief_list
+from nandoctor.machine import is_out_of_memory
+from nandoctor.text import brief, brief_list, byte_size
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
 
@@ -185,6 +186,11 @@ def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:
         raise
     except Exception as error:  # torch and the classes of a trusted file raise whatever they like
         detail = _first_line(error)
+        if is_out_of_memory(error):
+            raise DumpError(
+                f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
+                remedy="Read it where there is more memory, or end what else runs there.",
+            ) from error
         if trust:
             raise DumpError(
                 f"torch.load failed, although the file was trusted ({detail}).",

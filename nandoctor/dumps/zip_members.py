@@ -51,6 +51,8 @@ def find_members(file: IO[bytes], nbytes: int) -> dict[str, Member]:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise _cut_short() from error
     for entry in entries:

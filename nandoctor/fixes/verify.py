@@ -32,11 +32,11 @@ from nandoctor.fixes.agreement import (
     keep,
 )
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch
-from nandoctor.replaying.user_code import is_out_of_memory
 
 GRADIENT_TOLERANCE = 0.1
 """The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
@@ -288,10 +288,12 @@ class Trials:
         for policy in (None, REFERENCE):
             self._budget.spend()
             try:
-                traces.append(self.step.run(policy, watch, edits).trace)
+                outcome = self.step.run(policy, watch, edits)
             except (LossError, ModelError, CannotRunError, RuntimeError, MemoryError) as error:
-                self._raise_if_out_of_memory(error)
+                self._end_if(out_of_memory=is_out_of_memory(error))
                 return None
+            self._end_if(out_of_memory=outcome.out_of_memory)
+            traces.append(outcome.trace)
         return traces[0], traces[1]
 
     def _execute(self, edits: tuple[Change, ...], precision: Precision) -> Result:
@@ -302,6 +304,7 @@ class Trials:
         watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=gradients, keep=gradients)
         try:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
+            self._end_if(out_of_memory=outcome.out_of_memory)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
             return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
         except LossError:
@@ -316,14 +319,14 @@ class Trials:
                 return self._execute(edits, precision)
             return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
-            self._raise_if_out_of_memory(error)
+            self._end_if(out_of_memory=is_out_of_memory(error))
             return keep(None)  # a changed model may not run at all
 
-    def _raise_if_out_of_memory(self, error: Exception) -> None:
+    def _end_if(self, *, out_of_memory: bool) -> None:
         """Memory that ran out says nothing about the change, and the next one would fare no better."""
-        if is_out_of_memory(error):
+        if out_of_memory:
             self._budget.out_of_memory = True
-            raise BudgetSpent from error
+            raise BudgetSpent
 
 
 def selects(edits: Iterable[Change]) -> bool:

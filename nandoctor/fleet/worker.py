@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SourceFile, TrainingMoment
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
 from nandoctor.text import brief
@@ -157,8 +158,6 @@ def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
-    from nandoctor.replaying.user_code import is_out_of_memory
-
     known = isinstance(error, NanDoctorError)
     text = (
         f"{error.message} {error.remedy}" if isinstance(error, NanDoctorError) else f"{type(error).__name__}: {error}"

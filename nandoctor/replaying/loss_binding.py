@@ -11,6 +11,7 @@ import torch
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.code_references import find_loss
 from nandoctor.replaying.model_loading import find_attribute
 from nandoctor.replaying.recorded_step import own_loss
@@ -59,7 +60,7 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
             with kept_running():
                 value = loss(output, batch)
         except Exception as error:
-            if NOT_UNDER_AUTOCAST in str(error):
+            if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise
             raised = f"{type(error).__name__}{place_of(error)}: {error}"
             raise LossError(

@@ -23,10 +23,11 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.errors import ModelError
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
-from nandoctor.replaying.user_code import is_out_of_memory, kept_running, place_of
+from nandoctor.replaying.user_code import explain_memory, kept_running, place_of
 from nandoctor.text import are, brief, join_first, plural
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -130,11 +131,15 @@ def load_state(
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
+    # torch copies a complex number into a real one without its imaginary part.
+    halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
     problems = [*_describe_names("missing from the weights", missing, unexpected)]
     problems += _describe_names("not in the model", unexpected, missing)
     problems += _describe_shapes(reshaped, own, state)
+    problems += _describe_names("complex, where the model has real numbers", halved, ())
     notes = [*notes, *_describe_whole([name for name in known if name not in reshaped], own, state)]
-    num_fitting = len(own) - len(missing) - len(reshaped)
+    left_out = {*missing, *reshaped, *halved}
+    num_fitting = len(own) - len(left_out)
     if problems and (strict or not num_fitting):
         raise ModelError(
             f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
@@ -144,7 +149,6 @@ def load_state(
             if num_fitting
             else "This is another model's state dict: check --model.",
         )
-    left_out = {*missing, *reshaped}
     loaded = {name: state[name] for name in own if name not in left_out}
     if fills is not None:
         loaded = _share_weights(model, loaded)
@@ -219,7 +223,9 @@ def _copy_state(module: nn.Module, state: Mapping[str, torch.Tensor], path: str)
     try:
         if own:
             load(module, own, strict=False)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory("load the weights", error) from error
         reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
         raise ModelError(
             f"The weights cannot be copied into {path or type(module).__name__}: {reason}",
@@ -231,6 +237,8 @@ def _copy(model: nn.Module, name: str) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise explain_memory(f"copy {name}", error) from error
         raise ModelError(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and the replay must not write to yours.",
             remedy="Pass a function that builds the model instead of the model itself.",
@@ -245,10 +253,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise ModelError(
-                f"There is not enough memory to build {name}.",
-                remedy="Check the arguments that it is built with, or run where there is more memory.",
-            ) from error
+            raise explain_memory(f"build {name}", error) from error
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{place_of(error)}: {error}",
             remedy="Give the arguments it needs with --model-arg K=V, once for each.",
@@ -308,6 +313,8 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _explain_import(name: str, error: BaseException) -> ModelError:
+    if is_out_of_memory(error):
+        return explain_memory(f"import {name}", error)
     return ModelError(
         f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}",
         remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "

@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import Edit, SingleEdit
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
 from nandoctor.replaying.kept_state import restored
@@ -77,6 +78,7 @@ class Outcome:
     """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
     `gradients`, by the names of the parameters and at loss scale 1, are there where the watch keeps them.
+    `out_of_memory`: that ended it, after something had gone non-finite.
     """
 
     trace: Trace
@@ -84,6 +86,7 @@ class Outcome:
     random: bool
     loss: torch.Tensor | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
+    out_of_memory: bool = False
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -308,7 +311,14 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     )
     if isinstance(result.raised, KeyboardInterrupt):
         raise RunInterrupted(step, trace) from result.raised
-    made = Outcome(trace=trace, output=result.output, random=random, loss=result.loss, gradients=result.gradients)
+    made = Outcome(
+        trace=trace,
+        output=result.output,
+        random=random,
+        loss=result.loss,
+        gradients=result.gradients,
+        out_of_memory=is_out_of_memory(result.raised),
+    )
     return made, result.raised
 
 

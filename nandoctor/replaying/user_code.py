@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn
 
-import torch
-
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
+from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import Shared
+from nandoctor.text import brief
 
 _WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
@@ -87,10 +87,7 @@ def shows_damage(trace: Trace) -> bool:
 def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
     """The error for a forward that raised under `policy` while everything was still finite."""
     if is_out_of_memory(error):
-        return ModelError(
-            f"There is not enough memory to run the step ({str(error).strip().splitlines()[0] or 'MemoryError'}).",
-            remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
-        )
+        return explain_memory("run the step", error)
     raised = f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}"
     if "without overflow" in str(error):
         return ModelError(
@@ -107,6 +104,15 @@ def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
     )
 
 
+def explain_memory(doing: str, error: BaseException) -> ModelError:
+    """The error for memory that ran out, which is no fault of the user's code."""
+    detail = brief(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
+    return ModelError(
+        f"There is not enough memory to {doing} ({detail}).",
+        remedy="Run it where there is more memory, or on the CPU; what else runs there counts as well.",
+    )
+
+
 def place_of(error: BaseException) -> str:
     """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
     traceback, place = error.__traceback__, ""
@@ -117,15 +123,3 @@ def place_of(error: BaseException) -> str:
             place = f" at {frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from."""
-    while error is not None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        # What the CPU's allocator raises, in c10/core/impl/alloc_cpu.cpp, has no class of its own.
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model
-from nandoctor.replaying.user_code import is_out_of_memory
 
 WEIGHTS = {"weight": torch.zeros(1000)}
 HUGE = 1 << 40

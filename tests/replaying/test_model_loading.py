@@ -445,3 +445,14 @@ def test_a_weight_that_is_not_tied_is_missing_all_the_same():
     model.head.weight = nn.Parameter(torch.ones(4, 3))
     with pytest.raises(ModelError, match="1 missing from the weights: head"):
         load_state(model, {"embed.weight": torch.ones(4, 3)})
+
+
+def test_complex_weights_are_not_halved():
+    state = state_of(Net(3))
+    state["encoder.weight"] = state["encoder.weight"] + 1j
+    with pytest.raises(ModelError, match=r"1 complex, where the model has real numbers: encoder\.weight"):
+        load_state(Net(3), state)
+    net = Net(3)
+    before = net.encoder.weight.clone()
+    assert any("complex" in note for note in load_state(net, state, strict=False))
+    assert torch.equal(net.encoder.weight, before)
