@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nandoctor.diagnosis.grouping import find_recurring, group_results
 from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SampleId, TrainingMoment
 
@@ -71,6 +73,12 @@ def test_a_group_tells_steps_ranks_folds_runs_and_times():
 def test_the_best_replay_stands_for_its_group():
     results = [result("a", grade="elsewhere"), result("b", grade="exact"), result("c", grade="same-mask")]
     assert group_results(results)[0].representative == "b"
+
+
+def test_of_equal_replays_the_first_stands_for_its_group():
+    """A representative that followed the time of the replays would be another one each time."""
+    results = [replace(result(path), elapsed_s=elapsed) for path, elapsed in (("b", 1.0), ("a", 9.0))]
+    assert group_results(results)[0].representative == "a"
 
 
 def test_a_sample_that_most_dumps_fail_in_is_pointed_out():
