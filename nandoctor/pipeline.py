@@ -47,6 +47,7 @@ from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
+from nandoctor.replaying.state_choice import nonfinite_state
 from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import measure_all
@@ -81,12 +82,11 @@ def replay_dump(
         LossError: the loss of the settings cannot be computed.
         DumpError: the file holds nothing to replay.
     """
-    summary = summarize(dump)
     if not dump.arrays and settings.call is None:
-        return Diagnosed(report=_report_weights(dump, summary, choose_policies(dump, settings)[0].format))
+        return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, RunProgress(progress))
     with observer_registered:
-        found = _with_loss_if_it_can(preparation, settings, lambda prepared: _diagnose_step(prepared, summary))
+        found = _with_loss_if_it_can(preparation, settings, _diagnose_step)
     if settings.per_sample and found.step is not None:
         found = replace(found, report=replace(found.report, sample=_view_sample(found.report, found.step)))
     return found
@@ -119,12 +119,12 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
         return use(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
-def _diagnose_step(preparation: Preparation, summary: DumpSummary) -> Diagnosed:
+def _diagnose_step(preparation: Preparation) -> Diagnosed:
     replayed = reproduce(preparation)
     findings = _find(replayed)
     how = f"Replayed as {replayed.step.description} in {replayed.name}."
     notes = (how, *_describe_draws(replayed), *dict.fromkeys(preparation.notes))
-    report = _write_report(replayed, findings, summary, notes)
+    report = _write_report(replayed, findings, summarize(preparation.dump), notes)
     step = None if replayed.step.progress.interrupted else replayed.step
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
 
@@ -339,8 +339,9 @@ def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> F
     return findings
 
 
-def _report_weights(dump: Dump, summary: DumpSummary, low: FloatFormat) -> Report:
+def _report_weights(dump: Dump, low: FloatFormat) -> Report:
     """The report on a file that holds no batch: its weights are non-finite, or there is nothing to say."""
+    summary = summarize(dump)
     nonfinite = (*summary.bad_weights, *summary.bad_buffers)
     if not nonfinite:
         raise DumpError(

@@ -22,8 +22,9 @@ class Dump:
     """A state dict, the arrays that stood beside it, and the plain values.
 
     `state` maps parameter and buffer names to tensors on the CPU; `state_name` is where it stood in the file, "" for
-    the file itself. `prefix` is what wrappers had put before every name and the reader removed (`module.`,
-    `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may have an attribute of that name.
+    the file itself; `other_states` are those beside it, by their names. `prefix` is what wrappers had put before every
+    name and the reader removed (`module.`, `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may
+    have an attribute of that name.
     `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
     dotted names; `tree` has them in their containers, a `Slot` for each array. `rng_states` are the states of random
@@ -45,6 +46,7 @@ class Dump:
     optimizer_eps: tuple[float, ...] = ()
     prefix: str = ""
     state_name: str = ""
+    other_states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     tree: Any = None
     recorded: Recorded | None = None

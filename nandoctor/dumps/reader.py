@@ -126,6 +126,7 @@ def _read(path: Path, *, trust: bool) -> Dump:
         layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
         state=state,
         state_name=state_name,
+        other_states={name: other for name, other in contents.states.items() if name != state_name},
         prefix=prefix,
         arrays=contents.arrays,
         scalars=contents.scalars,

@@ -63,7 +63,7 @@ def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary,
 
 
 def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySummary:
-    num_nan, num_posinf, num_neginf = _count_nonfinite(tensor)
+    num_nan, num_posinf, num_neginf = count_nonfinite(tensor)
     return ArraySummary(
         name=name,
         shape=tuple(tensor.shape),
@@ -75,7 +75,7 @@ def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySumma
     )
 
 
-def _count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
     """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
     values = comparable_values(tensor.detach())  # a saved output may still require its gradient
     if not values.is_floating_point() or not values.numel():
@@ -121,6 +121,9 @@ def _notes(dump: Dump) -> Iterator[str]:
         yield from _notes_of_recorder(dump.recorded, dump.provenance)
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
+    for name, state in dump.other_states.items():
+        if bad := [key for key, tensor in state.items() if any(count_nonfinite(tensor))]:
+            yield f"Non-finite weights lie under {name!r} as well: {brief_list(bad)}."
     if dump.left_out:
         yield f"Not read: {brief_list(dump.left_out)}."
 

@@ -39,6 +39,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         dump,
         state={**state, **kept},
         state_name="",
+        other_states={},
         prefix="",
         layout="plain" if dump.layout == "batch-only" else dump.layout,
         recorded=None if dump.recorded is None else replace(dump.recorded, checkpoint=None),

@@ -38,6 +38,7 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import SavedBatch, SavedOutputs, find_outputs, is_finite_array, read_batch
 from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
+from nandoctor.replaying.state_choice import fit_state
 from nandoctor.text import join_first
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -47,11 +48,13 @@ ModelSource = str | nn.Module | Callable[..., nn.Module]
 class Preparation:
     """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
 
+    `dump` has the one of its state dicts that the model took.
     The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
     random state, and `policies` the precisions. `other_weights`: they are not known to be those of the failing step,
     and a replay is then never `exact`.
     """
 
+    dump: Dump
     steps: tuple[FailingStep, ...]
     modes: tuple[bool, ...]
     seeds: tuple[int | None, ...]
@@ -94,6 +97,7 @@ def prepare(
     project = Project(_find_limit(settings.memory))
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
+        dump = fit_state(dump, code.model)
         weight_notes = _load_weights(code, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, (code.call, code.loss.function))
         batch = read_batch(dump, code.model, outputs.names, device)
@@ -101,6 +105,7 @@ def prepare(
         step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
     return Preparation(
+        dump=dump,
         steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
