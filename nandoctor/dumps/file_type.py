@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, cast
 
 from nandoctor.dumps.directories import describe_directory
 from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, damaged, find_members, read_member
 from nandoctor.errors import DumpError
+from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief
 
 # torch.save before 1.6, or with _use_new_zipfile_serialization=False, begins with this number pickled by protocol 2.
@@ -23,6 +23,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _ZIP_MAGIC = b"PK\x03\x04"
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
+_MAPPED_NBYTES = 256 << 20  # from here on a replay keeps the weights where they are
 
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _STRANGERS = (
@@ -40,18 +41,24 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A file that torch.save may have written, with its pickle, read once: what is scanned is what is loaded.
+    """A file that torch.save may have written, opened once: what is scanned is what is loaded.
 
-    Of a zip archive `pickle` is the member that holds the pickle, `members` are the places of all others by name, and
-    `folder` is the one that they lie in. A file of the older format, some pickles in a row and then the data, is all in
-    `pickle`, mapped, and has no `members`.
+    `data` is all of it, copied into memory where it is small, else mapped, and what is written to that does not reach
+    the file. Of a zip archive `pickle` is the member that holds the pickle, `members` are the places of all others by
+    name, and `folder` is the one that they lie in. A file of the older format, some pickles in a row and then the
+    tensors, has neither.
     """
 
     path: Path
-    nbytes: int
-    pickle: bytes | mmap.mmap
+    data: mmap.mmap
+    pickle: bytes = b""
     folder: str = ""
     members: Mapping[str, Member] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the file."""
+        return len(self.data)
 
     @property
     def storages(self) -> dict[str, Member]:
@@ -83,19 +90,17 @@ def open_container(path: Path) -> Container:
     try:
         nbytes = regular_size(path)
         with path.open("rb") as file:
-            head = file.read(_HEAD_NBYTES)
-            if head.startswith(_ZIP_MAGIC):
-                return _open_archive(file, path, nbytes)
-            if head.startswith(LEGACY_MAGIC):
-                # Mapped, and not read: it is mostly tensors, which torch copies out of it.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                return Container(path=path, nbytes=nbytes, pickle=mapped)
+            head = file.peek(_HEAD_NBYTES)[:_HEAD_NBYTES]
+            if head.startswith((_ZIP_MAGIC, LEGACY_MAGIC)):
+                data, _ = _open_data(file, 0, nbytes)
+                return _open_archive(data, path) if head.startswith(_ZIP_MAGIC) else Container(path=path, data=data)
     except FileNotFoundError as error:
         raise DumpError("there is no such file.", remedy=_suggest(path)) from error
     except PermissionError as error:
         raise DumpError("this user may not read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise DumpError(f"it cannot be opened ({brief(str(error))}).", remedy="Check the path.") from error
+        remedy = "Read it where there is more memory." if is_out_of_memory(error) else "Check the path."
+        raise DumpError(f"it cannot be opened ({brief(str(error))}).", remedy=remedy) from error
     raise _describe_stranger(head)
 
 
@@ -107,45 +112,32 @@ def open_part(path: Path, offset: int, nbytes: int) -> Container:
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
-    if not 0 <= offset <= offset + nbytes <= size:
+    if not 0 <= offset < offset + nbytes <= size:
         raise damaged("a part of it reaches beyond its end")
     with path.open("rb") as file:
-        found = _open_archive(cast(IO[bytes], _Window(file, offset, nbytes)), path, nbytes)
-    assert found.members is not None
-    places = {name: Member(offset=place.offset + offset, nbytes=place.nbytes) for name, place in found.members.items()}
-    return replace(found, nbytes=size, members=places)
+        data, begin = _open_data(file, offset, nbytes)
+    return _open_archive(data, path, begin)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """So many bytes of the file, copied into memory, or mapped where they are many; and where in that they begin.
 
-    def __init__(self, file: IO[bytes], offset: int, nbytes: int) -> None:
-        self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+    Whoever writes to the file, or cuts it short, changes nothing in a copy.
 
-    def readable(self) -> bool:
-        """It is read, and not written."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is read in any order."""
-        return True
-
-    def tell(self) -> int:
-        """The place in the part."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place in the part."""
-        self._at = max({os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence] + offset, 0)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """What follows, to the end of the part at most."""
-        left = max(self._nbytes - self._at, 0)
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(left if size is None or size < 0 else min(size, left))
-        self._at += len(data)
-        return data
+    Raises:
+        DumpError: that has happened while it was copied.
+    """
+    if nbytes >= _MAPPED_NBYTES:
+        begin = offset % mmap.ALLOCATIONGRANULARITY
+        return mmap.mmap(file.fileno(), begin + nbytes, access=mmap.ACCESS_COPY, offset=offset - begin), begin
+    before = os.fstat(file.fileno())
+    memory = mmap.mmap(-1, nbytes)
+    file.seek(offset)
+    num_read = file.readinto(memory)
+    after = os.fstat(file.fileno())
+    if num_read < nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DumpError("it changed while it was read.", remedy="Wait until it is written, and run again.")
+    return memory, 0
 
 
 def regular_size(path: Path) -> int:
@@ -184,8 +176,8 @@ def _describe_stranger(head: bytes) -> DumpError:
     return DumpError(f"it is {kind}.", remedy=_SAVE_AGAIN)
 
 
-def _open_archive(file: IO[bytes], path: Path, nbytes: int) -> Container:
-    members = find_members(file, nbytes)
+def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
+    members = find_members(data, begin)
     folder = common_folder(members)
     if f"{folder}/constants.pkl" in members:
         raise DumpError(
@@ -200,19 +192,19 @@ def _open_archive(file: IO[bytes], path: Path, nbytes: int) -> Container:
             f"its table of contents has {pickle.nbytes:,} bytes, more than any step of training needs.",
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
-    _check_byte_order(file, order)
+    _check_byte_order(data, order)
     return Container(
         path=path,
-        nbytes=nbytes,
-        pickle=read_member(file, pickle),
+        data=data,
+        pickle=read_member(data, pickle),
         folder=folder,
         members={name: member for name, member in members.items() if member is not pickle},
     )
 
 
-def _check_byte_order(file: IO[bytes], member: Member | None) -> None:
+def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
     """Files from before torch 2.1 do not say, and are little-endian."""
-    order = "little" if member is None else read_member(file, member)[:20].decode("latin1")
+    order = "little" if member is None else read_member(data, member)[:20].decode("latin1")
     if order != sys.byteorder:
         raise DumpError(
             f"its tensors are in the byte order {brief(order)!r}, and this machine's is {sys.byteorder!r}.",

@@ -101,7 +101,7 @@ def unknown_globals(container: Container) -> list[str]:
     num_left = _MAX_INSTRUCTIONS
     try:
         for stream in _pickles(container):
-            machine = _Machine(len(container.pickle) * _WORK_PER_BYTE + _WORK_FLOOR)
+            machine = _Machine(len(container.pickle or container.data) * _WORK_PER_BYTE + _WORK_FLOOR)
             machines.append(machine)
             num_left -= _run(machine, stream, num_left)
             _check_storages(machine.storages, container)
@@ -149,9 +149,9 @@ def _unreadable(protocol: int) -> DumpError:
 
 def _pickles(container: Container) -> Iterator[IO[bytes]]:
     if container.members is not None:
-        yield BytesIO(cast(bytes, container.pickle))
+        yield BytesIO(container.pickle)
         return
-    stream = cast(IO[bytes], container.pickle)
+    stream = cast(IO[bytes], container.data)
     stream.seek(0)
     for _ in range(_NUM_LEGACY_PICKLES):
         yield stream

@@ -36,8 +36,8 @@ _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
 def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     """Read the file at `path`; no code that it names is run unless `trust` is given.
 
-    The tensors of a zip archive, torch.save's format since 1.6, are mapped from the file privately: it must stay as it
-    is while they are in use, and what is written to them does not reach it.
+    What is written to its tensors does not reach the file. Those of a zip archive of 256 MB or more are mapped from it:
+    it must stay as it is while they are in use.
 
     `trust` unpickles whatever the file asks for, which can do anything this user can: it is for files whose author you
     know.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from mmap import mmap
 from typing import Any, cast
 
 import torch
@@ -34,12 +33,12 @@ def load_pickle(container: Container) -> tuple[object, Provenance]:
     """Build the object, with `DumpError` or whatever torch raises where the file contradicts itself."""
     with _only_stand_ins():
         if container.members is None:
-            file: Any = container.pickle  # a mmap reads and seeks
+            file: Any = container.data  # a mmap reads and seeks
             saved: object = torch.load(file, map_location=_fixed, weights_only=True)
             provenance = Provenance()
         else:
-            data: Any = UntypedStorage.from_file(str(container.path), False, container.nbytes)
-            provenance = _judge(container, data)
+            provenance = _judge(container)
+            data = torch.frombuffer(container.data, dtype=torch.uint8).untyped_storage()
             saved = unpickle_weights(container.pickle, _storage_reader(container.storages, data))
     _make_sound(saved)
     return saved, provenance
@@ -96,18 +95,17 @@ def _fixed(storage: Any, _location: str = "") -> Any:
     return torch.from_numpy(values.numpy().copy()).untyped_storage()
 
 
-def _judge(container: Container, data: UntypedStorage) -> Provenance:
+def _judge(container: Container) -> Provenance:
     """Check the signature over the bytes that are unpickled and mapped."""
     assert container.members is not None
-    assert not isinstance(container.pickle, mmap)
     name = f"{container.folder}/{MEMBER}"
     if name not in container.members:
         return Provenance()
-    mapped = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
+    data = memoryview(container.data)
     members = {
-        other: mapped[member.offset : member.offset + member.nbytes] for other, member in container.members.items()
+        other: data[member.offset : member.offset + member.nbytes] for other, member in container.members.items()
     }
-    signature = members.pop(name).tobytes()
+    signature = bytes(members.pop(name))
     return check_signature(signature, {**members, f"{container.folder}/data.pkl": container.pickle})
 
 

@@ -12,7 +12,8 @@ import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import IO
+from mmap import mmap
+from typing import IO, cast
 
 from nandoctor.errors import DumpError
 
@@ -41,15 +42,15 @@ def damaged(what: str) -> DumpError:
     return DumpError(f"the file is damaged: {what}.", remedy=COPY_AGAIN)
 
 
-def find_members(file: IO[bytes], nbytes: int) -> dict[str, Member]:
-    """The members of the archive in `file`, which is `nbytes` long, by name and in the order of its directory.
+def find_members(data: mmap, begin: int = 0) -> dict[str, Member]:
+    """The members of the archive that begins there, by name and in the order of its directory.
 
     Raises:
         DumpError: it is cut short, encrypted, compressed, or its parts overlap or share a name.
     """
-    _check_directory(file, nbytes)
+    _check_directory(data)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(cast(IO[bytes], data)) as archive:
             entries = archive.infolist()
     except MemoryError:
         raise
@@ -57,29 +58,23 @@ def find_members(file: IO[bytes], nbytes: int) -> dict[str, Member]:
         raise _cut_short() from error
     for entry in entries:
         _check_entry(entry)
-    if entries and min(entry.header_offset for entry in entries) != 0:
+    if entries and min(entry.header_offset for entry in entries) != begin:
         raise damaged("something stands before its first part")
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")
-    members = {entry.filename: _locate(file, entry, nbytes) for entry in entries}
+    members = {entry.filename: _locate(data, entry) for entry in entries}
     _check_overlap(members.values())
     return members
 
 
-def read_member(file: IO[bytes], member: Member) -> bytes:
+def read_member(data: mmap, member: Member) -> bytes:
     """The content of a member."""
-    file.seek(member.offset)
-    data = file.read(member.nbytes)
-    if len(data) < member.nbytes:
-        raise damaged("a part of it reaches beyond its end")
-    return data
+    return data[member.offset : member.offset + member.nbytes]
 
 
-def _check_directory(file: IO[bytes], nbytes: int) -> None:
+def _check_directory(data: mmap) -> None:
     """Bound the directory before zipfile makes objects of it."""
-    tail_nbytes = min(nbytes, _MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20)
-    file.seek(nbytes - tail_nbytes)
-    tail = file.read(tail_nbytes)
+    tail = data[-(_MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20) :]
     end = tail.rfind(_END)
     if end < 0 or len(tail) - end < _END_NBYTES:
         raise _cut_short()
@@ -107,17 +102,16 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise damaged("a part of it reaches beyond its end")
 
 
-def _locate(file: IO[bytes], entry: zipfile.ZipInfo, nbytes: int) -> Member:
+def _locate(data: mmap, entry: zipfile.ZipInfo) -> Member:
     """The member's place, by its own header; that must carry the name that the directory has."""
-    if not 0 <= entry.header_offset <= nbytes - entry.file_size - _LOCAL_HEADER.size:
+    if not 0 <= entry.header_offset <= len(data) - entry.file_size - _LOCAL_HEADER.size:
         raise damaged("a part of it reaches beyond its end")
-    file.seek(entry.header_offset)
-    magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    name = file.read(name_nbytes)
-    offset = entry.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+    magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(data, entry.header_offset)
+    start = entry.header_offset + _LOCAL_HEADER.size
+    name, offset = data[start : start + name_nbytes], start + name_nbytes + extra_nbytes
     if magic != b"PK\x03\x04" or name != entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437"):
         raise damaged("a part of it is not where its zip directory says")
-    if offset > nbytes - entry.file_size:
+    if offset > len(data) - entry.file_size:
         raise damaged("a part of it reaches beyond its end")
     return Member(offset=offset, nbytes=entry.file_size)
 

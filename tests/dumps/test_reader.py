@@ -131,13 +131,15 @@ def test_tensors_from_cuda_come_to_the_cpu(read):
     assert read(forge.archive(pickle)).state["weight"].device.type == "cpu"
 
 
-def test_zip_archives_are_mapped_and_not_read(read, tmp_path):
+@pytest.mark.parametrize("least", [1, 1 << 28], ids=["large", "small"])
+def test_large_archives_are_mapped_and_others_copied(read, tmp_path, monkeypatch, least):
+    monkeypatch.setattr("nandoctor.dumps.file_type._MAPPED_NBYTES", least)
     dump = read({"state_dict": WEIGHTS, "image": torch.ones(1 << 20)})
     with (tmp_path / "dump.pth").open("r+b") as file:
         content = file.read()
         file.seek(content.index(np.ones(1024, "f4").tobytes()) + 4096)
         file.write(np.full(1, 7, "f4").tobytes())
-    assert 7 in dump.arrays["image"]
+    assert (7 in dump.arrays["image"]) == (least == 1)
 
 
 def test_a_mapped_tensor_is_written_to_without_touching_the_file(read, tmp_path):

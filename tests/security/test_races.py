@@ -12,9 +12,10 @@ from threading import Barrier
 import pytest
 import torch
 
-from nandoctor.dumps import signature
+from nandoctor.dumps import file_type, reader, signature
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
+from nandoctor.errors import DumpError
 from nandoctor.renderers.atomic_write import write_text
 
 NUM_AT_ONCE = 8
@@ -83,6 +84,33 @@ def test_a_report_that_many_write_is_one_of_theirs(tmp_path):
     for _ in at_once(lambda number: write_text(texts[number], tmp_path / "report.md"), rounds=10):
         assert (tmp_path / "report.md").read_text() in texts
     assert [item.name for item in tmp_path.iterdir()] == ["report.md"]
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is written again"])
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
+    path = write_dump(record(0), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    look, nbytes = os.fstat, path.stat().st_size
+
+    def look_and_change(descriptor):
+        found = look(descriptor)
+        os.truncate(path, {"grows": nbytes + 1, "shrinks": nbytes - 1}.get(change, nbytes))
+        os.utime(path, ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(file_type.os, "fstat", look_and_change)
+    with pytest.raises(DumpError, match="it changed while it was read"):
+        read_dump(path)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 28], ids=["mapped", "copied"])
+def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatch, nbytes):
+    path = write_dump(record(3), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    scan = reader.unknown_globals
+    monkeypatch.setattr(file_type, "_MAPPED_NBYTES", nbytes)
+    monkeypatch.setattr(reader, "unknown_globals", lambda container: (path.unlink(), scan(container))[1])
+    dump = read_dump(path)
+    assert dump.provenance.own
+    assert dump.state["weight"].tolist() == [3.0] * 4
 
 
 def _sign_and_write(folder, barrier, number):
