@@ -20,7 +20,7 @@ _MOST_CARETS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeLine:
+class ExcerptLine:
     """A line of source with its number, or the carets below one. The text is printable."""
 
     text: str
@@ -38,7 +38,7 @@ class Answer:
     place: str
     link: str
     where: str
-    code: tuple[CodeLine, ...]
+    code: tuple[ExcerptLine, ...]
     facts: tuple[Fact, ...]
 
 
@@ -109,7 +109,7 @@ def _remark(report: Report) -> str:
     return f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel, 'value')}"
 
 
-def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[CodeLine]:
+def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[ExcerptLine]:
     """Lines with their numbers, ">" before those of the expression and carets below it."""
     last = excerpt.first + len(excerpt.lines) - 1
     shown = range(max(excerpt.first, excerpt.line - context), min(last, excerpt.end_line + context) + 1)
@@ -124,13 +124,13 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
         seen = f"{'…' if hidden else text[start : start + 1]}{text[start + 1 :]}" if text[dent:] else ""
         if text or inside:
             line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(seen, room)}"
-            yield CodeLine(text=line.rstrip(), kind="marked" if inside else "context")
+            yield ExcerptLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start, seen)):
             notes = [printable(remark)] if remark and number == excerpt.end_line else []
             if notes and (room is None or cell_width(f"{caret} {notes[0]}") <= room):
                 caret = f"{caret} {notes.pop()}"
             for below in (caret, *notes):
-                yield CodeLine(text=f"  {'':>{gutter}} | {below}", kind="caret")
+                yield ExcerptLine(text=f"  {'':>{gutter}} | {below}", kind="caret")
 
 
 def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:

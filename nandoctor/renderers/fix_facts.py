@@ -15,7 +15,7 @@ from nandoctor.evidence.report import (
     EpsUse,
     Fix,
     Fp32Module,
-    Fp32SetSearch,
+    Fp32Set,
     Report,
     StepSetting,
     TrialOutcome,
@@ -208,20 +208,32 @@ def _describe_alternatives(others: Sequence[ShownFix]) -> str:
 
 def trial_facts(report: Report) -> list[Fact]:
     """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
-    facts = []
-    if report.fp32_sets is not None and report.fp32_sets.sets:
-        facts.append(_describe_search(report.fp32_sets, report.fixes))
-    facts += variation_facts(report.counterfactuals)
+    facts = [*fp32_facts(report), *variation_facts(report.counterfactuals)]
     if lost := _find_untold(report):
         facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
     return facts
 
 
-def _describe_search(search: Fp32SetSearch, fixes: Sequence[Fix]) -> Fact:
-    """The sets that were found; where no such change was verified they are no fixes."""
-    if any(fix.verified and fix.kind in ("source", "snippet") for fix in fixes):
-        return Fact(label="fp32 fixes", text=describe_fp32_sets(search))
-    return Fact(label="fp32 probes", text=f"finite with {describe_fp32_sets(search)}; not verified as a fix")
+def fp32_facts(report: Report) -> Iterator[Fact]:
+    """The smallest sets of modules each of which, kept in fp32, makes the step finite.
+
+    Where no such change was verified they are no fixes.
+    """
+    search = report.fp32_sets
+    if search is None or not search.sets:
+        return
+    verified = any(fix.verified and fix.kind in ("source", "snippet") for fix in report.fixes)
+    enough = "enough" if verified else "finite then, though not verified as a fix"
+    doubts = [] if all(found.minimal for found in search.sets) else ["perhaps more than needed"]
+    doubts += [] if search.complete else ["the search was cut short"]
+    sets = "; or ".join(map(_describe_set, search.sets))
+    doubt = f" ({'; '.join(doubts)})" if doubts else ""
+    yield Fact(label="keep in fp32", text=f"{enough}: {sets}{doubt}")
+
+
+def _describe_set(found: Fp32Set) -> str:
+    names = join_first([_describe_member(module) for module in found.modules], _MAX_LISTED)
+    return f"{names} together" if len(found.modules) > 1 else names
 
 
 def _find_untold(report: Report) -> list[EpsUse]:
@@ -258,58 +270,35 @@ def _trim_hunk(header: str, body: Sequence[str]) -> Iterator[str]:
     yield from kept
 
 
-def describe_fp32_sets(search: Fp32SetSearch) -> str:
-    """The smallest sets of modules each of which fixes the step when it is kept in fp32."""
-    sets = [
-        join_first([_describe_member(module) for module in fp32_set.modules], _MAX_LISTED) for fp32_set in search.sets
-    ]
-    alone = max(len(fp32_set.modules) for fp32_set in search.sets) == 1
-    minimal = all(fp32_set.minimal for fp32_set in search.sets)
-    proved = "none can be left out" if minimal else "perhaps not the smallest"
-    parts = [
-        *([] if alone and minimal else [proved]),
-        f"found in {plural(search.num_probes, 'run')}",
-    ]
-    if not search.complete:
-        parts.append("search cut short")
-    return f"{'; or '.join(sets)} ({'; '.join(parts)})"
-
-
 def _describe_member(member: Fp32Module) -> str:
     owner = short_name(member.module or "the model")
     return owner if member.children else f"{owner} without its submodules"
 
 
 def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
-    """One line for each thing that was varied and mattered: with which settings the step is finite or fails."""
-    groups = list(dict.fromkeys(trial.group for trial in trials if trial.outcome.finite))
+    """With which settings the step is finite, and with which it fails, of what was varied and mattered."""
+    groups = {trial.group for trial in trials if trial.outcome.finite}
     if trials and not groups:
         yield Fact(label="variations", text="the step fails in all of them")
-    for group in groups:
-        same = [trial for trial in trials if trial.group == group]
-        name = group.replace("-", " ").ljust(max(map(len, groups)))
-        yield Fact(label="" if group != groups[0] else "variations", text=f"{name}  {_describe_group(same)}")
-
-
-def _describe_group(trials: Sequence[Counterfactual]) -> str:
-    sound = [f"{describe_setting(trial.setting)}{_distance(trial.outcome)}" for trial in trials if trial.outcome.finite]
-    failing = [describe_setting(trial.setting) for trial in trials if not trial.outcome.finite]
-    parts = [f"finite: {', '.join(sound)}"] if sound else []
-    parts += [f"fails: {', '.join(failing)}"] if failing else []
-    return "; ".join(parts)
+    told = [trial for trial in trials if trial.group in groups]
+    sound = [f"{describe_setting(trial.setting)}{_distance(trial.outcome)}" for trial in told if trial.outcome.finite]
+    failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
+    if sound:
+        fails = f"; fails: {', '.join(failing)}" if failing else ""
+        yield Fact(label="variations", text=f"finite: {', '.join(sound)}{fails}")
 
 
 def describe_setting(setting: StepSetting) -> str:
-    """What was set: "bf16", "eval", "without sample 2", "1,024", "3"."""
+    """What was set: "bf16", "eval mode", "without sample 2", "loss scale 1,024", "seed 3"."""
     if setting.dtype is not None:
         return setting.dtype.label
     if setting.training is not None:
-        return "train" if setting.training else "eval"
+        return f"{'train' if setting.training else 'eval'} mode"
     if setting.only is not None:
         return f"{samples_text(setting.only)} alone"
     if setting.without is not None:
         return f"without {samples_text(setting.without)}"
-    return number(setting.loss_scale) if setting.loss_scale is not None else str(setting.seed)
+    return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
 
 
 def _distance(outcome: TrialOutcome) -> str:
@@ -326,11 +315,10 @@ class TableLine:
 
 
 def list_variations(report: Report) -> list[TableLine]:
-    """A table: what was varied, what it was set to, what came of it."""
+    """A table: what was varied, and what came of it."""
     return [
         TableLine(
-            cells=(trial.group.replace("-", " "), describe_setting(trial.setting), describe_outcome(trial.outcome)),
-            failed=not trial.outcome.finite,
+            cells=(describe_setting(trial.setting), describe_outcome(trial.outcome)), failed=not trial.outcome.finite
         )
         for trial in report.counterfactuals
     ]

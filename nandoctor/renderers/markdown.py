@@ -16,7 +16,7 @@ from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import (
     ShownFix,
-    describe_fp32_sets,
+    fp32_facts,
     list_fixes,
     list_small_constants,
     list_variations,
@@ -124,10 +124,10 @@ def _fenced(lines: Sequence[str], language: str) -> Iterator[str]:
 
 
 def _trials(report: Report) -> Iterator[str]:
-    if report.fp32_sets is not None and report.fp32_sets.sets:
-        yield from (f"Keeping any one of these in fp32 is enough: {escape(describe_fp32_sets(report.fp32_sets))}.", "")
+    if kept := list(fp32_facts(report)):
+        yield from (*_facts(kept), "")
     if report.counterfactuals:
-        yield from _table(("varied", "setting", "outcome"), [line.cells for line in list_variations(report)])
+        yield from _table(("with", "the step is"), [line.cells for line in list_variations(report)])
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

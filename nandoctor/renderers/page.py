@@ -18,12 +18,12 @@ from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
-from nandoctor.renderers.fix_facts import list_fixes, list_small_constants, list_variations
+from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_small_constants, list_variations
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
-from nandoctor.renderers.plots.svg import figure_svg
+from nandoctor.renderers.plots.svg import figure_svg, for_page_and_phone
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.tree import make_tree
 from nandoctor.renderers.verdicts import VERDICTS
@@ -58,6 +58,7 @@ def report_page(report: Report) -> str:
         details=[*detail_facts(report), *(Fact(label="note", text=note) for note in report.notes)],
         next_facts=next_facts(report, page=False),
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
+        kept_in_fp32=list(fp32_facts(report)),
         variations=list_variations(report),
         constants=list_small_constants(report),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
@@ -76,10 +77,11 @@ def _draw_plots(report: Report) -> Iterator[Plot]:
         if kind == "origin" and is_uniform(report):
             continue
         try:
-            figure = draw(report, kind)
+            figures = {kind: draw(report, kind), f"{kind}-narrow": draw(report, kind, narrow=True)}
         except NanDoctorError:
             continue
-        finding = " ".join(figure.get_suptitle().split())
-        figure.suptitle("")  # a line of the page breaks where the page does
-        svg = figure_svg(figure, prefix=kind, title=finding)
-        yield Plot(kind=kind, heading=plot.title, finding=finding, svg=svg)
+        finding = " ".join(figures[kind].get_suptitle().split())
+        for figure in figures.values():
+            figure.suptitle("")  # a line of the page breaks where the page does
+        drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
+        yield Plot(kind=kind, heading=plot.title, finding=finding, svg=for_page_and_phone(*drawings))

@@ -9,7 +9,6 @@ import jinja2
 from markupsafe import Markup, escape
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.renderers.fix_facts import describe_fp32_sets
 from nandoctor.renderers.tensors import list_operands
 from nandoctor.text import (
     bits_text,
@@ -41,7 +40,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, bits_text, byte_size, call_label, plural, shape_text, describe_fp32_sets, list_operands, bar_width,
+        number, bits_text, byte_size, call_label, plural, shape_text, list_operands, bar_width,
         with_code, diff_kind, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})

@@ -20,7 +20,7 @@ def list_operands(origin: Origin) -> list[tuple[str, str]]:
         name = text or place_of_operand(op, stats.path, alone=alone)
         operands.append((name, describe_tensor(replace(stats, path=""))))
     result = [("result", describe_tensor(origin.output))] if origin.output is not None else []
-    return [*operands, *result]
+    return [*dict.fromkeys(operands), *result]  # x * x reads one tensor
 
 
 def describe_tensor(stats: TensorStats) -> str:

@@ -22,8 +22,8 @@ from nandoctor.text import printable, shorten
 
 _JUSTIFY: Sequence[JustifyMethod] = ("left", "left", "right", "right", "right", "left")
 _MAX_NOTES = 4
-_LAYERS_BESIDE_FIXES = 2
-_LESS_THAN_A_FIX = ("input", "in fp32", "path")  # all has to fit on one screen
+_LESS_THAN_A_FIX = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
+_TOLD_BY_A_FIX = _LESS_THAN_A_FIX | {"cause", "extent"}
 _CONTEXT = 1
 _INDENT = "  "
 _CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
@@ -41,7 +41,7 @@ def one_line(report: Report) -> str:
 
 
 def print_report(report: Report, console: Console, *, told: bool = False, has_page: bool = False) -> None:
-    """Print the cause, its place, the first fix, the evidence, the layers around the failure, the next step.
+    """Print the cause, its place, the first fix, the evidence, the next step; the layers where no fix is verified.
 
     Where `answer_parts` were `told` already, what comes after them; how a page is made unless the reader `has_page`.
     """
@@ -61,7 +61,10 @@ def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
         comma = ", " if answer.place and answer.where else ""
         yield Padding(Text.assemble(place, comma, answer.where), (0, 0, 0, len(_INDENT)), expand=False)
     for line in answer.code:
-        yield _whole(line.text, _CODE_STYLES[line.kind])
+        text = _whole(line.text, _CODE_STYLES[line.kind])
+        if line.kind == "caret":
+            text.stylize("not bold dim default", 0, text.plain.index("|") + 1)
+        yield text
     yield from _rows(answer.facts)
 
 
@@ -77,24 +80,39 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
 
 
 def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[RenderableType]:
-    """What speaks for the answer, what else was tried, the layers, and what to do next."""
-    left_out = _LESS_THAN_A_FIX if report.fixes else ()
-    facts = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
-    if facts:
+    """What speaks for the answer, what else was tried, and what to do next; the layers where no fix was verified."""
+    solved = any(fix.verified for fix in report.fixes)
+    table = None if solved else make_table(report, before=2, after=1) if report.fixes else make_table(report)
+    left_out = _TOLD_BY_A_FIX if solved else _LESS_THAN_A_FIX if report.fixes else frozenset()
+    if _names_the_layer(report):
+        left_out |= {"layers"}
+    notes = [Fact(label="note", text=note) for note in report.notes]
+    evidence = [*evidence_facts(report), *trial_facts(report)]
+    last = [*detail_facts(report), *_capped(notes), *next_facts(report, page=not has_page)]
+    evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
+    if table is None:
+        evidence, last = [], [*evidence, *last]
+    if evidence:
         yield Text()
-        yield from _rows(facts)
-    table = make_table(report, before=_LAYERS_BESIDE_FIXES, after=1) if report.fixes else make_table(report)
+        yield from _rows(evidence)
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")
         yield _layers(table, width)
         if table.legend:
             yield literal(table.legend, "dim")
-    notes = [Fact(label="note", text=note) for note in report.notes]
-    last = [*detail_facts(report), *_capped(notes), *next_facts(report, page=not has_page)]
     if last:
         yield Text()
         yield from _rows(last)
+
+
+def _names_the_layer(report: Report) -> bool:
+    """Tell whether the place of the answer, or the row that the table marks, names the first non-finite layer."""
+    first, origin = report.first_nonfinite, report.origin
+    if first is None or first.where != "output":
+        return False
+    solved = any(fix.verified for fix in report.fixes)
+    return not solved or (origin is not None and origin.place.key == first.place.key)
 
 
 def _whole(line: str, style: str = "") -> Text:

@@ -14,6 +14,7 @@ from matplotlib.collections import PathCollection
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Runs
+from nandoctor.renderers.layers import select_layers
 from nandoctor.renderers.plots.figures import draw_ranges, save_figure
 from nandoctor.renderers.plots.ranges import MAX_BARS, spread_of
 
@@ -99,7 +100,7 @@ def test_a_nonfinite_batch_is_marked_before_all_layers():
 def test_four_hundred_layers_get_an_overview_and_a_closer_look():
     figure = draw_ranges(factory.precision(400, nonfinite_from=250))
     whole, part = figure.axes
-    assert figure.get_figwidth() <= 16
+    assert figure.get_figwidth() == 8
     assert whole.get_ylim() == part.get_ylim()
     assert "encoder.blocks.62.project" in names(whole)
     assert "encoder.blocks.0" in names(whole)
@@ -107,8 +108,19 @@ def test_four_hundred_layers_get_an_overview_and_a_closer_look():
     assert "encoder.blocks.62.attention" in names(part)
     assert "encoder.blocks.62.mlp" in names(part)
     assert len(names(part)) == 40
-    for axes in (whole, part):
-        assert any("encoder.blocks.62.project" in text for text in texts(axes))
+    assert any("first non-finite" in text and "encoder.blocks.62.project" in text for text in texts(whole))
+    assert "first non-finite" in texts(part)
+
+
+@pytest.mark.parametrize("num_layers", [4, 12, 400])
+def test_a_narrow_figure_has_the_layers_around_the_first(num_layers):
+    report = factory.precision(num_layers, nonfinite_from=num_layers // 2)
+    figure = draw_ranges(report, narrow=True)
+    (axes,) = figure.axes
+    assert figure.get_figwidth() < 4
+    assert len(names(axes)) == min(10, len(select_layers(report).pairs))
+    assert report.first_nonfinite.place.label in names(axes)
+    assert figure.legends[0].get_title().get_text().count("\n")  # wrapped
 
 
 @pytest.mark.parametrize("num_layers", [400, MAX_BARS, 20])

@@ -11,9 +11,9 @@ from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
 from nandoctor.renderers.fix_facts import (
     describe_eps,
-    describe_fp32_sets,
     describe_outcome,
     describe_setting,
+    fp32_facts,
     list_fixes,
     list_small_constants,
     summarize_fixes,
@@ -87,10 +87,7 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
 
 
 def test_variations_tell_what_is_finite_and_what_is_not():
-    assert facts(factory.fixable())[-2:] == [
-        ("variations", "precision  finite: bf16"),
-        ("", "samples    finite: without sample 2"),
-    ]  # the mode made no difference
+    assert facts(factory.fixable())[-1] == ("variations", "finite: bf16, without sample 2")  # in either mode it fails
     made = replace(factory.fixable(), counterfactuals=factory.fixable().counterfactuals[-1:])
     assert facts(made)[-1] == ("variations", "the step fails in all of them")
 
@@ -100,7 +97,7 @@ def test_a_variation_that_is_far_from_fp32_says_so():
     far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
     assert facts(replace(made, counterfactuals=(far,)))[-1] == (
         "variations",
-        "precision  finite: bf16 (4.7 % off fp32)",
+        "finite: bf16 (4.7 % off fp32)",
     )
 
 
@@ -122,18 +119,18 @@ def test_a_variation_far_from_fp32_says_how_far():
         made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
     )
     told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
-    assert "precision  finite: fp16 (120 % off fp32), bf16" in told
+    assert "finite: fp16 (120 % off fp32), bf16, without sample 2" in told
 
 
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
         (StepSetting(dtype=FP16), "fp16"),
-        (StepSetting(training=False), "eval"),
+        (StepSetting(training=False), "eval mode"),
         (StepSetting(only=(1,)), "sample 1 alone"),
         (StepSetting(without=(0, 2, 3, 5, 6)), "without samples 0, 2, 3 and 2 more"),
-        (StepSetting(loss_scale=65536.0), "65,536"),
-        (StepSetting(seed=3), "3"),
+        (StepSetting(loss_scale=65536.0), "loss scale 65,536"),
+        (StepSetting(seed=3), "seed 3"),
     ],
 )
 def test_settings_in_words(setting, text):
@@ -186,12 +183,23 @@ def test_fp32_sets():
         num_probes=5,
         complete=True,
     )
-    assert describe_fp32_sets(search) == "a and b; or c (none can be left out; found in 5 runs)"
-    cut = replace(search, sets=(replace(fp32_set, minimal=False),), complete=False)
-    assert describe_fp32_sets(cut) == "a and b (perhaps not the smallest; found in 5 runs; search cut short)"
+    made = factory.fixable()
+    verified = replace(made, fp32_sets=search)
+
+    def told(report, **changes):
+        return next(fp32_facts(replace(report, fp32_sets=replace(search, **changes)))).text
+
+    assert told(verified) == "enough: a and b together; or c"
+    refused = replace(made, fixes=tuple(replace(fix, verified=False) for fix in made.fixes))
+    assert told(refused) == "finite then, though not verified as a fix: a and b together; or c"
+    cut = (replace(fp32_set, minimal=False),)
+    assert told(verified, sets=cut, complete=False) == (
+        "enough: a and b together (perhaps more than needed; the search was cut short)"
+    )
     names = [(Fp32Module(module=name, children=False),) for name in ("", "x")]
-    own = replace(search, sets=tuple(replace(fp32_set, modules=modules) for modules in names))
-    assert describe_fp32_sets(own) == "the model without its submodules; or x without its submodules (found in 5 runs)"
+    own = tuple(replace(fp32_set, modules=modules) for modules in names)
+    assert told(verified, sets=own) == "enough: the model without its submodules; or x without its submodules"
+    assert list(fp32_facts(replace(made, fp32_sets=replace(search, sets=())))) == []
 
 
 USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)

@@ -202,6 +202,8 @@ def test_tensors_have_the_names_of_the_code_or_a_place():
 
 def test_letters_of_a_plot_can_be_read_on_a_phone():
     page = report_page(factory.precision(60))
-    widths = [int(width) for width in re.findall(r'<svg[^>]* style="min-width: (\d+)px"', page)]
-    assert widths
-    assert min(widths) > 390  # the plot is scrolled, not shrunk
+    drawn = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+) [^>]* style="min-width: (\d+)px"', page)
+    assert {int(width) for _, width in drawn} == {768, 307}  # of a tablet, of a phone: neither is scrolled
+    points = min(float(size) for size, _ in drawn)
+    assert 7.5 * 360 / points >= 11  # px of the smallest letters
+    assert page.count('class="wide"') == page.count('class="narrow"') == len(drawn) / 2

@@ -103,7 +103,7 @@ def test_exponents_tell_what_passes_the_format(growth):
     made = factory.report(factory.surveyed(factory.network(8, growth=growth)))
     finding = title(draw(made, "exponents"))
     assert ("would overflow fp16" in finding) is (growth > 1)
-    assert finding.startswith("Every value fits fp16") is (growth == 1)
+    assert finding.startswith("Every layer's output fits fp16") is (growth == 1)
 
 
 def test_exponents_have_the_shares_of_each_layer():

@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
-from nandoctor.renderers.plots.figures import new_figure
+from nandoctor.renderers.plots.figures import figure_width, new_figure
 from nandoctor.renderers.plots.origin_map import picture_levels
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
-from nandoctor.renderers.plots.svg import figure_svg
+from nandoctor.renderers.plots.svg import figure_svg, for_page_and_phone
 from nandoctor.text import are, number, plural
 
-_SIZE_IN = (8.0, 1.9)
+_HEIGHT_IN = 1.9
 _HOLE_ALPHA = 0.4
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 
@@ -62,7 +62,7 @@ def view_html(view: SampleView) -> Markup:
         more = " ..." if len(view.ids) < view.length else ""
         return Markup("<pre>{}{}</pre>").format(" ".join(map(str, view.ids)), more)
     if isinstance(view, Signal):
-        return _signal_svg(view)
+        return for_page_and_phone(_signal_svg(view, narrow=False), _signal_svg(view, narrow=True))
     png = base64.b64encode(_png(view)).decode()
     return Markup('<img src="data:image/png;base64,{}" width="192" alt="Sample {} of {}">').format(
         png, view.sample, view.name
@@ -75,10 +75,10 @@ def _png(picture: Picture) -> bytes:
     return image.getvalue()
 
 
-def _signal_svg(view: Signal) -> Markup:
+def _signal_svg(view: Signal, *, narrow: bool) -> Markup:
     with matplotlib.style.context("default"):
         figure = new_figure()
-        figure.set_size_inches(_SIZE_IN)
+        figure.set_size_inches(figure_width(narrow=narrow), _HEIGHT_IN)
         axes = figure.subplots()
         for curve in range(len(view.lows)):
             _draw_curve(axes, view, curve)
@@ -86,8 +86,10 @@ def _signal_svg(view: Signal) -> Markup:
         axes.tick_params(labelsize=8)
         axes.set_xlabel(f"dimension {view.dim}", size=8)
         if legend := _make_legend(view):
-            figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False, fontsize=8)
-        return figure_svg(figure, prefix="sample", title=f"Sample {view.sample} of {view.name}")
+            figure.legend(
+                handles=legend, loc="outside lower left", ncols=2 if narrow else len(legend), frameon=False, fontsize=8
+            )
+        return figure_svg(figure, prefix=f"sample{'-narrow' * narrow}", title=f"Sample {view.sample} of {view.name}")
 
 
 def _make_legend(view: Signal) -> list[Patch]:

@@ -23,7 +23,7 @@ _FLOOR, _CEILING = 1e-8, 10.0
 _MARKS_AT = 0.97
 
 
-def draw_divergence(report: Report) -> Figure:
+def draw_divergence(report: Report, *, narrow: bool = False) -> Figure:
     """The relative error of each call against fp32: what it inherited, and on top what it made.
 
     Raises:
@@ -35,6 +35,7 @@ def draw_divergence(report: Report) -> Figure:
         lambda axes, layers, shown: _draw_panel(axes, layers, shown, rounding),
         finding=_write_finding(report),
         what="relative error of the sampled output elements that are finite, against fp32",
+        narrow=narrow,
     )
 
 

@@ -29,7 +29,7 @@ _SMALLEST_SHARE = 1e-4
 Histogram = Mapping[int, int]
 
 
-def draw_exponents(report: Report) -> Figure:
+def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
     """Layers by exponents: the share of each layer's non-zero elements, in the fp32 run where that has them.
 
     fp32 shows what the low-precision format would have to hold.
@@ -51,6 +51,7 @@ def draw_exponents(report: Report) -> Figure:
         lambda axes, _, shown: _draw_panel(axes, [histograms[index] for index in shown], shown, limits, low),
         finding=_write_finding(layers, histograms, low),
         what="share of the non-zero elements of its fp32 output that have each exponent",
+        narrow=narrow,
     )
 
 
@@ -89,9 +90,9 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
     beyond = [_share(counts, lambda exponent: exponent > low.max_exponent) for counts in histograms]
     small = [_share(counts, lambda exponent: exponent < low.min_exponent) for counts in histograms]
     lost = max(range(len(small)), key=small.__getitem__)
-    ending = "none is subnormal or 0 in it"
+    ending = f"no value is subnormal or 0 in {low}"
     if small[lost]:
-        ending = f"at most {percent(small[lost])} of a layer's are subnormal or 0 in it ({layers.pairs[lost].label})"
+        ending = f"at most {percent(small[lost])} of one are subnormal or 0 in {low} ({layers.pairs[lost].label})"
     if any(beyond):
         worst = max(range(len(beyond)), key=beyond.__getitem__)
         share = "every value" if beyond[worst] == 1 else f"{percent(beyond[worst])} of the values"
@@ -99,7 +100,7 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
     highest = max(range(len(histograms)), key=lambda index: max(histograms[index], default=-math.inf))
     room = low.max_exponent - max(histograms[highest])
     near = "in its last power of two" if room == 0 else f"{plural(room, 'power')} of two below its limit"
-    return f"Every value fits {low}: the largest is {near}, in {layers.pairs[highest].label}; {ending}."
+    return f"Every layer's output fits {low}: the largest value is {near}, in {layers.pairs[highest].label}; {ending}."
 
 
 def _share(counts: Histogram, wanted: object) -> float:

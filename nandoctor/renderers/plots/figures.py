@@ -27,18 +27,20 @@ from nandoctor.text import bits_text, brief, kinds_text, number, plural, printab
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
-_ZOOM_BEFORE, _ZOOM_AFTER = 26, 13
-_LAYER_WIDTH_IN, _MARGIN_IN = 0.26, 2.6
-_MIN_WIDTH_IN, _MAX_WIDTH_IN = 8.0, 10.5  # its smallest letters are of 11 px on the page's 70 rem
+_ZOOM = (26, 13)  # layers before and after the one in question
+_NARROW = (6, 3)
+_WIDTH_IN, _NARROW_WIDTH_IN = 8.0, 3.2  # the page shows their letters with 10 px and more on a tablet, 11 on a phone
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
+_LEGEND_ROW_IN = 0.17
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
+_SMALL_LETTERS_PER_IN = 16
 _FIRST_NAME_WIDTH = 36
 _SMALL: Mapping[str, Any] = {"loc": "left", "size": 8.5, "color": "#444444"}
 
 DrawPanel = Callable[[Axes, Layers, range], Sequence[Artist]]
 """Draws the layers at these indices, x being the index, and returns what a legend should explain."""
 _NAME_WIDTH = 44
-_MAX_NAMES = 70
+_MAX_NAMES = 52
 _FAIR_NUMBER = 12
 _MAX_DEPTH = 6
 
@@ -52,7 +54,7 @@ class NotebookFigure(Figure):
         return image.getvalue()
 
 
-def draw_ranges(report: Report) -> Figure:
+def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
     """The absolute values of every layer's output in order of execution, autocast drawn over fp32.
 
     A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
@@ -66,6 +68,7 @@ def draw_ranges(report: Report) -> Figure:
         lambda axes, layers, shown: draw_panel(axes, report.runs, layers, shown) if report.runs else [],
         finding=describe_ranges(report),
         what="5 % quantile, median and maximum of the non-zero magnitudes",
+        narrow=narrow,
     )
 
 
@@ -87,8 +90,10 @@ def describe_ranges(report: Report) -> str:
     return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(bits)} bits of headroom"
 
 
-def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -> Figure:
+def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool = False) -> Figure:
     """All layers in order of execution, and where they are many a closer look below; `what` tells what is drawn.
+
+    A `narrow` figure is for a phone: a few layers around the first non-finite one, else around the tightest.
 
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
@@ -99,8 +104,19 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -
             f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
             remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
         )
+    num_layers = len(layers.pairs)
+    center = layers.first_nonfinite if layers.first_nonfinite is not None else layers.tightest() or 0
+    shown = [layers.window(center, *_NARROW) if narrow else range(num_layers)]
+    if len(shown[0]) > MAX_BARS:
+        shown.append(layers.window(center, *_ZOOM))
+    part = f"layers {shown[0].start + 1:,} to {shown[0].stop:,} of {num_layers:,}"
+    drawn = part if len(shown[0]) < num_layers else plural(num_layers, "layer")
     with matplotlib.style.context("default"):
-        return _draw(report, layers, draw, finding, what)
+        figure, marks = _draw(report, layers, draw, shown, narrow=narrow)
+        write_finding(figure, finding)
+        source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
+        write_legend(figure, marks, f"{source}: {drawn} in order of execution, {what}", narrow=narrow)
+        return figure
 
 
 def new_figure() -> Figure:
@@ -123,36 +139,32 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     write_bytes(image.getvalue(), path)
 
 
-def _draw(report: Report, layers: Layers, draw: DrawPanel, finding: str, what: str) -> Figure:
-    num_layers = len(layers.pairs)
-    shown = [range(num_layers)]
-    if num_layers > MAX_BARS:
-        center = layers.first_nonfinite if layers.first_nonfinite is not None else layers.tightest() or 0
-        shown.append(layers.window(center, _ZOOM_BEFORE, _ZOOM_AFTER))
+def _draw(
+    report: Report, layers: Layers, draw: DrawPanel, shown: Sequence[range], *, narrow: bool
+) -> tuple[Figure, Sequence[Artist]]:
+    """One panel for each part of the layers, and what a legend should explain."""
     figure = new_figure()
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
     legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
     for axes, part in zip(panels, shown, strict=True):
         name_layers(axes, layers, part)
-        _mark_first(axes, report.first_nonfinite, layers)
+        _mark_first(axes, report.first_nonfinite, layers, named=part == shown[0] and not narrow)
     for part in shown[1:]:
         panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
-        panels[1].set_title(f"layers {part.start + 1} to {part.stop} of {num_layers}, the dotted part above", **_SMALL)
-    figure.set_size_inches(_find_size(panels, num_layers))
-    write_finding(figure, finding)
-    source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
-    _write_legend(figure, legends[0], f"{source}: {plural(num_layers, 'layer')} in order of execution, {what}")
-    return figure
-
-
-def _find_size(panels: Sequence[Axes], num_layers: int) -> tuple[float, float]:
-    """Width and height in inches: room for every bar up to a limit, and under each panel for its longest name."""
-    width = min(max(_MARGIN_IN + _LAYER_WIDTH_IN * num_layers, _MIN_WIDTH_IN), _MAX_WIDTH_IN)
+        title = f"layers {part.start + 1:,} to {part.stop:,} of {len(layers.pairs):,}, the dotted part above"
+        panels[1].set_title(title, **_SMALL)
     longest = [max(len(label.get_text()) for label in axes.get_xticklabels()) for axes in panels]
-    return width, _TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest)
+    height = _TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest)
+    figure.set_size_inches(figure_width(narrow=narrow), height)
+    return figure, legends[0]
 
 
-def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> None:
+def figure_width(*, narrow: bool) -> float:
+    """The width of every figure in inches, that of a page or of a phone."""
+    return _NARROW_WIDTH_IN if narrow else _WIDTH_IN
+
+
+def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers, *, named: bool) -> None:
     """A line through the first non-finite layer, or before the one that a non-finite value went into, with its name."""
     if first is None or layers.first_nonfinite is None:
         return
@@ -161,7 +173,7 @@ def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> Non
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"first non-finite: {_describe_first(first)}",
+        f"first non-finite: {_describe_first(first)}" if named else "first non-finite",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),
@@ -189,10 +201,14 @@ def write_finding(figure: Figure, finding: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
 
 
-def _write_legend(figure: Figure, legend: Sequence[Artist], what: str) -> None:
-    """At the foot, what is drawn."""
-    box = figure.legend(handles=legend, loc="outside lower left", ncols=max(len(legend), 1), frameon=False, fontsize=8)
-    box.set_title(what)
+def write_legend(figure: Figure, marks: Sequence[Artist], what: str, *, narrow: bool) -> None:
+    """At the foot, what is drawn and what the marks mean; the figure grows by the lines that this takes."""
+    columns = 1 if narrow else max(len(marks), 1)
+    lines = textwrap.wrap(what, int(figure.get_figwidth() * _SMALL_LETTERS_PER_IN))
+    rows = len(lines) - 1 + (len(marks) - 1 if narrow else 0)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_IN * rows)
+    box = figure.legend(handles=marks, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+    box.set_title("\n".join(lines))
     box.get_title().set(size=8, parse_math=False)
     box.set_alignment("left")
 

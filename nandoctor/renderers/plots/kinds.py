@@ -69,8 +69,8 @@ PLOTS: Mapping[str, PlotKind] = {
 }
 
 
-def draw(report: Report, kind: str) -> Figure:
-    """The plot of this kind.
+def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
+    """The plot of this kind; a `narrow` one is for a phone, and has a few layers around the first non-finite one.
 
     Raises:
         NanDoctorError: there is no such kind, or the report does not hold what it shows.
@@ -78,5 +78,7 @@ def draw(report: Report, kind: str) -> Figure:
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
     plot = PLOTS[kind]
-    figure: Figure = getattr(import_module(f"nandoctor.renderers.plots.{plot.module}"), plot.function)(report)
+    figure: Figure = getattr(import_module(f"nandoctor.renderers.plots.{plot.module}"), plot.function)(
+        report, narrow=narrow
+    )
     return figure

@@ -20,12 +20,12 @@ from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
-from nandoctor.renderers.plots.figures import new_figure, write_finding
+from nandoctor.renderers.plots.figures import figure_width, new_figure, write_finding, write_legend
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
 from nandoctor.text import brief, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
-_SIZE_IN = (8.0, 4.6)
+_HEIGHT_IN, _NARROW_HEIGHT_IN = 4.6, 3.0
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _BLACK = -255
@@ -34,7 +34,7 @@ _FLAT = 6.0
 """A map this many times longer than high is stretched, so that it can be seen."""
 
 
-def draw_origin(report: Report) -> Figure:
+def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
     """The share of non-finite elements over two dimensions of the origin's tensor, and the samples beside it.
 
     Raises:
@@ -48,17 +48,14 @@ def draw_origin(report: Report) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure()
-        figure.set_size_inches(_SIZE_IN)
-        place, samples = figure.subplots(1, 2, width_ratios=(8, 1))
+        figure.set_size_inches(figure_width(narrow=narrow), _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN)
+        place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
         picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
         write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{share:.0%} non-finite") for share in (0.01, 0.5, 1.0)]
-        box = figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
-        box.set_title(_describe_source(report, origin, picture))
-        box.get_title().set(size=8, parse_math=False)
-        box.set_alignment("left")
+        write_legend(figure, legend, _describe_source(report, origin, picture), narrow=narrow)
     return figure
 
 
@@ -160,7 +157,7 @@ def _draw_samples(axes: Axes, origin: Origin) -> None:
     axes.set_ylim(shown - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks(_ticks(samples, shown))
-    axes.set_title("affected samples", size=9)
+    axes.set_title("samples", size=8, loc="right")
 
 
 def _ticks(samples: Sequence[int], shown: int) -> list[int]:

@@ -20,7 +20,7 @@ from nandoctor.text import number
 SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
 NONFINITE_COLOR = "#D55E00"
 
-MAX_BARS = 56
+MAX_BARS = 48
 MAX_VECTORS = 1500
 """More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
 

@@ -38,7 +38,7 @@ _NAMES = {
 }
 
 
-def draw_samples(report: Report) -> Figure:
+def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
     """Draw samples by layers.
 
     How near a finite sample is to the limit takes per-sample statistics. Layers whose dimension 0 is not the batch are
@@ -64,6 +64,7 @@ def draw_samples(report: Report) -> Figure:
         lambda axes, _, shown: _draw_panel(axes, image[:, shown.start : shown.stop], shown, set(image.flat)),
         finding=_write_finding(layers, image, under),
         what=f"{under}{cut}",
+        narrow=narrow,
     )
 
 

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _REFERENCE = re.compile(r"#([\w-]+)")
-_READABLE_PX = 11.0
+_READABLE_PX = 10.0
 _FONTS = "DejaVu Sans, Verdana, Geneva, sans-serif"
 
 
@@ -37,6 +37,11 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
     return Markup(ET.tostring(root, encoding="unicode"))
+
+
+def for_page_and_phone(wide: Markup, narrow: Markup) -> Markup:
+    """Both drawings, of which the page shows the one that fits."""
+    return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(wide, narrow)
 
 
 def _smallest_text(figure: Figure) -> float:
