@@ -158,6 +158,8 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
                 for finite in (1e4, 1e3)
             )
     for operand in finding.analysis.operands if finding.op.op == "mul" else ():
-        if operand.counts.num_posinf or operand.counts.num_neginf:
+        low, high = operand.counts.num_neginf > 0, operand.counts.num_posinf > 0
+        if low or high:
             limits = (1e4, finding.format.max)  # what masks are made with, whose gradients fit as well; the largest
-            yield clamp_candidate(finding.op, operand.name, [(-limit, limit) for limit in limits])
+            bounds = [(-limit if low else None, limit if high else None) for limit in limits]
+            yield clamp_candidate(finding.op, operand.name, bounds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -38,12 +38,14 @@ _SMALLEST_NORM = 1e-15
 class Result:
     """What a run gave, without its graph; `ran` is False where it could not, or raised on its way.
 
+    `meant` are the places of infinities in the output that are as the code wants them, such as a mask's.
     The gradients of a large model are gigabytes: whether they are finite is asked once.
     """
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
     ran: bool
+    meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -53,13 +55,29 @@ class Result:
     @cached_property
     def values_finite(self) -> bool:
         """Tell whether the output and the loss are."""
-        return self.ran and all(map(all_finite, self.values.values()))
+        return self.ran and all(map(self._is_finite, self.values))
 
     @property
     def only_loss_fails(self) -> bool:
         """Tell whether the loss is not finite, of an output that is."""
-        finite = {name: all_finite(value) for name, value in self.values.items()}
+        finite = {name: self._is_finite(name) for name in self.values}
         return self.ran and not finite.pop("loss", True) and all(finite.values())
+
+    def _is_finite(self, name: str) -> bool:
+        """Tell whether a value is finite, but for infinities that are meant."""
+        value, meant = self.values[name], self.meant.get(name)
+        if meant is None or meant.shape != value.shape:
+            return all_finite(value)
+        return not bool((torch.isnan(value) | (torch.isinf(value) & ~meant)).any())
+
+    @property
+    def infinities(self) -> Mapping[str, torch.Tensor]:
+        """The places of the infinities in the output, none where there is a NaN beside them."""
+        outputs = {name: value for name, value in self.values.items() if name != "loss"}
+        if any(bool(torch.isnan(value).any()) for value in outputs.values()):
+            return {}
+        found = {name: torch.isinf(value) for name, value in outputs.items()}
+        return {name: places for name, places in found.items() if bool(places.any())}
 
     @cached_property
     def has_nan(self) -> bool:
@@ -107,9 +125,10 @@ class Comparison:
 
     def agrees(self, *, unsure: Comparison | None = None, tolerance: float = TOLERANCE) -> bool:
         """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
-        return all(self._is_honest(name, unsure, tolerance) for name in self.values)
+        return all(self.is_honest(name, unsure=unsure, tolerance=tolerance) for name in self.values)
 
-    def _is_honest(self, name: str, unsure: Comparison | None, tolerance: float) -> bool:
+    def is_honest(self, name: str, *, unsure: Comparison | None = None, tolerance: float = TOLERANCE) -> bool:
+        """The same of one of the values."""
         ours = self.values[name]
         allowed = tolerance * ours.magnitude
         other = unsure.values.get(name) if unsure is not None and unsure.finite else None

@@ -22,6 +22,7 @@ from nandoctor.evidence.edits import (
     ResetBuffers,
     SetArgument,
     SetAttribute,
+    SetLossScale,
     SingleEdit,
     Together,
     ZeroWeights,
@@ -180,7 +181,16 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     model = trials.step.model
     if len(leads) == 1:
         return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
-    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
+    return together([[*_in_code(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
+
+
+def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
+    """The changes of the operation itself, but for the loss scale: it is set elsewhere, and mends no other origin."""
+    return [
+        candidate
+        for candidate in specific(lead, model)
+        if not any(isinstance(edit, SetLossScale) for edit in candidate)
+    ]
 
 
 def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:

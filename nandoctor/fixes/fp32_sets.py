@@ -69,7 +69,7 @@ def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
     """What may be kept in fp32, as it ran: modules without children, and the forwards alone of the others."""
     traces = (findings.trace, findings.reference)
     calls = {call.module: call for trace in traces for call in trace.calls}
-    at_work = {op.module for trace in traces for op in trace.ops}
+    at_work = {op.module for op in (*findings.ops, *findings.reference.ops)}
     order = sorted(calls, key=lambda path: calls[path].enter)
     parents = {parent for path in calls for parent in _ancestors(path)}
     members = [
@@ -89,7 +89,7 @@ def refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> 
     """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
-    ops = [op for op in findings.trace.ops if op.module in owners and op.source is not None]
+    ops = [op for op in findings.ops if op.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
     blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
     guesses = [[line for line in lines if line.site in blamed]]

@@ -88,7 +88,8 @@ class Verifier:
         largest = made.largest_finite
         if "loss" not in made.values and largest > _LARGEST_SQUARED > self._trials.reference().largest_finite:
             return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
-        told = f"finite, {percent(error)} off fp32"
+        besides = " but for infinities that fp32 has there too" if made.meant else ""
+        told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
         return "passed", f"{told}, within what rounding costs here" if error > TOLERANCE else told

@@ -188,7 +188,7 @@ class _Search:
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
         )
         self._guilty = guilty_samples(findings)
-        self._writer = ChangeWriter(step.model, findings.trace.ops)
+        self._writer = ChangeWriter(step.model, findings.ops)
         self._verifier = Verifier(self._trials, guilty=self._guilty, random=findings.random)
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []

@@ -25,6 +25,7 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.agreement import (
     BF16_TOLERANCE,
     TOLERANCE,
+    Comparison,
     Result,
     compare,
     gradient_error,
@@ -37,6 +38,7 @@ from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch
+from nandoctor.tracing.tensor_stats import all_finite
 
 GRADIENT_TOLERANCE = 0.1
 """The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
@@ -218,7 +220,7 @@ class Trials:
             judges_edit = judges_edit or self._tolerance > TOLERANCE
             exact = self.exact(*changed)
             comparison = compare(made, reference, exact=exact)
-            agrees = comparison.agrees(unsure=compare(exact, reference), tolerance=self._tolerance)
+            agrees = self._agrees(comparison, made, unsure=compare(exact, reference))
         max_rel_err = comparison.max_rel_err
         if judges_edit and not selects(edits):
             # In fp32 what was finite before must be no other value now; what was not has nothing to agree with.
@@ -226,6 +228,17 @@ class Trials:
             agrees = agrees and changes.agrees()
             max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
+
+    def _agrees(self, comparison: Comparison, made: Result, *, unsure: Comparison) -> bool:
+        """Whether each value is near to the reference, or is what it was, where the failure did not reach it."""
+        tolerance = self._tolerance
+        off = [name for name in comparison.values if not comparison.is_honest(name, unsure=unsure, tolerance=tolerance)]
+        if not off or (before := self.run()).finite:  # where all was finite, that was the failure
+            return not off
+        moved, lost = compare(made, before), compare(before, self.reference())
+        spared = (name for name in moved.values.keys() & lost.values if all_finite(before.values[name]))
+        within = {name for name in spared if moved.is_honest(name) and lost.is_honest(name, tolerance=BF16_TOLERANCE)}
+        return within.issuperset(off)
 
     @cached_property
     def _tolerance(self) -> float:
@@ -306,7 +319,8 @@ class Trials:
             outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             self._end_if(out_of_memory=outcome.out_of_memory)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
-            return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
+            made = keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
+            return self._forgive(made, edits, precision)
         except LossError:
             # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
             if self._is_own_batch and not selects(edits):
@@ -321,6 +335,15 @@ class Trials:
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             self._end_if(out_of_memory=is_out_of_memory(error))
             return keep(None)  # a changed model may not run at all
+
+    def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
+        """The same; infinities that the unchanged step has in fp32 too are left to a known loss to judge."""
+        has_loss = self.step.loss is not None and self.step.loss not in SURROGATES
+        if made.values_finite or not has_loss or not (infinities := made.infinities):
+            return made
+        samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
+        is_reference = precision == "fp32" and len(samples) == len(_key(edits))
+        return replace(made, meant=infinities if is_reference else self.reference(*samples).meant)
 
     def _end_if(self, *, out_of_memory: bool) -> None:
         """Memory that ran out says nothing about the change, and the next one would fare no better."""

@@ -49,6 +49,40 @@ class Reader(nn.Module):
         scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
         return scores.softmax(-1) @ x
 
+class Actions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(6, 5)
+
+    def forward(self, x, allowed):
+        return self.score(x).masked_fill(allowed == 0, float("-inf"))
+
+def by_hand(logits, batch):
+    return -(batch["wanted"] * torch.log_softmax(logits, -1)).sum(-1).mean()
+
+class Vote(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weigh = nn.Linear(4, 4)
+
+    def forward(self, x, present):
+        return (self.weigh(x).sigmoid() * present).sum(-1).log()
+
+def capped(scores, batch):
+    return scores.clamp(min=-5).mean()
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(10, 16), nn.ReLU())
+
+    def forward(self, a, b):
+        return self.encode(a), self.encode(b)
+
+def cosine(pair, batch):
+    a, b = pair
+    return 1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 1e-6)).mean()
+
 def next_word(logits, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 """
@@ -97,3 +131,46 @@ def test_a_loss_without_a_label_left_does_not_refuse_a_fix(project):
     assert (fix.verified, fix.kind) == (True, "source")
     (alone,) = (check for check in fix.checks if check.name == "samples to blame alone")
     assert alone.status == "not-checked"
+
+
+def added(fix):
+    return [line[1:].strip() for line in fix.patch.splitlines()[3:] if line.startswith("+")]
+
+
+def test_infinities_that_are_meant_stay_in_the_output(project):
+    """Forbidden actions score -inf: the product of the loss is to blame for 0 * -inf, and they are not."""
+    allowed = torch.ones(4, 5)
+    allowed[1:, 2] = 0
+    wanted = torch.eye(5)[[0, 1, 3, 4]]
+    save(torch.nn.ModuleDict({"score": torch.nn.Linear(6, 5)}), x=torch.randn(4, 6), allowed=allowed, wanted=wanted)
+    report = nandoctor.replay("dump.pth", "net.py:Actions", loss="net.py:by_hand").report
+    assert (report.verdict, report.origin.source.line) == ("numerics", 52)
+    fix = report.fixes[0]
+    assert fix.verified
+    assert added(fix) == ['return -(batch["wanted"] * torch.log_softmax(logits, -1).clamp(min=-10000)).sum(-1).mean()']
+    output = next(check for check in fix.checks if check.name == "output")
+    assert output.text.startswith("finite but for infinities that fp32 has there too")
+
+
+def test_an_infinity_that_a_loss_does_not_forgive_is_mended(project):
+    """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
+    present = torch.ones(4, 4)
+    present[2] = 0
+    save(torch.nn.ModuleDict({"weigh": torch.nn.Linear(4, 4)}), x=torch.randn(4, 4), present=present)
+    report = nandoctor.replay("dump.pth", "net.py:Vote", loss="net.py:capped").report
+    fix = report.fixes[0]
+    assert fix.verified
+    assert all(".clamp(min=1e-" in line and line.endswith(".log()") for line in added(fix))
+    assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
+
+
+def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
+    """fp16 rounds the terms of a small vector by over 1 % of what is left, with the change of the loss as without."""
+    model = torch.nn.ModuleDict({"encode": torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU())})
+    model.encode[0].bias.data -= 1.2
+    a, (weight, bias) = torch.randn(12, 10), (model.encode[0].weight[0], model.encode[0].bias[0])
+    a[0] = (weight * (0.01 - bias) / weight.square().sum()).detach()
+    save(model, a=a, b=torch.randn(12, 10))
+    fix = nandoctor.replay("dump.pth", "net.py:Pair", loss="net.py:cosine").report.fixes[0]
+    assert (fix.verified, fix.kind) == (True, "source")
+    assert fix.outcome.max_rel_err > 0.01
