@@ -183,9 +183,19 @@ PRODUCTS: Mapping[str, Product] = {
 _ADDED_TO = _names("addmm _addmm_activation addmv addr baddbmm addbmm")
 
 
+_ONLY_WRITTEN = _names(
+    """copy fill zero normal uniform exponential full_like zeros_like ones_like rand_like randn_like randint_like
+    new_full new_zeros new_ones"""
+)
+
+
 def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
-    """The inputs that the op does not read with these arguments: with `beta` 0, what the product is added to."""
-    return ("self",) if name in _ADDED_TO and arguments.get("beta", 1) == 0 else ()
+    """The inputs that the op does not read with these arguments: what it only writes to, or takes the shape of.
+
+    With `beta` 0 that is what a product is added to.
+    """
+    is_unread = name in _ONLY_WRITTEN or (name in _ADDED_TO and arguments.get("beta", 1) == 0)
+    return ("self",) if is_unread else ()
 
 
 FACTORABLE = _names("matmul mm bmm mv dot einsum tensordot inner outer")

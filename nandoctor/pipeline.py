@@ -17,6 +17,7 @@ from nandoctor.diagnosis.coverage import (
     describe_blindness,
     describe_idle_state,
     describe_narrow_reference,
+    describe_no_graph,
     find_gaps,
     judge_unfailing,
 )
@@ -30,7 +31,7 @@ from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
 from nandoctor.diagnosis.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
-from nandoctor.errors import DumpError, LossError
+from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FloatFormat
@@ -39,6 +40,7 @@ from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, Ten
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.affected_sample import view_sample
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
@@ -240,6 +242,10 @@ def _diagnose(replayed: Replayed) -> Findings:
             if not replayed.step.progress.stop():
                 raise
             return without_backward(findings)
+        except ModelError as error:  # the forward ran without a graph
+            if is_out_of_memory(error.__cause__):
+                raise
+            findings = replace(findings, gaps=(describe_no_graph(error.message),))
     slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
     recorded = replayed.step.recorded
     findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
@@ -250,8 +256,9 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """The findings with what could not be looked at: where nothing was found, that decides."""
     step, flags = replayed.step, replayed.step.saved_flags
     gaps = find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None)
+    gaps = (*findings.gaps, *gaps)
     if findings.verdict not in NOTHING_FOUND:
-        return findings
+        return replace(findings, notes=(*findings.notes, *(gap.text for gap in findings.gaps)))
     notes = tuple(gap.text for gap in gaps[1:])
     return replace(
         findings,

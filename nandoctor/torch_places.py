@@ -9,6 +9,8 @@ NEEDED: dict[str, str] = {
     "torch._C._IncludeDispatchKeyGuard": "watching operations",
     "torch._C._ExcludeDispatchKeyGuard": "watching operations, and emulating CUDA's autocast",
     "torch._C.DispatchKeySet": "watching operations, and emulating CUDA's autocast",
+    # Operators that take functions (flex_attention, cond) look for a kernel of the key in Python, and have no fallback.
+    "torch._ops._compute_keyset": "watching operations inside flex_attention and torch.cond",
     # `Library` is public, its end is not: without it the kernels stay registered until the garbage collector comes by.
     "torch.library.Library._destroy": "taking kernels back out of torch",
     "torch.library.Library.fallback": "watching operations",
@@ -82,6 +84,7 @@ AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
 AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
 DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
+HIGHER_ORDER_KEYS = "torch._ops._compute_keyset"
 ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"

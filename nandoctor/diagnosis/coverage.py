@@ -34,6 +34,11 @@ def _find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, h
             text=f"The output holds what cannot be looked into: {join_first(trace.unread, 3)}. The rest is finite.",
             remedy="Give --call FILE.py:NAME, a function (model, batch) that returns every tensor of the output.",
         )
+    elif not trace.output and trace.loss is None:
+        yield Gap(
+            text="The forward returned no floating-point tensor, so nothing of it was looked at.",
+            remedy="Give --call FILE.py:NAME, a function (model, batch) that returns what the model keeps.",
+        )
     if not flags.here:
         yield Gap(
             text=f"The loss was non-finite on another rank. This is the file of rank {flags.rank} (of "
@@ -54,6 +59,14 @@ def _find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, h
             "own batch are finite.",
             remedy="Replay the files of the other ranks as well.",
         )
+
+
+def describe_no_graph(message: str) -> Gap:
+    """What is not known where the forward runs without a graph alone; `message` is that of the error with one."""
+    return Gap(
+        text=f"The gradients could not be computed on this device. {message}",
+        remedy="Replay it with --device on the kind of device that it was trained on.",
+    )
 
 
 def _returns_loss(trace: Trace) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -15,6 +16,7 @@ from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import Shared
+from nandoctor.replaying.backward_pass import run_backward
 from nandoctor.text import brief
 
 _WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
@@ -88,7 +90,8 @@ def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
     """The error for a forward that raised under `policy` while everything was still finite."""
     if is_out_of_memory(error):
         return explain_memory("run the step", error)
-    raised = f"The model's forward raised {type(error).__name__}{place_of(error)}: {error}"
+    what = "backward pass" if _is_of_backward(error) else "forward"
+    raised = f"The model's {what} raised {type(error).__name__}{place_of(error)}: {error}"
     if "without overflow" in str(error):
         return ModelError(
             raised,
@@ -113,13 +116,15 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
     )
 
 
+def _is_of_backward(error: BaseException) -> bool:
+    return any(frame.f_code is run_backward.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def place_of(error: BaseException) -> str:
     """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
-    traceback, place = error.__traceback__, ""
-    while traceback is not None:
-        frame = traceback.tb_frame
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("torch", "nandoctor") and package not in sys.stdlib_module_names:
-            place = f" at {frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
+            place = f" at {frame.f_code.co_filename}:{line}"
     return place

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.process_wide import Shared
+from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import (
     OBSERVER_KEY,
     call_below_observer,
@@ -29,7 +29,9 @@ from nandoctor.torch_compat import (
     script_line,
     script_traceback,
     unobserved,
+    without_observer,
 )
+from nandoctor.torch_places import HIGHER_ORDER_KEYS
 from nandoctor.tracing.op_call import Invocation, op_name
 
 if TYPE_CHECKING:
@@ -76,7 +78,13 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
 
 
-observer_registered = Shared(lambda: observer_kernel(_observe))
+@contextmanager
+def _observer() -> Iterator[None]:
+    with observer_kernel(_observe), patched([Patch(HIGHER_ORDER_KEYS, without_observer)]):
+        yield
+
+
+observer_registered = Shared(_observer)
 """Where the hook is known to torch. To register it takes longer than a run of a small model, and it is idle outside of
 `intercepting`: whoever makes many runs holds it meanwhile."""
 
@@ -118,36 +126,41 @@ def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
 
 
 class CallSite(NamedTuple):
-    """A code object, the instruction in it that is running, and its line; and the TorchScript that it runs, if any."""
+    """A frame's code object, the instruction in it that is running, and its line; the TorchScript that it runs, if any.
 
-    code: CodeType
+    There is no code where torch's own modules call each other throughout.
+    """
+
+    code: CodeType | None
     instruction: int
     line: int
     script: object
 
 
-def find_place(frame: FrameType | None = None) -> CallSite | None:
-    """Where the user's innermost frame is; None where torch's own modules call each other throughout."""
+def find_place(frame: FrameType | None = None) -> CallSite:
+    """Where the user's innermost frame is."""
     frame = frame or sys._getframe(1)
+    script = script_traceback()
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
-        if frame.f_code.co_filename == _RUNNER:
-            return None  # further out is whoever called nandoctor
-        frame = frame.f_back
-    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script_traceback())
+        # Further out than the runner is whoever called nandoctor.
+        frame = None if frame.f_code.co_filename == _RUNNER else frame.f_back
+    if frame is None:
+        return CallSite(None, 0, 0, script)
+    return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script)
 
 
-def to_source(place: CallSite | None) -> SourceLine | None:
+def to_source(place: CallSite) -> SourceLine | None:
     """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11).
 
     Where TorchScript runs the line is that of the script, for the caller's shows another operation; None where the
     script is in an archive that `torch.jit.load` read.
     """
-    if place is None:
-        return None
     if (scripted := script_line(place.script)) is not None:
         text = linecache.getline(*scripted).strip()
         return SourceLine(file=scripted[0], line=scripted[1], text=text) if text else None
     code, instruction, line, _ = place
+    if code is None:
+        return None
     text = linecache.getline(code.co_filename, line).strip()
     positions: Any = getattr(code, "co_positions", None)
     if positions is None:

@@ -63,7 +63,7 @@ class _Recording:
     owner: Owner
     nth: int
     phase: Phase
-    source: CallSite | None
+    source: CallSite
     inputs: list[_Tensor]
     outputs: list[Reading]
     scalars: tuple[tuple[str, float], ...]
@@ -80,10 +80,11 @@ class _Writer(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A living tensor whose memory this is, and who wrote there last."""
+    """A living tensor whose memory this is, who wrote there last, and who wrote non-finite values that may be there."""
 
     tensor: weakref.ref[torch.Tensor]
     order: int | None
+    nonfinite: int | None = None
 
 
 class OpTracer:
@@ -141,7 +142,9 @@ class OpTracer:
         if (writer := self._find_current(tensor)) is not None:
             return writer.order
         storage = self._find_storage(tensor)
-        return None if storage is None else storage.order
+        if storage is None or storage.nonfinite is None or is_finite(measure(tensor)):
+            return None if storage is None else storage.order
+        return storage.nonfinite
 
     def reading_of(self, tensor: torch.Tensor) -> Reading | None:
         """What was read of `tensor` as it is now, None where nothing was."""
@@ -236,10 +239,17 @@ class OpTracer:
         writer = _Writer(weakref.ref(tensor), _version(tensor), order, reading)
         self._writers[id(tensor)] = writer
         storage = self._find_storage(tensor)
+        if storage is not None and not wrote:  # a view leaves the memory as it is
+            return writer
+        nonfinite = None if is_finite(reading) else order
         if storage is None:
-            self._storages[_address(tensor)] = _Storage(writer.tensor, order)
-        elif wrote:  # a view leaves the memory as it is
-            self._storages[_address(tensor)] = storage._replace(order=order)
+            self._storages[_address(tensor)] = _Storage(writer.tensor, order, nonfinite)
+        else:
+            is_whole = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+            left = None if is_whole or nonfinite is not None else storage.nonfinite
+            self._storages[_address(tensor)] = storage._replace(
+                order=order, nonfinite=left if nonfinite is None else nonfinite
+            )
         return writer
 
     def _record(

@@ -76,6 +76,18 @@ def test_nothing_is_healthy_that_was_not_read(examine, name):
     assert "cannot be looked into" in report.headline
 
 
+def test_what_a_model_keeps_to_itself_was_not_looked_at(examine):
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            self.kept = super().forward(x) * 1e6
+
+    report = examine(Keeping(8, 8), BATCH)
+    assert report.verdict == "cannot-tell"
+    assert "returned no floating-point tensor" in report.headline
+    heard = examine(Keeping(8, 8), BATCH, call=lambda model, batch: (model(batch["x"]), model.kept))
+    assert blamed(heard)[:3] == ("precision", "", "mul")
+
+
 def test_a_nan_that_came_to_nothing_is_no_failure(examine):
     class Cleaned(nn.Linear):
         def forward(self, x):

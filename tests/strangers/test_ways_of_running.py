@@ -261,3 +261,49 @@ def test_a_scratch_tensor_full_of_nan_that_is_overwritten(examine):
             return result
 
     assert blamed(examine(Between(Scratch()), {"x": normal(3, 8)})) == HEALTHY
+
+
+def in_halves(first, second):
+    """A module that writes its result half by half, each multiplied by a number, into memory that is full of NaN."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            made = torch.full_like(x, float("nan"))
+            made[:2] = x[:2] * first
+            made[2:] = x[2:] * second
+            return made.relu()
+
+    return Between(Halves())
+
+
+@pytest.mark.parametrize(("first", "second"), [(1e6, 1.0), (1.0, 1e6)])
+def test_a_result_that_is_written_in_parts(examine, first, second):
+    report = examine(in_halves(first, second), {"x": normal(4, 8)})
+    assert blamed(report) == ("precision", "middle", "mul", "elementwise-overflow")
+    assert line(report) == ("made[:2] = x[:2] * first" if first > second else "made[2:] = x[2:] * second")
+
+
+def test_a_sound_result_that_is_written_in_parts(examine):
+    assert blamed(examine(in_halves(1.0, 1.0), {"x": normal(4, 8)})) == HEALTHY
+
+
+def test_a_part_that_nobody_wrote(examine):
+    class Half(nn.Module):
+        def forward(self, x):
+            made = torch.full_like(x, float("nan"))
+            made[:2] = x[:2]
+            return made.relu()
+
+    report = examine(Between(Half()), {"x": normal(4, 8)})
+    assert blamed(report) == ("numerics", "middle", "full_like", "indeterminate-form")
+
+
+def test_an_overflow_that_a_later_part_leaves_in_place(examine):
+    class Marked(nn.Module):
+        def forward(self, x):
+            made = x * 1e6
+            made[0] = 0.0
+            return made.relu()
+
+    report = examine(Between(Marked()), {"x": normal(4, 8)})
+    assert blamed(report) == ("precision", "middle", "mul", "elementwise-overflow")
