@@ -51,17 +51,20 @@ class RandomStates:
 class Generators:
     """The process's random generators; of CUDA's the one of `device`, which its host keeps: nothing waits.
 
-    numpy takes longer to tell its state than all others, so it is asked only once its words in memory have changed.
-    They do not tell of the second number of a normal pair, which it holds back: it is always asked after one.
+    Those of numpy and Python take longer to tell their states than all else that is done in a step, so they are asked
+    only once their words in memory have changed. These do not tell of the second number of a normal pair, which both
+    hold back: numpy is always asked after one.
     """
 
-    _NBYTES = 625 * 4  # 624 words and the place among them, as numpy's MT19937 keeps them
+    _NUMPY_NBYTES = 625 * 4  # 624 words and the place among them, as numpy's MT19937 keeps them
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._words = b""
+        self._numpy_words = self._python_words = b""
         self._numpy: Any = None
+        self._python: Any = None
         self._holds_back = False
+        self._can_peek = _has_words_in_memory()
 
     def read(self) -> RandomStates:
         """The states as they are now."""
@@ -69,7 +72,7 @@ class Generators:
             cpu=torch.get_rng_state(),
             cuda=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
             numpy=self._read_numpy(),
-            python=random.getstate(),
+            python=self._read_python(),
         )
 
     def _read_numpy(self) -> Any:
@@ -78,11 +81,36 @@ class Generators:
         generator = numpy_random.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return None
-        words = ctypes.string_at(generator.ctypes.state_address, self._NBYTES)
-        if words != self._words or self._holds_back:
-            self._words, self._numpy = words, np.random.get_state()
+        words = ctypes.string_at(generator.ctypes.state_address, self._NUMPY_NBYTES)
+        if words != self._numpy_words or self._holds_back:
+            self._numpy_words, self._numpy = words, np.random.get_state()
             self._holds_back = self._holds_back or bool(self._numpy[3])
         return self._numpy
+
+    def _read_python(self) -> Any:
+        generator: Any = getattr(random.getstate, "__self__", None)
+        if not self._can_peek or type(generator) is not random.Random:
+            return random.getstate()
+        words = _words_of(generator)
+        if words != self._python_words or generator.gauss_next != self._python[2]:
+            self._python_words, self._python = words, random.getstate()
+        return self._python
+
+
+def _words_of(generator: random.Random) -> bytes:
+    """All that CPython's generator has in memory behind its header; `gauss_next` is an attribute beside it."""
+    header, whole = object.__basicsize__, random.Random.__base__.__basicsize__
+    return ctypes.string_at(id(generator) + header, whole - header)
+
+
+def _has_words_in_memory() -> bool:
+    """Try it: another Python may keep the words elsewhere, where an id is an address at all."""
+    if sys.implementation.name != "cpython":
+        return False
+    generator = random.Random(0)
+    before = _words_of(generator)
+    generator.random()
+    return _words_of(generator) != before
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:

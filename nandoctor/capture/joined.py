@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -46,9 +46,15 @@ class JoinOrder:
 
     def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
         """The largest magnitude of all elements, NaN if one is NaN; None if all tensors are missing."""
+        bounds: list[float] = []
         with torch.no_grad():
-            parts = ([tensor for tensor in tensors[part] if tensor is not None] for part in self._slices)
-            return _largest(part[0] if len(part) == 1 else _join(part) for part in parts if part)
+            for part in self._slices:
+                if there := [tensor for tensor in tensors[part] if tensor is not None]:
+                    low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there))
+                    bounds += (low.item(), high.item())
+        if any(map(math.isnan, bounds)):
+            return math.nan
+        return max(map(abs, bounds)) if bounds else None
 
 
 def can_join(tensor: torch.Tensor) -> bool:
@@ -58,11 +64,5 @@ def can_join(tensor: torch.Tensor) -> bool:
 
 def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     join = torch.cat if tensors[0].dim() else torch.stack
-    return join(list(tensors), out=out)
+    return join(tensors, out=out)  # type: ignore[arg-type]
 
-
-def _largest(joined: Iterable[torch.Tensor]) -> float | None:
-    bounds = [bound.item() for values in joined for bound in torch.aminmax(values)]
-    if any(map(math.isnan, bounds)):
-        return math.nan
-    return float(max(map(abs, bounds))) if bounds else None

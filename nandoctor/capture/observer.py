@@ -149,6 +149,8 @@ class BufferKeeper:
 
     def keep(self) -> Snapshot:
         """The buffers as they are now."""
+        if not self.names and self._last is not None:
+            return self._last
         buffers: Buffers = tuple(map(dict.get, self._registries, self._own_names))
         plan = self._plan_for(buffers)
         odd = {index: buffer.clone() for index in plan.odd if (buffer := buffers[index]) is not None}

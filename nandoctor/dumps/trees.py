@@ -125,8 +125,8 @@ class _Packer:
 
     def _pack_container(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in (list, tuple):
-            return type(value)(self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value))
-        fields = _fields(value)
+            return type(value)([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
+        fields = value if type(value) is dict else _fields(value)
         if fields is None and self.kinds:
             return self._pack_object(value, name, depth)
         if fields is None or not all(isinstance(key, (str, int)) for key in fields):
