@@ -340,6 +340,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The registry of a module's own parameters."""
+    return module._parameters
+
+
 def loads_plainly(module: nn.Module) -> bool:
     """Tell whether `load_state_dict` only copies tensors here: no method of the module's own, and no hooks."""
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)

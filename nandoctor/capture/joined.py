@@ -65,4 +65,3 @@ def can_join(tensor: torch.Tensor) -> bool:
 def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     join = torch.cat if tensors[0].dim() else torch.stack
     return join(tensors, out=out)  # type: ignore[arg-type]
-

@@ -1,12 +1,12 @@
 """Looks at a model before its forward: buffers, train flags, random generators, autocast.
 
-Only those buffers are copied that the forward writes.
+Only what the forward writes is copied: buffers, and parameters that no optimizer trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
-from nandoctor.torch_compat import buffers_of, is_running_norm, versions_of
+from nandoctor.capture.updates import UNDO_NBYTES, has_room
+from nandoctor.torch_compat import buffers_of, is_running_norm, parameters_of, versions_of
 
-Buffers = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor | None, ...]
+NUM_SAMPLED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class StateBefore:
     """The state before the forward; `training` are the train flags in the order of the model's modules."""
 
     random: RandomStates
-    buffers: Snapshot
+    kept: Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
 
@@ -35,9 +38,9 @@ class StateBefore:
 class Observer:
     """Looks at a model before its forward; what does not change from step to step is found out once."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
         self.model = model
-        self._buffers = BufferKeeper(model)
+        self._keeper = StateKeeper(model, undo_nbytes)
         self._paths = tuple(path for path, _ in model.named_modules())
         self._modules = tuple(model.modules())
         first = next(iter([*model.parameters(), *model.buffers()]), None)
@@ -49,7 +52,7 @@ class Observer:
         """The state as it is now."""
         return StateBefore(
             random=self._generators.read(),
-            buffers=self._buffers.keep(),
+            kept=self._keeper.keep(),
             training=tuple([module.training for module in self._modules]),
             autocast=read_autocast(self.device.type),
         )
@@ -67,13 +70,13 @@ class Observer:
 
         `weights` are those that were written since, as they were.
         """
-        buffers, lost = self._buffers.state(before.buffers)
-        kept = {**weights, **buffers}
+        copies, lost = self._keeper.state(before.kept)
+        kept = {**weights, **copies}
         state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         contents = {
             "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
             "shards": describe_shards(state),
-            "buffers": [name for name in self._buffers.names if name in state],
+            "buffers": [name for name in self._keeper.buffers if name in state],
             "training": dict(zip(self._paths, before.training, strict=True)),
             "rng": before.random.to_plain(),
             "mixed_precision": describe_mixed_precision(self.model),
@@ -83,94 +86,164 @@ class Observer:
 
 
 class SnapshotPlan:
-    """Which of these very tensors are copied before each forward; of all but the `written` the versions are kept."""
+    """Which of these very tensors are copied before each forward; of all but the `written` the versions are kept.
 
-    def __init__(self, buffers: Buffers, written: Set[int], *, copies_all: bool) -> None:
-        self.buffers = buffers
-        self.is_first = copies_all or any(
-            b is not None and is_lazy(b) for b in buffers
-        )  # a lazy buffer gets its values in the forward
-        there = {i: buffer for i, buffer in enumerate(buffers) if buffer is not None and not is_lazy(buffer)}
+    Writes through `.data` and through numpy count no version, so some forwards are checked by values: before them all
+    are copied but the `large`, of each of which a few values are taken.
+    """
+
+    def __init__(self, tensors: Tensors, written: Set[int], *, large: Set[int], checks: bool) -> None:
+        self.tensors, self.checks = tensors, checks
+        there = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None and not is_lazy(tensor)}
+        self.is_first = len(there) < sum(tensor is not None for tensor in tensors)  # lazy: filled by the forward
         # Inference tensors count no versions, so that nobody can tell whether one was written.
-        uncounted = {index for index, buffer in there.items() if buffer.is_inference()}
-        self.watched = [index for index in there if index not in written and index not in uncounted]
-        copied = [index for index in there if copies_all or index in written or index in uncounted]
+        uncounted = {index for index, tensor in there.items() if tensor.is_inference()} - large
+        self.watched = [index for index in there if index not in written and not there[index].is_inference()]
+        copied = [i for i in there if i in written or i in uncounted or (checks and i not in large)]
+        self.sampled = [i for i in there if checks and i not in copied and can_join(there[i])]
         self.odd = [index for index in copied if not can_join(there[index])]
         joined = [index for index in copied if can_join(there[index])]
         self._order = JoinOrder([there[index] for index in joined])
         self._joined = [joined[place] for place in self._order.places]
         self._sources, self._watched = ([there[index] for index in group] for group in (self._joined, self.watched))
 
-    def is_for(self, buffers: Buffers) -> bool:
+    def is_for(self, tensors: Tensors) -> bool:
         """True of the same tensors."""
-        return all(map(is_, buffers, self.buffers))
+        return all(map(is_, tensors, self.tensors))
+
+    def take(self) -> Snapshot:
+        """The tensors as they are now."""
+        odd = {index: tensor.clone() for index in self.odd if (tensor := self.tensors[index]) is not None}
+        return Snapshot(
+            plan=self, versions=self.versions(), joined=self._order.copy(self._sources), odd=odd, sampled=self.sample()
+        )
 
     def versions(self) -> list[int]:
         """The versions of the watched as they are now."""
         return versions_of(self._watched)
 
-    def copy(self) -> list[torch.Tensor]:
-        """What `split` makes copies of."""
-        return self._order.copy(self._sources)
+    def sample(self) -> list[torch.Tensor]:
+        """A few values of each of the sampled."""
+        return [_take_few(tensor) for index in self.sampled if (tensor := self.tensors[index]) is not None]
 
     def split(self, joined: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The copies by place among the buffers."""
+        """The copies by place among the tensors."""
         return dict(zip(self._joined, self._order.split(joined), strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """The buffers before one forward: copies of those known to be written, of the others the versions."""
+    """The state before one forward: copies of what is known to be written, of the rest the versions.
+
+    `differs` tells of each of `compared` whether the forward has changed its values, once `compare` was called.
+    """
 
     plan: SnapshotPlan
     versions: list[int]
     joined: list[torch.Tensor]
     odd: dict[int, torch.Tensor]
+    sampled: list[torch.Tensor]
+    compared: list[int] = field(default_factory=list)
+    differs: Flag | None = None
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """What was copied, by place among the tensors."""
+        return self.odd | self.plan.split(self.joined)
+
+    def compare(self) -> None:
+        """Look, once and where the plan says so, at what the forward has written without counting it."""
+        if not self.plan.checks or self.differs is not None:
+            return
+        before = {**self.copies(), **dict(zip(self.plan.sampled, self.sampled, strict=True))}
+        after = {i: tensor for i in self.copies() if (tensor := self.plan.tensors[i]) is not None}
+        after |= dict(zip(self.plan.sampled, self.plan.sample(), strict=True))
+        self.compared = list(before)
+        device = next(iter(before.values())).device if before else torch.device("cpu")
+        found = [_differ(before[index], after[index]).to(device) for index in before]
+        self.differs = Flag(torch.stack(found).float() if found else 0.0)
 
     def changed(self) -> list[int]:
-        """Which of those that are watched were written to in place since."""
+        """Which of those that are watched were written to since."""
         now = self.plan.versions()
-        return [index for index, old, new in zip(self.plan.watched, self.versions, now, strict=True) if old != new]
+        counted = [index for index, old, new in zip(self.plan.watched, self.versions, now, strict=True) if old != new]
+        if self.differs is None:
+            return counted
+        return counted + [i for i, differs in zip(self.compared, self.differs.values(), strict=False) if differs]
 
 
-class BufferKeeper:
-    """Knows which buffers of a model a forward writes: the running statistics of norms, and whatever it saw change.
+def _take_few(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy some values, spread over the tensor."""
+    values = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
+    return values[:: max(1, values.numel() // NUM_SAMPLED)].clone()
 
-    The first snapshot copies all buffers, since nothing was seen yet.
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Tell on the device whether values differ; what cannot be compared does."""
+    try:
+        return (before != after).any()
+    except RuntimeError:  # another shape by now, or a format that torch only stores
+        return torch.tensor(True)
+
+
+class StateKeeper:
+    """Knows what a forward writes: the running statistics of norms, and whatever it was seen to change.
+
+    Looked at are buffers, and the parameters that no gradient is wanted of: the momentum encoder of a contrastive
+    model is written by its forward. The first forward is checked by values, and then the 2nd, 4th, 8th and so on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        places = [(path, module, name) for path, module in model.named_modules() for name in buffers_of(module)]
-        self.names = tuple(f"{path}.{name}" if path else name for path, _, name in places)
-        self._registries = [buffers_of(module) for _, module, _ in places]
+    def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
+        modules = list(model.named_modules())
+        buffers = [(path, buffers_of(module), name) for path, module in modules for name in buffers_of(module)]
+        frozen = [
+            (path, parameters_of(module), name)
+            for path, module in modules
+            for name, parameter in parameters_of(module).items()
+            if parameter is not None and not parameter.requires_grad
+        ]
+        places = [*buffers, *frozen]
+        self._names = [f"{path}.{name}" if path else name for path, _, name in places]
+        self.buffers = tuple(self._names[: len(buffers)])
+        self._frozen = frozenset(range(len(buffers), len(places)))
+        self._registries = [registry for _, registry, _ in places]
         self._own_names = [name for *_, name in places]
-        self._written = {i for i, (_, module, _) in enumerate(places) if is_running_norm(module)}
+        norms = {id(buffers_of(module)) for _, module in modules if is_running_norm(module)}
+        self._written = {index for index, (_, registry, _) in enumerate(buffers) if id(registry) in norms}
+        self._undo_nbytes = undo_nbytes
+        self._num_taken = 0
         self._last: Snapshot | None = None
 
     def keep(self) -> Snapshot:
-        """The buffers as they are now."""
-        if not self.names and self._last is not None:
+        """The state as it is now."""
+        if not self._names and self._last is not None:
             return self._last
-        buffers: Buffers = tuple(map(dict.get, self._registries, self._own_names))
-        plan = self._plan_for(buffers)
-        odd = {index: buffer.clone() for index in plan.odd if (buffer := buffers[index]) is not None}
-        self._last = Snapshot(plan=plan, versions=plan.versions(), joined=plan.copy(), odd=odd)
+        self._num_taken += 1
+        tensors: Tensors = tuple(map(dict.get, self._registries, self._own_names))
+        self._last = self._plan_for(tensors).take()
         return self._last
 
-    def _plan_for(self, buffers: Buffers) -> SnapshotPlan:
+    def _plan_for(self, tensors: Tensors) -> SnapshotPlan:
         """What to copy, by all that was seen to be written since the last snapshot."""
         last = self._last
-        if last is None:
-            return SnapshotPlan(buffers, self._written, copies_all=True)
-        changed = last.changed()
-        self._written.update(changed)
-        if changed or last.plan.is_first or not last.plan.is_for(buffers):
-            return SnapshotPlan(buffers, self._written, copies_all=False)
+        checks = self._num_taken & (self._num_taken - 1) == 0
+        changed = [] if last is None else last.changed()
+        if last is None or checks or changed or last.plan.checks or last.plan.is_first or not last.plan.is_for(tensors):
+            self._written.update(changed)
+            large = self._frozen if checks and not self._has_room(tensors, self._frozen) else frozenset()
+            copied = self._written
+            if not self._has_room(tensors, self._written & self._frozen):
+                copied = self._written - self._frozen
+            return SnapshotPlan(tensors, copied, large=large, checks=checks)
         return last.plan
 
+    def _has_room(self, tensors: Tensors, places: Set[int]) -> bool:
+        return has_room([tensor for place in places if (tensor := tensors[place]) is not None], self._undo_nbytes)
+
     def state(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The buffers of a snapshot by name, and the names of those that were overwritten and not copied."""
-        copies = snapshot.odd | snapshot.plan.split(snapshot.joined)
-        held = {index: buffer for index, buffer in enumerate(snapshot.plan.buffers) if buffer is not None}
-        lost = [self.names[index] for index in snapshot.changed() if index not in copies]
-        return {self.names[index]: buffer for index, buffer in {**held, **copies}.items()}, lost
+        """What a snapshot knows by name, and the names of those that were overwritten and not copied."""
+        copies = snapshot.copies()
+        held = {i: tensor for i, tensor in enumerate(snapshot.plan.tensors[: len(self.buffers)]) if tensor is not None}
+        lost = {*snapshot.changed(), *(self._written & self._frozen)} - set(copies)
+        return {self._names[index]: tensor for index, tensor in {**held, **copies}.items()}, [
+            self._names[index] for index in sorted(lost)
+        ]

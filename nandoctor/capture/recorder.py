@@ -115,7 +115,7 @@ class Recorder(RecorderSettings):
         refuse_flat_weights(self.model)
         self._engine = find_engine(self.model)
         scaler = self._find_scaler()
-        self._observer = Observer(unwrap_model(self._called))
+        self._observer = Observer(unwrap_model(self._called), self.undo_nbytes)
         sources = _describe_sources(self._observer.model, self)
         plan = plan_rebuild(
             self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss

@@ -167,6 +167,8 @@ class StepTracker:
             return None
         step.num_running -= 1
         step.returned.append(pack(output, "output"))
+        if len(step.returned) == 1 and step.before is not None:
+            step.before.kept.compare()
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:

@@ -104,8 +104,7 @@ class TrainedParameters:
 
     def _make_copies(self, undo_nbytes: int) -> list[torch.Tensor] | None:
         parts = [local_part(parameter) for parameter in self.parameters]
-        bounds = [_UNDO_SHARE * _memory_of(device) for device in {part.device for part in parts}]
-        if memory_of(parts) > min([undo_nbytes, *bounds]):
+        if not has_room(parts, undo_nbytes):
             return None
         try:
             return [torch.empty_like(part) for part in parts] if self._joint is None else self._joint.copy(parts)
@@ -131,6 +130,12 @@ class TrainedParameters:
                 if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
                     found[name] = float(value)
         return found
+
+
+def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
+    """Tell whether copies of them may be held all the time."""
+    bounds = [_UNDO_SHARE * _memory_of(device) for device in {tensor.device for tensor in tensors}]
+    return memory_of(tensors) <= min([undo_nbytes, *bounds])
 
 
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:

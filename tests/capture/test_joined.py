@@ -12,7 +12,7 @@ from torch import nn
 
 from nandoctor.capture.environment import Generators
 from nandoctor.capture.joined import JoinOrder
-from nandoctor.capture.observer import BufferKeeper
+from nandoctor.capture.observer import StateKeeper
 
 TENSORS = [
     torch.randn(3, 4),
@@ -77,7 +77,7 @@ class Odd(nn.Module):
 
 def test_buffers_are_those_from_before_the_forward():
     model = Odd()
-    keeper = BufferKeeper(model)
+    keeper = StateKeeper(model, undo_nbytes=1 << 20)
     for number in range(5):
         expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
         snapshot = keeper.keep()
@@ -109,3 +109,33 @@ def test_a_generator_of_another_kind_is_left_out():
         np.random.set_bit_generator(before)
     assert states.numpy is None
     assert "numpy" not in states.to_plain()
+
+
+class Uncounted(nn.Module):
+    """Writes as older code does, so that torch counts no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.ones(4, 3))
+        self.register_buffer("constant", torch.ones(2))
+        self.key = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self) -> None:
+        self.code.data.mul_(0.5)
+        self.key.data = self.key.data * 0.9
+
+
+@pytest.mark.parametrize("undo_nbytes", [1 << 20, 0])
+def test_writes_that_torch_does_not_count_are_found(undo_nbytes):
+    model = Uncounted()
+    keeper = StateKeeper(model, undo_nbytes)
+    for _ in range(5):
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        snapshot = keeper.keep()
+        model()
+        snapshot.compare()
+        state, lost = keeper.state(snapshot)
+        assert lost == ([] if undo_nbytes else ["key"])
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    assert "frozen" not in state  # it was copied for comparison alone
