@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
 from nandoctor.capture.observer import Observer
+from nandoctor.capture.sharding import places_in_whole
 from nandoctor.capture.source_info import ProjectSources, describe_model
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
-from nandoctor.dumps.recorded_format import FORMAT
+from nandoctor.dumps.recorded_format import FORMAT, WeightSample
 from nandoctor.dumps.weights import describe_samples, sample_weights
 from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
@@ -153,22 +155,32 @@ def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max
     """The contents; where the weights do not fit into `max_nbytes`, with the buffers alone and a reference.
 
     Buffers stay, for a forward writes to them and no checkpoint has them as they were. A few values of each weight are
-    kept, so that a replay can tell whether a checkpoint is of this step; of a sharded weight none.
+    kept, so that a replay can tell whether a checkpoint is of this step; of a sharded weight some of this rank's part.
     """
     state = contents["state_dict"]
     if "state_dict" in fit_into(contents, max_nbytes) or not state:
         return contents
     buffers = {name: state[name] for name in contents["buffers"]}
     weights = {name: tensor for name, tensor in state.items() if name not in buffers}
-    whole = {name: tensor for name, tensor in weights.items() if name not in contents["shards"]}
     size = memory_of(weights.values())
     return {
         **contents,
         "state_dict": buffers,
         "shards": {name: shard for name, shard in contents["shards"].items() if name in buffers},
-        "checkpoint": {"path": _find_path(source), "samples": describe_samples(sample_weights(whole))},
+        "checkpoint": {"path": _find_path(source), "samples": describe_samples(_sample(weights, contents["shards"]))},
         "left_out": [*contents["left_out"], f"state_dict: the weights, {size} bytes, beyond the cap of {max_nbytes}"],
     }
+
+
+def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> dict[str, WeightSample]:
+    """A few values of each weight, by their places in the whole of it."""
+    found = {}
+    for name, sample in sample_weights(weights).items():
+        shape, shard = weights[name].shape, shards.get(name)
+        at = sample.at if shard is None else places_in_whole(sample.at, shape, shard, read_rank()[0])
+        if at is not None:
+            found[name] = WeightSample(at=at, values=sample.values)
+    return found
 
 
 def _find_path(source: WeightsSource | None) -> str:

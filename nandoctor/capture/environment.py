@@ -89,17 +89,17 @@ class Generators:
 
     def _read_python(self) -> Any:
         generator: Any = getattr(random.getstate, "__self__", None)
-        if not self._can_peek or type(generator) is not random.Random:
+        if not self._can_peek or generator is None or type(generator) is not random.Random:
             return random.getstate()
-        words = _words_of(generator)
-        if words != self._python_words or generator.gauss_next != self._python[2]:
+        words, held_back = _words_of(generator), vars(generator)["gauss_next"]
+        if words != self._python_words or held_back != self._python[2]:
             self._python_words, self._python = words, random.getstate()
         return self._python
 
 
 def _words_of(generator: random.Random) -> bytes:
     """All that CPython's generator has in memory behind its header; `gauss_next` is an attribute beside it."""
-    header, whole = object.__basicsize__, random.Random.__base__.__basicsize__
+    header, whole = object.__basicsize__, random.Random.__mro__[1].__basicsize__
     return ctypes.string_at(id(generator) + header, whole - header)
 
 

@@ -201,7 +201,7 @@ class StateKeeper:
             for name, parameter in parameters_of(module).items()
             if parameter is not None and not parameter.requires_grad
         ]
-        places = [*buffers, *frozen]
+        places: list[tuple[str, Mapping[str, torch.Tensor | None], str]] = [*buffers, *frozen]
         self._names = [f"{path}.{name}" if path else name for path, _, name in places]
         self.buffers = tuple(self._names[: len(buffers)])
         self._frozen = frozenset(range(len(buffers), len(places)))
@@ -218,7 +218,7 @@ class StateKeeper:
         if not self._names and self._last is not None:
             return self._last
         self._num_taken += 1
-        tensors: Tensors = tuple(map(dict.get, self._registries, self._own_names))
+        tensors: Tensors = tuple([kept.get(name) for kept, name in zip(self._registries, self._own_names, strict=True)])
         self._last = self._plan_for(tensors).take()
         return self._last
 

@@ -73,9 +73,35 @@ def _describe_placement(placement: Any) -> int | list[int] | str | None:
     return int(placement.dim) if type(placement).__name__ == "Shard" else str(placement)
 
 
-def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
-    """What the policies of FSDP2 cast, without autocast: weights by name, and inputs and outputs of modules by path.
+def places_in_whole(at: torch.Tensor, shape: torch.Size, shard: Mapping[str, Any], rank: int) -> torch.Tensor | None:
+    """Flat places in a rank's part of a tensor, of this shape, as flat places in the whole tensor.
 
+    None where the part is no single block of it. Ranks hold what `torch.chunk` gives them along each dimension.
+    """
+    whole, first = list(shard["shape"]), [0] * len(shard["shape"])
+    sizes = list(whole)
+    coordinates = (torch.tensor(shard["ranks"]) == rank).nonzero()
+    if not len(coordinates) or any(not isinstance(placement, (int, type(None))) for placement in shard["placements"]):
+        return None
+    num_parts = torch.tensor(shard["ranks"]).shape
+    for placement, part, parts in zip(shard["placements"], coordinates[0].tolist(), num_parts, strict=True):
+        if placement is not None:
+            most = -(-sizes[placement] // parts)
+            start = min(part * most, sizes[placement])
+            first[placement] += start
+            sizes[placement] = min(most, sizes[placement] - start)
+    if sizes != list(shape):
+        return None
+    places = torch.zeros_like(at)
+    for size, start, place in zip(whole, first, torch.unravel_index(at, shape), strict=True):
+        places = places * size + start + place
+    return places
+
+
+def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
+    """What the policies of FSDP2 cast, without autocast: weights by name, the rest by the paths of modules.
+
+    The rest are inputs, outputs, and gradients where they are summed over ranks.
     A policy is that of the nearest module above a weight that `fully_shard` was called on; weights that it was told to
     ignore are not sharded, and not cast.
     """
@@ -85,6 +111,7 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
         "parameters": {name: policies[path].param_dtype for name, path in owned if path is not None},
         "inputs": {path: policy.param_dtype for path, policy in policies.items() if policy.cast_forward_inputs},
         "outputs": {path: policy.output_dtype for path, policy in policies.items()},
+        "gradients": {path: policy.reduce_dtype for path, policy in policies.items()},
     }
     return {what: {name: dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
 

@@ -158,9 +158,12 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
     kind = type(config)
     if not is_transformers_config(kind):
         return {}
+    source = describe_source(kind)
     return {
         "arguments": {"config": pack(config.to_dict(), "model.config").tree},
-        "config": f"{kind.__module__}:{kind.__qualname__}",
+        "config": f"{source['module']}:{source['name']}",
+        "config_file": source["file"],
+        "config_sha256": source["sha256"],
         "attention": str(getattr(config, "_attn_implementation", None) or ""),
     }
 

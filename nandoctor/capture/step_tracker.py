@@ -18,7 +18,7 @@ from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
-from nandoctor.dumps.trees import pack
+from nandoctor.dumps.trees import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import read_loss_scale
 
@@ -58,6 +58,8 @@ class StepTracker:
         self._probe = next((p for p in observer.model.parameters() if p.requires_grad), None)
         self._trained: dict[int, TrainedParameters] = {}
         self._last = (-1, 0)
+        self._given = Packed(tree=None)
+        self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
         self._accumulates = False
         self._process = os.getpid()
 
@@ -134,7 +136,8 @@ class StepTracker:
         else:
             step.between.append(self._observer.look_between())
         step.without_grad = not with_grad
-        step.calls.append(pack_call(args, kwargs))
+        self._given = pack_call(args, kwargs)
+        step.calls.append(copied(self._given) if self._copies_inputs else self._given)
         step.num_running += 1
         return is_first
 
@@ -166,6 +169,8 @@ class StepTracker:
         if step is None or not step.num_running:
             return None
         step.num_running -= 1
+        self._copies_inputs = (self._copies_inputs and not self._is_first_call) or self._given.overwritten
+        self._is_first_call = False
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()

@@ -30,7 +30,7 @@ def _rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
         if model.arguments and not model.config:
             yield "arguments", _shown_arguments(model.arguments)
         if model.config:
-            yield "config", f"{brief(model.config)}, filled with the values in the file"
+            yield "config", f"{brief(spec_of(config_of(model)))}, filled with the values in the file"
         if model.attention:
             yield "attention", brief(model.attention)
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
@@ -48,7 +48,7 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     model, loss = recorded.model, recorded.loss_function
     words += ["--model", spec_of(model) if model is not None and _can_be_named(model) else "FILE.py:NAME"]
     if model is not None and model.config:
-        words += ["--config", model.config]
+        words += ["--config", spec_of(config_of(model))]
     elif model is not None:
         for name, value in model.arguments.items():
             text = as_option(value)
@@ -66,6 +66,12 @@ def spec_of(reference: Reference) -> str:
     in_package = "." in reference.module and reference.module == dotted
     location = reference.module if not reference.file or in_package else reference.file
     return f"{location}:{reference.name}"
+
+
+def config_of(model: Reference) -> Reference:
+    """The class of the configuration that a model of transformers is built from."""
+    module, _, name = model.config.rpartition(":")
+    return Reference(module=module, name=name, file=model.config_file, sha256=model.config_sha256)
 
 
 def _whereabouts(reference: Reference) -> str:

@@ -59,7 +59,8 @@ class Reference:
 
     `file` is its source relative to the directory that the training ran in, "" for code from elsewhere; `sha256` is
     that of the source. `arguments` are plain data. `config` is the class of a transformers configuration, whose values
-    then are `arguments["config"]`. `structure` is the model as Python prints it.
+    then are `arguments["config"]`, and `config_file` its source where the project itself defines it. `structure` is the
+    model as Python prints it.
     """
 
     module: str
@@ -68,6 +69,8 @@ class Reference:
     sha256: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
+    config_file: str = ""
+    config_sha256: str = ""
     attention: str = ""
     structure: str = ""
 
@@ -79,11 +82,15 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCasts:
-    """The formats that FSDP2 cast to: weights by name, floating-point inputs and outputs of modules by path."""
+    """The formats that FSDP2 cast to: weights by name; by modules' paths floating-point inputs, outputs and gradients.
+
+    Gradients are cast where they are summed over ranks.
+    """
 
     parameters: Mapping[str, str]
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    gradients: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +297,7 @@ def _read_source(fields: Mapping[str, Any]) -> SourceHash:
 
 
 def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
-    casts = {what: get(fields, what, dict, {}) for what in ("parameters", "inputs", "outputs")}
+    casts = {what: get(fields, what, dict, {}) for what in ("parameters", "inputs", "outputs", "gradients")}
     if not any(casts.values()):
         return None
     for name in (name for of in casts.values() for name in of.values()):
@@ -332,7 +339,17 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
     return Reference(**texts, arguments=arguments)
 
 
-_REFERENCE_TEXTS = ("module", "name", "file", "sha256", "config", "attention", "structure")
+_REFERENCE_TEXTS = (
+    "module",
+    "name",
+    "file",
+    "sha256",
+    "config",
+    "config_file",
+    "config_sha256",
+    "attention",
+    "structure",
+)
 
 
 def check_state(state: torch.Tensor) -> torch.Tensor:

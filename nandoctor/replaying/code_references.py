@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from nandoctor.dumps.code_request import approving_command, is_transformers_config, spec_of
+from nandoctor.dumps.code_request import approving_command, config_of, is_transformers_config, spec_of
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
@@ -53,7 +53,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
-            kind = _import_installed(reference, reference.config, dump)
+            kind = _import_config(reference, dump, provenance)
             return _build_from_config(found, kind, reference)
         made: nn.Module = found(**{**reference.arguments, **more})
         return made
@@ -159,6 +159,11 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
         raise _undecided(reference, dump, why)
     directory, spec = _from_file(reference, source.path)
     return find_attribute(spec, directory=directory)
+
+
+def _import_config(model: Reference, dump: Path, provenance: Provenance) -> Any:
+    config = config_of(model)
+    return _import_source(config, dump, provenance) if config.file else _import_installed(model, config.spec, dump)
 
 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:

@@ -28,6 +28,12 @@ def cast_weights(dump: Dump) -> Dump:
     cast = {name: cast_to_file(dump.state[name], dtype) for name, dtype in formats.items()}
     lost = [name for name, tensor in cast.items() if not _keeps_finite(dump.state[name], tensor)]
     notes = [f"FSDP's policy casts these weights to a format that they overflow: {join_first(lost, 3)}."] * bool(lost)
+    narrow = sorted({dtype for dtype in casts.gradients.values() if dtype in ("float16", "bfloat16")})
+    notes += [
+        f"FSDP's policy sums gradients over ranks in {dtype} (reduce_dtype). A replay has one rank's, and "
+        "does not repeat that: where they are finite here, try reduce_dtype=torch.float32."
+        for dtype in narrow
+    ]
     return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.capture.sharding import places_in_whole
 from nandoctor.cli import main
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
@@ -148,3 +149,28 @@ def test_a_batch_and_a_checkpoint_make_a_step(tmp_path, monkeypatch):
     torch.save(nn.Linear(1, 1).state_dict(), "other.pt")
     with pytest.raises(nandoctor.NanDoctorError, match=r"do not fit Linear \(0 of 2 tensors do\)"):
         nandoctor.replay("batch.pth", nn.Linear(3, 2), weights="other.pt")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements", "parts"),
+    [
+        ([0, 1], [0], lambda whole, rank: whole.chunk(2)[rank]),
+        ([0, 1, 2], [1], lambda whole, rank: whole.chunk(3, dim=1)[rank]),
+        ([[0, 1], [2, 3]], [None, 0], lambda whole, rank: whole.chunk(2)[rank % 2]),
+        ([[0, 1], [2, 3]], [0, 1], lambda whole, rank: whole.chunk(2)[rank // 2].chunk(2, dim=1)[rank % 2]),
+        ([[0, 1], [2, 3]], [0, 0], lambda whole, rank: whole.chunk(2)[rank // 2].chunk(2)[rank % 2]),
+    ],
+)
+def test_values_of_a_part_are_found_in_the_whole(ranks, placements, parts):
+    whole = torch.arange(7.0 * 5).reshape(7, 5)
+    shard = {"shape": [7, 5], "ranks": ranks, "placements": placements}
+    for rank in torch.tensor(ranks).flatten().tolist():
+        part = parts(whole, rank)
+        at = torch.arange(part.numel())
+        places = places_in_whole(at, part.shape, shard, rank)
+        assert whole.flatten()[places].tolist() == part.flatten().tolist()
+
+
+def test_a_part_in_pieces_has_no_place_in_the_whole():
+    shard = {"shape": [8], "ranks": [0, 1], "placements": [[0, 2]]}
+    assert places_in_whole(torch.arange(4), torch.Size([4]), shard, 0) is None

@@ -267,6 +267,8 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
 def test_an_overwritten_input_is_not_recorded_as_the_models(tmp_path):
     model = make_model()
     with Recorder(model, folder=tmp_path) as recorder:
+        model(make_batch()[0])  # the inputs of the first forward alone are copied
+        recorder.watch()
         image, mask = make_batch(loud=True)
         with nandoctor.cuda_autocast():
             loss = loss_of(model(image), (image, mask))

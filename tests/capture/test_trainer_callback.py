@@ -190,3 +190,41 @@ def test_a_strangers_dump_is_approved_with_its_config(tmp_path, monkeypatch):
     replayed = CliRunner().invoke(main, [*command[1:], "--no-fixes", "--json"])
     assert replayed.exit_code == 0, replayed.stderr
     assert json.loads(replayed.stdout)["reproduction"]["grade"] == "exact"
+
+
+OWN_CLASSES = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class Config(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, width=4, **more):
+        self.width = width
+        super().__init__(**more)
+
+
+class Net(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = torch.nn.Linear(config.width, 2)
+        self.post_init()
+
+    def forward(self, x):
+        return self.head(x) / x.sum(1, keepdim=True)
+"""
+
+
+def test_a_configuration_class_of_the_project_needs_no_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_classes
+
+    with nandoctor.Recorder(own_classes.Net(own_classes.Config(width=3))) as recorder:
+        recorder.watch(recorder.model(torch.zeros(2, 3)))
+    report = nandoctor.replay(recorder.written[0], fixes=False).report
+    assert (report.reproduction.grade, report.origin.op) == ("exact", "div")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,9 @@ def test_a_weight_that_the_cast_overflows_is_told():
 def test_a_format_that_is_none_is_refused(dtype):
     with pytest.raises(DumpError):
         read_recorded({"mixed_precision": {"parameters": {"a": dtype}}}, lambda name, _: name)
+
+
+def test_a_narrow_sum_over_ranks_is_told():
+    casts = replace(CASTS, gradients={"": "float32", "0": "float16"})
+    (note,) = cast_weights(dump_of({}, casts)).notes
+    assert "float16 (reduce_dtype)" in note
