@@ -37,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 TORCHLENS = ("torchlens==2.36.1", "graphviz==0.20.3")
 FORK = multiprocessing.get_context("fork")
 REFUSES_FORKS = "TorchLens find_nan"
-LONGEST_S = 600.0
-"""What ends by then or by a crash has no answer; the slowest answer took a tenth of it."""
+LONGEST_S = 1800.0
+"""By the clock, for what waits for ever; `ask` bounds the processor time. What ends so or by a crash has no answer."""
 ROW = "{:<38}" + "{:>8}" * 3 + "{:>10}{:>9}{:>9}{:>17}"
 
 

@@ -8,6 +8,7 @@ what comes before a crash is not lost.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import warnings
@@ -39,6 +40,9 @@ TOOLS: dict[str, Tool] = {
     "TorchLens find_nan": ask_torchlens,
 }
 
+LONGEST_S = 60
+"""Processor time after which a process is ended: TorchLens does not come to the end of an integrated equation."""
+
 
 def main() -> None:
     """Answer the question of the command line; what a fix needs to be told comes on standard input."""
@@ -49,6 +53,7 @@ def main() -> None:
 
 def answer(question: str, bug: Bug, answers: str, folders: list[str], *, given: str = "") -> None:
     """Write the answers, line by line."""
+    resource.setrlimit(resource.RLIMIT_CPU, (LONGEST_S, LONGEST_S))
     warnings.simplefilter("ignore")
     sys.path[:0] = folders
     with Path(answers).open("a", encoding="utf-8") as file:

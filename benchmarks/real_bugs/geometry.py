@@ -1,4 +1,4 @@
-"""Bugs in what computes with rotations, manifolds, graphs and points in space."""
+"""Bugs in what computes with manifolds, points in space and differential equations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from real_bugs.bug import Bug
 from real_bugs.parts import Gain, mean
 
 
-class Pose(Gain):
-    """Rotation matrices, stretched by a learned factor -> quaternions."""
-
-    def forward(self, rotation: Tensor) -> Tensor:
-        """Quaternions [batch, 4]."""
-        from kornia.geometry import conversions
-
-        order = conversions.QuaternionCoeffOrder.WXYZ
-        result: Tensor = conversions.rotation_matrix_to_quaternion(super().forward(rotation), order=order)
-        return result
-
-
 class Tangent(Gain):
     """Symmetric matrices, stretched by a learned factor -> their lengths as tangents of a manifold."""
 
@@ -34,21 +22,6 @@ class Tangent(Gain):
         point = torch.eye(2).expand(len(tangent), 2, 2)
         length: Tensor = SymmetricPositiveDefinite().norm(point, super().forward(tangent))
         return length
-
-
-class Pooled(Gain):
-    """Nodes of graphs, scaled by a learned factor -> the product of each graph's nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch_geometric.nn import MulAggregation
-
-        self.pool = MulAggregation()
-
-    def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
-        """Products [graphs, features]."""
-        product: Tensor = self.pool(super().forward(nodes), graph)
-        return product
 
 
 class Molecule(nn.Module):
@@ -86,26 +59,11 @@ class Motion(nn.Module):
         return result
 
 
-def rotations(*, half_turn: bool) -> Batch:
-    """A turn about no axis in particular, twice, or once and half a turn about the first axis."""
-    turn = torch.tensor([[0.3131, -0.0202, 0.9495], [0.8283, 0.4949, -0.2626], [-0.4646, 0.8687, 0.1717]])
-    half = torch.diag(torch.tensor([1.0, -1.0, -1.0]))
-    return {"rotation": torch.stack([turn, half if half_turn else turn.T])}
-
-
 def tangents(*, zero: bool) -> Batch:
     """Symmetric matrices, the second one perhaps zero."""
     tangent = torch.tensor([[[1.0, 0.5], [0.5, 2.0]], [[0.5, 0.0], [0.0, 1.0]]])
     tangent[1] *= not zero
     return {"tangent": tangent}
-
-
-def graphs(*, large: bool) -> Batch:
-    """Two graphs of 60 nodes: one whose product overflows before it meets a zero, or none."""
-    nodes = torch.ones(120, 2)
-    nodes[:60] = 10.0 if large else 1.1
-    nodes[59, 0] = 0.0
-    return {"nodes": nodes, "graph": torch.arange(120) // 60}
 
 
 def atoms(*, stray: bool) -> Batch:
@@ -130,22 +88,6 @@ BUGS: tuple[Bug, ...] = (
         cause="division-by-zero",
     ),
     Bug(
-        title="kornia: half a turn to a quaternion",
-        url="https://github.com/kornia/kornia/issues/1653",
-        packages=("kornia==0.6.4",),
-        model=Pose,
-        inputs=("rotation",),
-        batch=partial(rotations, half_turn=True),
-        healthy_batch=partial(rotations, half_turn=False),
-        loss=mean,
-        reason="sqrt(trace + 1) is sqrt(0) in the branch that is not taken, and its derivative infinite",
-        phase="backward",
-        op="sqrt",
-        line="sq = torch.sqrt(trace + 1.0) * 2.0",
-        cause="where-gradient-trap",
-        near_causes=("gradient-singularity",),
-    ),
-    Bug(
         title="geoopt: the length of a zero tangent",
         url="https://github.com/geoopt/geoopt/issues/243",
         packages=("geoopt==0.5.1", "scipy==1.14.1"),
@@ -159,21 +101,6 @@ BUGS: tuple[Bug, ...] = (
         op="pow",
         line="return self.inner(x, u, keepdim=keepdim) ** 0.5",
         cause="gradient-singularity",
-    ),
-    Bug(
-        title="torch_geometric: a product past the range",
-        url="https://github.com/pyg-team/pytorch_geometric/issues/8726",
-        packages=("torch_geometric==2.4.0", "scipy==1.14.1"),
-        model=Pooled,
-        inputs=("nodes", "graph"),
-        batch=partial(graphs, large=True),
-        healthy_batch=partial(graphs, large=False),
-        reason="the product of 59 tens passes fp32's range; that of the first column is then multiplied by 0",
-        module="pool",
-        op="scatter_reduce",
-        line="return src.new_ones(size).scatter_reduce_(",
-        cause="reduction-overflow",
-        near_causes=("indeterminate-form",),
     ),
     Bug(
         title="se3-transformer: an atom without neighbours",

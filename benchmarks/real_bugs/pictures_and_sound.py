@@ -86,6 +86,14 @@ def magnitude_loss(output: Tensor, batch: Batch) -> Tensor:
     return loss
 
 
+def edge_loss(output: Tensor, batch: Batch) -> Tensor:
+    """How much the edges of two pictures differ."""
+    from piq import GMSDLoss
+
+    loss: Tensor = GMSDLoss()(output.float(), batch["target"])
+    return loss
+
+
 def angle_loss(output: Tensor, batch: Batch) -> Tensor:
     """The mean angle between spectra."""
     from torchmetrics.functional.image import spectral_angle_mapper
@@ -105,6 +113,13 @@ def waves(*, silent: bool) -> Batch:
     both = randn(2, 128)
     both[1] *= not silent
     return {"waves": both}
+
+
+def pictures(*, blank: bool) -> Batch:
+    """Two pictures, the second one perhaps black, and targets."""
+    image = 0.1 + 0.8 * rand(2, 1, 32, 32)
+    image[1] *= not blank
+    return {"image": image, "target": rand(2, 1, 32, 32, seed=1)}
 
 
 def spectra(*, black: bool) -> Batch:
@@ -188,6 +203,22 @@ BUGS: tuple[Bug, ...] = (
         op="log",
         line="x_mag = torch.log(x_mag)",
         cause="log-of-zero",
+    ),
+    Bug(
+        title="piq: the edges of a blank picture",
+        url="https://github.com/photosynthesis-team/piq/issues/308",
+        packages=("piq==0.7.0", "torchvision==0.2.0", "six==1.16.0", "scipy==1.14.1"),
+        model=Gain,
+        inputs=("image",),
+        batch=partial(pictures, blank=True),
+        healthy_batch=partial(pictures, blank=False),
+        loss=edge_loss,
+        reason="a blank picture has no edges: the derivative of sqrt at the sum of their squares, 0, is infinite",
+        phase="backward",
+        module=LOSS,
+        op="sqrt",
+        line="return torch.sqrt(torch.sum(grads ** 2, dim=-3, keepdim=True))",
+        cause="gradient-singularity",
     ),
     Bug(
         title="torchmetrics: the angle of a black pixel",

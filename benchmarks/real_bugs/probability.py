@@ -1,4 +1,4 @@
-"""Bugs in Bayesian layers, Gaussian processes, Bayesian optimisation and policies of reinforcement learning."""
+"""Bugs in Bayesian layers, Gaussian processes, Bayesian optimisation, survival times and reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from sick_models import LOSS
 from sick_models.case import Batch, randn, seeded
 from torch import Tensor, nn
 
@@ -84,6 +85,14 @@ class Actor(nn.Module):
         return action, log_probability
 
 
+def hazard_loss(output: Tensor, batch: Batch) -> Tensor:
+    """The negative partial likelihood of Cox's model."""
+    from pycox.models.loss import cox_ph_loss
+
+    loss: Tensor = cox_ph_loss(output.float(), batch["years"], batch["died"])
+    return loss
+
+
 def negative(output: Any, _batch: Batch) -> Tensor:
     """What an optimizer of acquisition functions minimises."""
     loss: Tensor = -output.float()
@@ -95,6 +104,12 @@ def candidates(*, infeasible: bool) -> Batch:
     hidden = torch.zeros(4, 3, dtype=torch.bool)
     hidden[1] = infeasible
     return {"candidates": randn(4, 3, 4), "infeasible": hidden}
+
+
+def patients(*, all_censored: bool) -> Batch:
+    """Four patients, how long each was followed, and whether it died."""
+    died = torch.tensor([1.0, 0.0, 1.0, 0.0]) * (not all_censored)
+    return {"x": randn(4, 3), "years": torch.tensor([2.0, 5.0, 1.0, 3.0]), "died": died}
 
 
 BUGS: tuple[Bug, ...] = (
@@ -151,6 +166,36 @@ BUGS: tuple[Bug, ...] = (
         line="return torch.logsumexp(X / tau, dim=dim) * tau",
         cause="indeterminate-form",
         near_causes=("fully-masked-softmax",),
+    ),
+    Bug(
+        title="pycox: a batch in which nobody died",
+        url="https://github.com/havakv/pycox/issues/124",
+        packages=(
+            "pycox==0.2.3",
+            "torchtuples==0.2.2",
+            "numba==0.68.1",
+            "llvmlite==0.50.0",
+            "h5py==3.12.1",
+            "scikit-learn==1.7.2",
+            "joblib==1.5.2",
+            "threadpoolctl==3.6.0",
+            "scipy==1.14.1",
+            "requests==2.32.3",
+            "urllib3==2.2.3",
+            "charset-normalizer==3.3.2",
+            "certifi==2024.8.30",
+        ),
+        model=seeded(partial(nn.Linear, 3, 1)),
+        inputs=("x",),
+        batch=partial(patients, all_censored=True),
+        healthy_batch=partial(patients, all_censored=False),
+        loss=hazard_loss,
+        reason="the likelihood is divided by the number of deaths, which is 0, and so is the likelihood",
+        phase="loss",
+        module=LOSS,
+        op="div",
+        line="return - log_h.sub(log_cumsum_h).mul(events).sum().div(events.sum())",
+        cause="division-by-zero",
     ),
     Bug(
         title="autonomous-learning-library: actions beyond one",
