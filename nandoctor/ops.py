@@ -228,7 +228,7 @@ CASTS = _names("to _to_copy type_as copy")
 MOVES = _names(
     """view reshape _unsafe_view transpose permute contiguous expand expand_as unsqueeze squeeze flatten unflatten clone
     detach slice select narrow split chunk unbind index gather t mT numpy_T movedim roll flip cat stack repeat
-    repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold"""
+    repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold broadcast_tensors broadcast_to"""
 )
 """Ops that hand values on as they are."""
 RESHAPES = _names("view reshape _unsafe_view flatten unflatten")

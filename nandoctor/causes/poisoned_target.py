@@ -3,7 +3,7 @@
 What it is
     A NaN or an infinity in the mask, the label or the regression target: the model's output is fine, its loss is not.
 How nandoctor tells
-    A non-finite array of the batch that only the loss reads.
+    A non-finite array of the batch that only the loss reads, or that the model hands to a loss of torch as its target.
 Why it happens
     A missing annotation, the logarithm of a zero label, a division in the making of the target.
 Fix
@@ -33,6 +33,6 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
         code=CODE,
         title=TITLE,
         headline=f"The target {code(name)} {how_nonfinite(stats.counts, stats.numel)}",
-        explanation=f"The batch's {name}, which only the loss reads, holds non-finite values.",
+        explanation=f"The batch's {name}, which the loss reads, holds non-finite values.",
         evidence=outside_evidence("array", finding),
     )

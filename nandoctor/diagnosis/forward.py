@@ -9,7 +9,7 @@ from nandoctor.causes.base import Finding, OutsideTensor, is_constant
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
-from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, trace_back
+from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, nonfinite_inputs, trace_back
 from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Link
@@ -107,14 +107,25 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
     for op, tensor in outside.values():
         assert tensor.stats is not None
         if not _is_stored_mask(tensor.stats):
-            for diagnosis in diagnose_outside(_kind(op, tensor), tensor.path, tensor.stats, trace):
+            for diagnosis in diagnose_outside(_kind(op, tensor, found_trace), tensor.path, tensor.stats, trace):
                 yield op.order, diagnosis, None
 
 
-def _kind(op: OpCall, tensor: OpTensor) -> OutsideKind:
+def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> OutsideKind:
     if tensor.origin == "batch":
-        return "input" if op.phase == "forward" else "target"
+        return "input" if op.phase == "forward" and not _is_target(op, tensor, found_trace) else "target"
     return "weight" if tensor.origin == "weight" else "buffer"
+
+
+def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> bool:
+    """Tell whether a model that computes its own loss hands the tensor, moved or cast at most, to it as the target."""
+    name, before = tensor.name, op.order
+    for taker in found_trace.way_from(op.order):
+        name = next((taken.name for taken in nonfinite_inputs(taker) if taken.producer == before), name)
+        if taker.op not in MOVES | CASTS:
+            return name == "target"
+        before = taker.order
+    return False
 
 
 def _is_stored_mask(stats: TensorStats) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, NearMiss
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.text import percent
@@ -23,6 +23,8 @@ LARGE_ERROR = 0.05
 """Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
 MADE_HERE = 5.0
 """An error this many times that of the inputs was made by the call itself."""
+EDGE = 0.99
+"""A number this near to the limit of its format was written for an infinity: `finfo(dtype).min`, and a score added."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
@@ -79,7 +81,10 @@ def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:
-    """||a - b|| / ||b|| over the sampled elements that are finite in both, None where there are none to compare."""
+    """||a - b|| / ||b|| over the sampled elements that are finite in both, None where there are none to compare.
+
+    What code writes for -inf is another number in each format, and left out.
+    """
     by_path: Mapping[str, TensorStats] = {stats.path: stats for stats in references}
     difference = norm = 0.0
     compared = 0
@@ -88,7 +93,8 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
         if other is None or other.shape != stats.shape or stats.sample is None or other.sample is None:
             continue
         a, b = stats.sample.astype(np.float64), other.sample.astype(np.float64)
-        both = np.isfinite(a) & np.isfinite(b)
+        meant = (np.abs(b) >= EDGE * other.dtype.max) & (np.abs(a) >= EDGE * FP16.max) & (np.sign(a) == np.sign(b))
+        both = np.isfinite(a) & np.isfinite(b) & ~meant
         compared += int(both.sum())
         difference += float(np.square(a[both] - b[both]).sum())
         norm += float(np.square(b[both]).sum())

@@ -57,6 +57,23 @@ def test_the_error_of_huge_values_does_not_overflow():
     assert relative_error((stats(3e38),), (stats(1e38),)) == pytest.approx(2.0)
 
 
+LIMIT = 3.4e38
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "expected"),
+    [
+        ([1.0, -65504.0], [1.0, -LIMIT], 0.0),  # masked_fill(mask, finfo(dtype).min), in fp16 and in fp32
+        ([1.0, -65490.0], [2.0, -LIMIT], 0.5),  # a score added to it; what is beside it still counts
+        ([-65504.0], [-LIMIT], None),
+        ([5.0], [-LIMIT], 1.0),  # a mask that is lost
+        ([65504.0], [-LIMIT], 1.0),
+    ],
+)
+def test_numbers_written_for_infinity_are_not_compared(values, others, expected):
+    assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     "other",
     [stats(2.0, path="aux"), stats(2.0, shape=(1, 1)), dataclasses.replace(stats(2.0), sample=None)],

@@ -39,6 +39,39 @@ def test_finite_target_is_healthy(examine, name):
     assert blamed(report) == ("healthy",)
 
 
+class OwnLoss(nn.Module):
+    """A model that is given the target as well and computes its loss; `mixed` is what its layer reads of both."""
+
+    def __init__(self, loss, mixed=None):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.loss = loss
+        self.mixed = mixed or (lambda x, target: x)
+
+    def forward(self, x, target):
+        out = self.layer(self.mixed(x, target)).float()
+        return {"loss": self.loss(out, target), "out": out}
+
+
+OWN_LOSSES = {
+    "mse": F.mse_loss,
+    "broadcast": lambda out, target: F.huber_loss(out[:, :6], target[:, 2:3].expand(-1, 6).double().float()),
+    "logits": lambda out, target: F.binary_cross_entropy_with_logits(out[1:].flatten(), target[1:].flatten()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_nan_target_that_the_model_itself_compares(examine, name):
+    masked = lambda x, target: torch.where(target.isnan(), x, target)  # noqa: E731  looked at, and not let through
+    report = examine(OwnLoss(OWN_LOSSES[name], masked), {"x": normal(4, 8), "target": target(math.nan)})
+    assert blamed(report) == ("input", "", None, "poisoned-target")
+
+
+def test_nan_target_that_the_layers_read_too_is_an_input(examine):
+    report = examine(OwnLoss(F.mse_loss, torch.add), {"x": normal(4, 8), "target": target(math.nan)})
+    assert blamed(report) == ("input", "", None, "poisoned-input")
+
+
 def with_weight(value):
     layer = nn.Linear(8, 8)
     with torch.no_grad():
