@@ -53,6 +53,18 @@ class Snippet:
 PrintedChange = SourcePatch | Snippet
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixCost:
+    """What a fix moves from low precision to fp32, as shares of the step's forward.
+
+    `products_in_fp32` counts multiply-adds, which tensor cores do in low precision; `more_activations` the bytes that
+    its ops' results take more.
+    """
+
+    products_in_fp32: float
+    more_activations: float
+
+
 def _unified_diff(file: ChangedFile, root: Path) -> str:
     name = Path(file.path).relative_to(root).as_posix()
     old, new = (text.splitlines(keepends=True) for text in (file.before, file.after))

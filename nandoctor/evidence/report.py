@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nandoctor.evidence.changes import FixCost
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.exhibits import Excerpt, SampleView
@@ -228,7 +229,7 @@ class Fix:
     `patch` is what was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "snippet" and "state",
     Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A "setting" has
     `settings` instead, and "advice" cannot be run. `verified`: every check that was made was passed. `edit` is what the
-    search changed in the run. The smallest change that holds has `rank` 0.
+    search changed in the run. The smallest change that holds has `rank` 0. `cost` is None where nothing is widened.
     """
 
     kind: Literal["source", "snippet", "setting", "data", "state", "advice"]
@@ -240,6 +241,7 @@ class Fix:
     verified: bool
     checks: tuple[Check, ...] = ()
     outcome: TrialOutcome
+    cost: FixCost | None = None
     rank: int
 
 

@@ -38,6 +38,7 @@ from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, rows_hit, without_guilty
+from nandoctor.fixes.cost import cost_of
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
@@ -239,9 +240,10 @@ class _Search:
     def result(self) -> FixSearch:
         """What was found until now."""
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
+        ops = self._findings.trace.ops
         left = [] if self._listener.interrupted else self._untried
         return FixSearch(
-            fixes=tuple(replace(item, rank=rank) for rank, item in enumerate(ranked)),
+            fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
             counterfactuals=tuple(self._varied),
             also=self._later.diagnoses,

@@ -22,6 +22,7 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.facts import Fact, short_name
+from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import (
     constant,
     file_line,
@@ -87,7 +88,7 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
-        facts=(*_how_to_apply(fix, report), *_check_facts(fix)),
+        facts=(*_how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)),
     )
 
 
