@@ -30,6 +30,8 @@ BF16_TOLERANCE = 8 * TOLERANCE
 _SMALLEST_SHARE = 1e-3
 _PIECE = 1 << 16
 _LARGEST_FP32 = torch.finfo(torch.float32).max
+LARGEST_SQUARED = math.sqrt(_LARGEST_FP32)
+"""The largest magnitude whose square fp32 holds: a squared error, the clipping of gradients and Adam take it."""
 _SMALLEST_NORM = 1e-15
 """Below it the squares of fp32 numbers underflow."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.fixes.agreement import NOISE, Result, gradient_error, gradient_norm
+from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
 from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.replaying.interventions import flatten
@@ -73,6 +73,8 @@ class GradientCheck:
             return "not-checked", "no weight has a gradient"
         if scale is None:
             return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
+        if (norm := gradient_norm(made)) > LARGEST_SQUARED and not self._trials.sound_reference(()).finite:
+            return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, whose square overflows fp32"
         told = f"gradients of {of}: finite at loss scale {number(scale)}"
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
@@ -83,9 +85,8 @@ class GradientCheck:
         if scale < 1 and self._loses_small_gradients(scale):
             return "failed", f"{told}, where those of the samples that were fine are rounded away"
         error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
-        if error is None:
-            return "passed", f"{told}; there are no others to compare them with"
-        return "passed" if error <= allowed else "failed", f"{told}, {percent(error)} off fp32"
+        beside = "; there are no others to compare them with" if error is None else f", {percent(error)} off fp32"
+        return "passed" if error is None or error <= allowed else "failed", f"{told}{beside}"
 
     @staticmethod
     def _describe_unknown(scale: float, highest: float, *, excused: bool) -> str:

@@ -5,7 +5,6 @@ A change of the batch holds for that batch alone, so it is not tried on variatio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +14,15 @@ import torch
 from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import Edit, KeepSamples
 from nandoctor.evidence.report import Check
-from nandoctor.fixes.agreement import MOST_NOISE, TOLERANCE, Result, compare, gradients_finite, sample_errors
+from nandoctor.fixes.agreement import (
+    LARGEST_SQUARED,
+    MOST_NOISE,
+    TOLERANCE,
+    Result,
+    compare,
+    gradients_finite,
+    sample_errors,
+)
 from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
 from nandoctor.fixes.variations import VARIATIONS
@@ -27,7 +34,6 @@ from nandoctor.text import constant, number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
-_LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
 _LOWERED = (256.0, 16.0)
 """On another batch GradScaler may have to lower its scale; to these, where the scale of the training is no lower."""
@@ -63,7 +69,7 @@ class Verifier:
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
             ("output", lambda: self._judge_output(judgement, made)),
-            ("loss", lambda: _judge_loss(made)),
+            ("loss", lambda: self._judge_loss(made)),
             ("gradients", lambda: self._gradients.judge(change, made, scale)),
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
@@ -86,13 +92,24 @@ class Verifier:
         if not judgement.outcome.finite or error is None:
             return "failed", "the output is not finite wherever it should be"
         largest = made.largest_finite
-        if "loss" not in made.values and largest > _LARGEST_SQUARED > self._trials.reference().largest_finite:
+        if "loss" not in made.values and largest > LARGEST_SQUARED > self._trials.reference().largest_finite:
             return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
         besides = " but for infinities that fp32 has there too" if made.meant else ""
         told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
         return "passed", f"{told}, within what rounding costs here" if error > TOLERANCE else told
+
+    def _judge_loss(self, made: Result) -> Said:
+        loss = made.values.get("loss")
+        if loss is None:
+            return "not-checked", "none is known (--loss)"
+        if not bool(torch.isfinite(loss).all()):
+            return "failed", "not finite"
+        largest = float(loss.abs().max())
+        if largest > LARGEST_SQUARED and not self._trials.sound_reference(()).finite:
+            return "failed", f"finite, but {number(largest)}, made up by the change: no loss scale fits it"
+        return "passed", "finite"
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
         """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""
@@ -221,10 +238,3 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
-
-
-def _judge_loss(made: Result) -> Said:
-    loss = made.values.get("loss")
-    if loss is None:
-        return "not-checked", "none is known (--loss)"
-    return ("passed", "finite") if bool(torch.isfinite(loss).all()) else ("failed", "not finite")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -316,7 +317,8 @@ class Trials:
         gradients = self._backward
         watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=gradients, keep=gradients)
         try:
-            outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
+            with warnings.catch_warnings(action="ignore"):  # of a batch or a format that the code never ran with
+                outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
             self._end_if(out_of_memory=outcome.out_of_memory)
             # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
             made = keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)

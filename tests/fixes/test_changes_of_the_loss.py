@@ -83,6 +83,19 @@ def cosine(pair, batch):
     a, b = pair
     return 1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 1e-6)).mean()
 
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logp = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.logp(x)[:, 0]
+
+def surrogate(logp, batch):
+    ratio = torch.exp(logp - batch["old"])
+    advantage = (batch["gain"] - batch["gain"].mean()) / batch["gain"].std()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
 def next_word(logits, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 """
@@ -174,3 +187,12 @@ def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
     fix = nandoctor.replay("dump.pth", "net.py:Pair", loss="net.py:cosine").report.fixes[0]
     assert (fix.verified, fix.kind) == (True, "source")
     assert fix.outcome.max_rel_err > 0.01
+
+
+def test_a_loss_that_no_scale_fits_is_no_fix(project):
+    """exp(80) is finite and passes; the batch of one sample, of which the spread is unknown, warns of it to nobody."""
+    model = torch.nn.ModuleDict({"logp": torch.nn.Linear(6, 1)})
+    save(model, x=torch.randn(8, 6), old=-100 * torch.rand(8) - 300, gain=torch.randn(8))
+    fix = nandoctor.replay("dump.pth", "net.py:Policy", loss="net.py:surrogate").report.fixes[0]
+    assert fix.verified
+    assert added(fix) == ['ratio = torch.exp((logp - batch["old"]).clamp(max=20))']
