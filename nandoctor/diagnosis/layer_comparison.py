@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nandoctor.evidence.formats import FP16, FloatFormat
+from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, NearMiss
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.text import percent
@@ -23,8 +23,6 @@ LARGE_ERROR = 0.05
 """Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
 MADE_HERE = 5.0
 """An error this many times that of the inputs was made by the call itself."""
-EDGE = 0.99
-"""A number this near to the limit of its format was written for an infinity: `finfo(dtype).min`, and a score added."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:

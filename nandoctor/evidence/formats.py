@@ -104,6 +104,8 @@ FP8_E5M2 = FloatFormat(name="float8_e5m2", label="fp8-e5m2", fraction_bits=2, mi
 FORMATS = {f.name: f for f in (FP16, BF16, FP32, FP64, TF32, FP8_E4M3, FP8_E5M2)}
 
 SHOWN_FORMATS = (FP16, BF16, FP8_E4M3, FP8_E5M2, FP32)
+EDGE = 0.99
+"""A number this near to the limit of its format was written for an infinity: `finfo(dtype).min`, and a score added."""
 LARGEST_EPS = 1e-2
 """A constant above this is no eps: it is a weight, a share, a temperature."""
 

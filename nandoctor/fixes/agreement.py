@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch.nn.functional import hardshrink
 
+from nandoctor.evidence.formats import EDGE, FP16
 from nandoctor.replaying.runner import Outcome
 from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -164,13 +165,19 @@ def compare(made: Result, reference: Result, *, exact: Result | None = None) -> 
         ours = made.values.get(name)
         if ours is None or ours.shape != theirs.shape:
             return Comparison(finite=False, values={})
-        sound = torch.isfinite(theirs)
+        sound = torch.isfinite(theirs) & ~_written_for_infinity(ours, theirs)
         finite = finite and _is_finite_where(sound, ours)
         other = exact.values.get(name) if exact is not None and exact.ran else None
         nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
         if theirs.numel():
             values[name] = _differences(ours, nearest, sound)
     return Comparison(finite=finite, values=values)
+
+
+def _written_for_infinity(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Where both are at the edge of a format, as code writes it for -inf: neither an error nor a magnitude."""
+    at_edge = (theirs.abs() >= EDGE * _LARGEST_FP32) & (ours.abs() >= EDGE * FP16.max)
+    return at_edge & (theirs.sign() == ours.sign())
 
 
 def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:
