@@ -200,7 +200,7 @@ def points(bug: Bug, claim: Claim) -> dict[str, bool]:
 def named_cause(findings: Findings) -> bool:
     """Tell whether nandoctor named the labelled cause and verdict."""
     bug, said = findings.bug, findings.diagnosis
-    return said is not None and said["verdict"] == bug.verdict and said["cause"] in (bug.cause, *bug.near_causes)
+    return said is not None and said["verdict"] == bug.verdict and said["cause"] == bug.cause
 
 
 def table(found: list[Findings]) -> list[str]:

@@ -43,7 +43,6 @@ class Bug:
     op: str = ""
     line: str = ""
     cause: str
-    near_causes: tuple[str, ...] = ()
 
     def case(self) -> Case:
         """The step that fails, in the form that the tools are asked in."""
@@ -60,7 +59,6 @@ class Bug:
             op=self.op,
             line=self.line,
             cause=self.cause,
-            near_causes=self.near_causes,
         )
 
     def control(self) -> Case:

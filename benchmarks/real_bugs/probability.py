@@ -165,7 +165,6 @@ BUGS: tuple[Bug, ...] = (
         op="logsumexp",
         line="return torch.logsumexp(X / tau, dim=dim) * tau",
         cause="indeterminate-form",
-        near_causes=("fully-masked-softmax",),
     ),
     Bug(
         title="pycox: a batch in which nobody died",

@@ -215,6 +215,5 @@ BUGS: tuple[Bug, ...] = (
         verdict="input",
         phase="input",
         cause="poisoned-target",
-        near_causes=("poisoned-input",),
     ),
 )
