@@ -47,6 +47,11 @@ class Observer:
         self.device = first.device if first is not None else torch.device("cpu")
         self._generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
+        places = [(path, parameters_of(module)) for path, module in model.named_modules()]
+        self._weights = [
+            (f"{path}.{name}" if path else name, registry, name) for path, registry in places for name in registry
+        ]
+        self._outer = [*self._weights[:1], *self._weights[-1:]]
 
     def look(self) -> StateBefore:
         """The state as it is now."""
@@ -60,6 +65,13 @@ class Observer:
     def look_between(self) -> RandomStates:
         """What a further call of the same step starts from: the loop may have drawn in between."""
         return self._generators.read()
+
+    def read_borrowed(self) -> dict[str, torch.Tensor]:
+        """The weights that `torch.func.functional_call` has put in place of the model's own; empty without it."""
+        if not any(_is_borrowed(registry.get(name)) for _, registry, name in self._outer):
+            return {}
+        held = {path: registry.get(name) for path, registry, name in self._weights}
+        return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
     def note_autocast(self, state: dict[str, Any]) -> None:
         """Keep the autocast that was found within the model's call."""
@@ -83,6 +95,11 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+
+
+def _is_borrowed(held: torch.Tensor | None) -> bool:
+    """A module's own weights are of one class, whatever put them there; those of an inner loop are results."""
+    return held is not None and not isinstance(held, nn.Parameter)
 
 
 class SnapshotPlan:

@@ -190,6 +190,13 @@ def plan_rebuild(
 ) -> RebuildPlan:
     """See how the model can be made again; its class is called with `arguments` on the meta device, without weights."""
     flags, advice = _plan_model(model, source, arguments, built=built)
+    if not getattr(model, "automatic_optimization", True):
+        flags += " --call FILE.py:NAME"
+        advice.append(
+            "A module of Lightning that optimizes manually calls its Trainer in training_step, which a replay does not "
+            "have. Write the part up to the loss as a function at the top level of a file, def call(model, batch): "
+            "return loss."
+        )
     return RebuildPlan(flags=flags, advice=(*advice, *_advise_loss(loss)))
 
 

@@ -15,6 +15,8 @@ from nandoctor.capture.environment import RandomStates
 from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.trees import Packed, copied, pack
+from nandoctor.text import join_first
+from nandoctor.torch_compat import unwrap
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
 
     `step` counts the optimizer's updates, and `micro_batch` the forwards that share one. `explicit`: the loop said
-    where the step begins. `between` are the generators before each call but the first. `without_grad`: its calls were
+    where the step begins. `between` are the generators before each call but the first.
+    `borrowed` are, by call, the weights that `torch.func.functional_call` gave it. `without_grad`: its calls were
     made under `torch.no_grad`. `inside` are outputs of children, where the model's own call is not the step. `passed`:
     another model's optimizer has stepped since a forward that nobody watched, so that the next one begins a step of its
     own. `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step, and
@@ -40,6 +43,7 @@ class RecordedStep:
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
+    borrowed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
@@ -130,6 +134,7 @@ class RecordedStep:
         for kept in (self.calls, self.between, self.returned):
             kept.clear()
         self.inside.clear()
+        self.borrowed.clear()
 
     def outputs(self) -> Iterator[torch.Tensor]:
         """All tensors that came out."""
@@ -165,7 +170,17 @@ class RecordedStep:
             "loss_field": "returned" if is_method else self._loss_field(),
         }
         packs = [*self.calls, *self.returned, *self.inside.values(), batch]
-        return contents, [note for packed in packs for note in packed.notes] + list(self._overwritten())
+        return contents, [note for packed in packs for note in packed.notes] + [*self._overwritten(), *self._lent()]
+
+    def _lent(self) -> Iterator[str]:
+        """Tell of the weights that were not the model's own."""
+        for index, weights in self.borrowed.items():
+            spoiled = [name for name, tensor in weights.items() if not unwrap(tensor).isfinite().all()]
+            how = "by an update inside the loop, or by its gradient" if index else "before the step"
+            yield (
+                f"weights of call {index + 1}: functional_call gave it others, and a replay takes the model's own"
+                + (f"; those of {join_first(spoiled, 3)} were non-finite, made so {how}" if spoiled else "")
+            )
 
     def _output(self) -> Any:
         return self.returned[0].tree if len(self.returned) == 1 else [packed.tree for packed in self.returned]

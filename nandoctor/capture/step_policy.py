@@ -346,6 +346,11 @@ class StepPolicy:
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
         self._tell(path, contents["event"])
+        if any(packed.hidden for packed in step.calls):
+            return path, (
+                f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
+                "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
+            )
         return path, _say_next(path, written, self._replay_flags)
 
     def _tell(self, path: Path, event: Mapping[str, Any]) -> None:

@@ -136,6 +136,8 @@ class StepTracker:
         else:
             step.between.append(self._observer.look_between())
         step.without_grad = not with_grad
+        if borrowed := self._observer.read_borrowed():
+            step.borrowed[len(step.calls)] = borrowed
         self._given = pack_call(args, kwargs)
         step.calls.append(copied(self._given) if self._copies_inputs else self._given)
         step.num_running += 1

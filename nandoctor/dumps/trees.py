@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.errors import DumpError
-from nandoctor.torch_compat import is_wrapped, version_of
+from nandoctor.torch_compat import unwrap, version_of
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 PLAIN: tuple[type[Any], ...] = (bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size)
@@ -41,13 +41,15 @@ class Packed:
     """A tree of plain containers; `notes` tell what could not go in, or changed its type.
 
     `tensors` are its tensors, each with its version at that time: a later one was overwritten. `differentiable` are the
-    places among them of those that gradients were wanted of.
+    places among them of those that gradients were wanted of. `hidden`: it had tensors that `torch.func.vmap` handed
+    out, which cannot be kept.
     """
 
     tree: Any
     notes: tuple[str, ...] = ()
     tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
     differentiable: tuple[int, ...] = ()
+    hidden: bool = False
 
     @property
     def overwritten(self) -> bool:
@@ -78,8 +80,13 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
-    differentiable = tuple(packer.differentiable)
-    return Packed(tree=tree, notes=tuple(packer.notes), tensors=versions, differentiable=differentiable)
+    return Packed(
+        tree=tree,
+        notes=tuple(packer.notes),
+        tensors=versions,
+        differentiable=tuple(packer.differentiable),
+        hidden=packer.hidden,
+    )
 
 
 @dataclass(slots=True)
@@ -89,6 +96,7 @@ class _Packer:
     notes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     differentiable: list[int] = field(default_factory=list)
+    hidden: bool = False
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
         before = [(kept, len(kept)) for kept in (self.notes, self.tensors, self.differentiable)]
@@ -112,12 +120,14 @@ class _Packer:
         return self._pack_container(value, name, depth) if depth < _MAX_DEPTH else self._leave_out(value, name)
 
     def _take_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        if is_wrapped(tensor):
-            self.notes.append(f"{name}: a tensor inside torch.func.vmap or grad, which has no values of its own")
+        plain = unwrap(tensor)
+        if plain.shape != tensor.shape:
+            self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
+            self.hidden = True
             return None
         if tensor.requires_grad:
             self.differentiable.append(len(self.tensors))
-        return self._take(tensor.detach())
+        return self._take(plain.detach())
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors.append(tensor)

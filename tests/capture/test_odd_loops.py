@@ -161,7 +161,7 @@ def test_the_failing_step_is_saved_and_replayed(tmp_path, train, expected):
     assert (report.origin.phase, report.origin.op) == expected[3:]
 
 
-def test_what_a_transform_hides_is_named(tmp_path):
+def test_what_a_transform_hides_is_named(tmp_path, caplog):
     model = Norm(divides=True)
 
     def loss(parameters, x):
@@ -173,3 +173,30 @@ def test_what_a_transform_hides_is_named(tmp_path):
         recorder.watch(found["leave.weight"].mean())
     left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
     assert any("torch.func.vmap" in line for line in left_out)
+    assert "cannot be replayed" in caplog.text
+    assert "nandoctor replay" not in caplog.text
+
+
+def test_inputs_under_grad_alone_are_kept(tmp_path):
+    model = Norm(divides=True)
+    with Recorder(model, folder=tmp_path) as recorder:
+        gradient = torch.func.grad(lambda x: model(x).sum())(torch.zeros(3, 4))
+        recorder.watch(gradient.sum())
+    report = nandoctor.replay(recorder.written[0], model=lambda: Norm(divides=True), fixes=False).report
+    assert (report.origin.phase, report.origin.op) == ("forward", "div")
+
+
+def test_weights_of_an_inner_loop_are_told(tmp_path):
+    model = Norm()
+    x = torch.zeros(3, 4)
+    with Recorder(model, folder=tmp_path) as recorder:
+        own = dict(model.named_parameters())
+        inner = torch.func.functional_call(model, own, (x,)).square().mean()
+        gradients = torch.autograd.grad(inner, tuple(own.values()), create_graph=True)
+        fast = {name: own[name] - gradient for name, gradient in zip(own, gradients, strict=True)}
+        recorder.watch(torch.func.functional_call(model, fast, (x,)).mean())
+    left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
+    assert [line for line in left_out if line.startswith("weights of call")] == [
+        "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of enter.weight "
+        "were non-finite, made so by an update inside the loop, or by its gradient"
+    ]
