@@ -114,32 +114,18 @@ class Recorder(RecorderSettings):
         super().__post_init__()
         refuse_flat_weights(self.model)
         self._engine = find_engine(self.model)
-        scaler = self._find_scaler()
         self._observer = Observer(unwrap_model(self._called), self.undo_nbytes)
-        sources = _describe_sources(self._observer.model, self)
-        plan = plan_rebuild(
-            self._observer.model, sources.model, sources.arguments, built=sources.built, loss=sources.loss
-        )
-        for line in plan.advice:
-            LOG.warning("%s", line)
-        self._training = Training(
-            observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=self.keep_optimizer
-        )
+        self._training, replay_flags = self._describe_training()
         self._handles = ExitStack()
-        files = DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes)
         self._policy = StepPolicy(
             StepHistory(self.stop_rule),
-            files,
+            DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
             self._make_contents,
             spike=self.spike,
             on_save=self.on_save,
-            replay_flags=plan.flags,
+            replay_flags=replay_flags,
         )
-        self._tracker = StepTracker(
-            self._observer, self._policy, scaler, undo_nbytes=self.undo_nbytes, on_stop=self._handles.close
-        )
-        if self._engine is not None:
-            self._tracker.count = self._engine.count
+        self._tracker = self._make_tracker()
         self._make_step, self._start_step = never_harm(self._tracker.make_step), never_harm(self._tracker.start_step)
         self._look_at = never_harm(self._tracker.watch)
         self._scouted = False
@@ -147,6 +133,29 @@ class Recorder(RecorderSettings):
         self._attach()
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
+
+    def _describe_training(self) -> tuple[Training, str]:
+        """What all files have in common, and the flags that a replay will need; the log says how to do without."""
+        model = self._observer.model
+        sources = _describe_sources(model, self)
+        plan = plan_rebuild(model, sources.model, sources.arguments, built=sources.built, loss=sources.loss)
+        for line in plan.advice:
+            LOG.warning("%s", line)
+        scaler, keep_optimizer = self._find_scaler(), self.keep_optimizer
+        return Training(
+            observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=keep_optimizer
+        ), plan.flags
+
+    def _make_tracker(self) -> StepTracker:
+        tracker = StepTracker(
+            self._observer,
+            self._policy,
+            self._training.scaler,
+            undo_nbytes=self.undo_nbytes,
+            on_stop=self._handles.close,
+        )
+        tracker.count = None if self._engine is None else self._engine.count
+        return tracker
 
     @property
     def _called(self) -> nn.Module:

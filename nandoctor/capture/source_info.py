@@ -20,6 +20,7 @@ from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.trees import pack
 from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
+from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -64,10 +65,11 @@ def describe_model(
 
 
 def _print(model: nn.Module) -> str:
-    """The model as it prints where no class was put on its modules on the fly."""
+    """The model as it prints before FSDP2 puts classes of its own on the modules."""
     printed = str(model)
-    for kind, original in {type(module): class_of(module) for module in model.modules()}.items():
-        printed = printed if kind is original else printed.replace(f"{kind.__name__}(", f"{original.__name__}(")
+    kinds = {type(module): class_of(module) for module in model.modules() if fsdp_policy(module) is not None}
+    for kind, original in kinds.items():
+        printed = printed.replace(f"{kind.__name__}(", f"{original.__name__}(")
     return printed
 
 

@@ -147,34 +147,16 @@ def _nbytes(tree: Any) -> int:
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
-    """The contents with every tensor on the CPU, in a storage of its own size; what was one tensor stays one.
+    """The contents with every tensor on the CPU, as `_HostCopies` has them.
 
-    A batch and the same batch on the device become one as well, where their values agree. A tensor that has no values
-    to copy (on the meta device, nested) becomes None, and `left_out` says so.
+    A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    twins: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    copies = _HostCopies()
     left_out = list(contents.get("left_out", []))
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_nested:
-            raise TypeError("no torch reads a nested tensor without running code that the file names")
-        if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
-            raise TypeError("no reader takes what torch only stores")
-        if tensor.is_mkldnn:
-            tensor = tensor.to_dense()
-        if tensor.layout is not torch.strided:
-            return tensor.detach().cpu()
-        # Subclasses that wrap other tensors all say that their data is at 0.
-        address = tensor.data_ptr() or id(tensor)
-        place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if place not in copies:
-            copies[place] = _twin(_compact(tensor), twins)
-        return copies[place]
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
-            copied = copy(tensor)
+            copied = copies.of(tensor)
             # What torch.save would fail at, after everything else is written.
             copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError, KeyError) as error:
@@ -186,17 +168,47 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     return {**copied, "left_out": left_out} if left_out else copied
 
 
+class _HostCopies:
+    """Tensors on the CPU, each in a storage of its own size; what was one tensor stays one.
+
+    A batch and the same batch on the device become one as well, where their values agree.
+    """
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._by_format: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor; one on the CPU that fills its storage is its own.
+
+        Raises:
+            TypeError: no reader would take it. RuntimeError: it has no values.
+        """
+        if tensor.is_nested:
+            raise TypeError("no torch reads a nested tensor without running code that the file names")
+        if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
+            raise TypeError("no reader takes what torch only stores")
+        if tensor.is_mkldnn:
+            tensor = tensor.to_dense()
+        if tensor.layout is not torch.strided:
+            return tensor.detach().cpu()
+        # Subclasses that wrap other tensors all say that their data is at 0.
+        address = tensor.data_ptr() or id(tensor)
+        place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if place not in self._by_place:
+            self._by_place[place] = self._find_equal(_compact(tensor))
+        return self._by_place[place]
+
+    def _find_equal(self, tensor: torch.Tensor) -> torch.Tensor:
+        same_format = self._by_format.setdefault((tuple(tensor.shape), tensor.dtype), [])
+        equal = next((other for other in same_format if torch.equal(other, tensor)), None)
+        if equal is None:
+            same_format.append(tensor)
+        return tensor if equal is None else equal
+
+
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().as_subclass(torch.Tensor).cpu()
     if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size() or not plain.is_contiguous():
         return plain.contiguous().clone()
     return plain
-
-
-def _twin(tensor: torch.Tensor, twins: dict[tuple[Any, ...], list[torch.Tensor]]) -> torch.Tensor:
-    kin = twins.setdefault((tuple(tensor.shape), tensor.dtype), [])
-    for other in kin:
-        if torch.equal(other, tensor):
-            return other
-    kin.append(tensor)
-    return tensor
