@@ -275,7 +275,7 @@ def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, ob
     state = optimizer.get("state")
     never_stepped = state is None or (isinstance(state, Mapping) and not state)
     if not moments and not (never_stepped and read_eps(optimizer)):
-        contents.left_out.append(name)
+        contents.left_out.append(name or "an optimizer's state")
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:

@@ -46,7 +46,7 @@ def list_directory(path: Path) -> Listing:
 
 
 def _kind_of(names: tuple[str, ...]) -> Kind:
-    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+    if ".metadata" in names:
         return "dcp"
     if "zero_to_fp32.py" in names or any(name.endswith("_model_states.pt") for name in names):
         return "deepspeed"

@@ -94,6 +94,11 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
         if isinstance(name, str) and name in parts:
             parts[name].append((index, place))
     files = _Files(folder)
+    if not files.nbytes:
+        raise DumpError(
+            "the files with the tensors (.distcp) are not in it.",
+            remedy="Put the files of all ranks into one directory.",
+        )
     state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
     return check_weights(state, files.nbytes)
 

@@ -82,6 +82,11 @@ def _read_directory(path: Path) -> State:
 def _choose_file(listing: Listing) -> str:
     """The file of a whole model; where none has a usual name, the only one."""
     usual = [name for name in _WHOLE if name in listing.names]
+    if not usual and "adapter_config.json" in listing.names:
+        raise DumpError(
+            "it holds an adapter of PEFT, and not the weights that it adapts.",
+            remedy="Merge them, model.merge_and_unload().save_pretrained(DIRECTORY), and pass that directory.",
+        )
     indexes, files = listing.ending(_INDEX), listing.ending(".safetensors", ".bin")
     choices = usual[:1] or indexes or files
     if len(choices) > 1:

@@ -16,7 +16,7 @@ from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
-from nandoctor.text import brief, number, plural
+from nandoctor.text import brief, dtype_name, number, plural
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -33,8 +33,8 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
     known, kept = _known_samples(dump), {} if dump.holds_weights else dump.state
     state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
     state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
-    state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}
     match = _compare(state, known)
+    state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}
     return replace(
         dump,
         state={**state, **kept},
@@ -45,7 +45,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         recorded=None if dump.recorded is None else replace(dump.recorded, checkpoint=None),
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
         notes=(*dump.notes, _describe_match(match, brief(str(settings.weights), 1000))),
-        other_weights=match.num_other > 0 or not match.num_compared,
+        other_weights=match.num_other > 0 or match.rounded_to != "" or not match.num_compared,
     )
 
 
@@ -80,27 +80,30 @@ def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tenso
 class _Match:
     """How many weights were compared, how many are others, and how far the values are apart.
 
-    `distance` is ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf where that is not a number.
+    `rounded_to` is the format that the checkpoint has rounded the very values to, "" where it has not. `distance` is
+    ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf where that is not a number.
     """
 
     num_compared: int = 0
     num_other: int = 0
+    rounded_to: str = ""
     distance: float = 0.0
 
 
 def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
-    num_compared, num_other, off, size = 0, 0, 0.0, 0.0
+    num_compared, num_other, rounded_to, off, size = 0, 0, "", 0.0, 0.0
     for name, sample in known.items():
         values = _take(state[name], sample.at) if name in state else None
         if values is None or not sample.at.numel():
             continue
         num_compared += 1
-        values, saved = _comparable(values), _comparable(sample.values)
+        values, saved, rounded = _alike(values, sample.values)
+        rounded_to = rounded or rounded_to
         num_other += not bool(((values == saved) | (values.isnan() & saved.isnan())).all())
         off += float((values - saved).abs().square().sum())
         size += float(saved.abs().square().sum())
     distance = (off / size) ** 0.5 if 0 < size < float("inf") and off < float("inf") else float("inf")
-    return _Match(num_compared=num_compared, num_other=num_other, distance=distance)
+    return _Match(num_compared=num_compared, num_other=num_other, rounded_to=rounded_to, distance=distance)
 
 
 def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
@@ -112,17 +115,24 @@ def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
     return tensor[torch.unravel_index(at, tensor.shape)] if tensor.dim() else tensor.reshape(1)
 
 
-def _comparable(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+def _alike(found: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Both in the coarser of their formats, to be compared, and the name of that where it is the checkpoint's."""
+    exact = torch.complex128 if found.is_complex() else torch.float64
+    if found.dtype == saved.dtype or not (found.is_floating_point() and saved.is_floating_point()):
+        return found.to(exact), saved.to(exact), ""
+    if found.element_size() > saved.element_size():
+        return found.to(saved.dtype).to(exact), saved.to(exact), ""
+    return found.to(exact), saved.to(found.dtype).to(exact), dtype_name(found.dtype)
 
 
 def _describe_match(match: _Match, path: str) -> str:
     if not match.num_compared:
         return f"The weights are those of {path}; the dump has none to compare them with."
     if not match.num_other:
+        rounded = f", rounded to {match.rounded_to}" if match.rounded_to else ""
         return (
             f"The weights are those of {path}: the values that the dump has of {plural(match.num_compared, 'tensor')} "
-            "are the same there."
+            f"are the same there{rounded}."
         )
     far = f", by {number(100 * match.distance)} % in norm" if match.distance < float("inf") else ""
     return (

@@ -93,6 +93,14 @@ def test_a_checkpoint_of_another_step_is_told(train):
     assert "6 of 6 tensors that were compared differ from the dump's, by " in note
 
 
+def test_a_rounded_checkpoint_is_told_from_another(train):
+    path, *_ = command_in(train("step1.pt"))
+    torch.save({name: tensor.bfloat16() for name, tensor in torch.load("step1.pt").items()}, "rounded.pt")
+    report = nandoctor.replay(path, weights="rounded.pt", fixes=False).report
+    assert report.reproduction.grade != "exact"
+    assert any("are the same there, rounded to bfloat16." in note for note in report.notes)
+
+
 def test_without_weights_the_error_has_the_command(train):
     path, *_ = command_in(train(None))
     with pytest.raises(DumpError) as caught:

@@ -118,6 +118,12 @@ def tensor_parallel(folder):
     return folder
 
 
+def adapter(folder):
+    save_file({"a.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
 PARTS = {
     "shard of safetensors": (lambda f: lone(f, "model-00001-of-00003.safetensors"), "one of 3 shards", "--weights"),
     "shard of bin": (lambda f: lone(f, "pytorch_model-00002-of-00003.bin"), "one of 3 shards", "--weights"),
@@ -128,6 +134,7 @@ PARTS = {
 WEIGHTS_ALONE = {
     "zero 3": (zero3, "ZeRO", "zero_to_fp32"),
     "tensor parallel": (tensor_parallel, "2 tensor-parallel ranks", "Convert"),
+    "adapter": (adapter, "an adapter of PEFT", "merge_and_unload"),
     "nothing": (lambda f: f, "no checkpoint is known", "Name the file"),
 }
 
@@ -174,6 +181,12 @@ class Runs:
         return Path("mark").touch, ()
 
 
+def lone_metadata(folder):
+    save_dcp({"a.weight": torch.arange(6.0)}, folder)
+    for part in folder.glob("*.distcp"):
+        part.unlink()
+
+
 def place_of(metadata, **fields):
     for place in metadata.storage_data.values():
         vars(place).update(fields)
@@ -207,6 +220,7 @@ BROKEN = {
     "index: empty": (index_of({"weight_map": {}}), "no weights"),
     "deepspeed: pipe": (lambda f: os.mkfifo(f / "latest"), "a pipe"),
     "deepspeed: another folder": (lambda f: (f / "latest").write_text(".."), "ZeRO"),
+    "dcp: no files": (lone_metadata, "are not in it"),
     "dcp: no parts": (change_metadata(lambda m: m.storage_data.clear()), "do not make it up"),
 }
 
