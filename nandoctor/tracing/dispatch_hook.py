@@ -122,7 +122,12 @@ def is_unobserved(error: Exception) -> bool:
 def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     if not handlers:
         return call.run()
-    return handlers[0](call, lambda changed: _hand_on(handlers[1:], changed))
+
+    def proceed(changed: Invocation) -> Any:
+        is_same = changed is call
+        return _hand_on(handlers[1:], call if is_same else replace(changed, original=call.original or call))
+
+    return handlers[0](call, proceed)
 
 
 class CallSite(NamedTuple):

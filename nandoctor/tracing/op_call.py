@@ -20,11 +20,12 @@ _DIMENSIONS = frozenset({"dim", "dims"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """An op and the arguments that it was called with."""
+    """An op and the arguments that it was called with; the call as the code made it, where it was changed since."""
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    original: Invocation | None = None
 
     @property
     def name(self) -> str:

@@ -161,7 +161,7 @@ class OpTracer:
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it. Ops without floating-point output, or with none yet, are run and forgotten."""
-        inputs = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
+        inputs = self._identify_all(call)
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
         try:
@@ -196,6 +196,19 @@ class OpTracer:
             self._remember(leaf, order, reading, wrote=schema_of(call.op).is_mutable)
         if self._on_op is not None:
             self._on_op(order, call, output)
+
+    def _identify_all(self, call: Invocation) -> list[_Tensor]:
+        """The tensors that an op reads; what an edit made of another has the other's origin, for edits go unseen."""
+        found = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
+        if call.original is None:
+            return found
+        meant = {tensor.name: tensor for tensor in self._identify_all(call.original)}
+        return [
+            tensor._replace(producer=meant[tensor.name].producer, known_as=meant[tensor.name].known_as)
+            if tensor.producer is None and tensor.known_as is None and tensor.name in meant
+            else tensor
+            for tensor in found
+        ]
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
         known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
