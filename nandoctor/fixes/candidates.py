@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from nandoctor.causes.base import Candidate
+from nandoctor.causes.base import Candidate, ancestors, site_of
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
@@ -27,11 +27,16 @@ from nandoctor.evidence.edits import (
     Together,
     ZeroWeights,
 )
+from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import LOSS, Trace
 from nandoctor.fixes.verify import Trials
+from nandoctor.ops import CASTS
 
 MAX_LEADS = 4
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
+
+_CASTS_WITHIN = 4
+"""How many ops before the failing one a cast is looked for."""
 
 MOST_LOST = 0.5
 """Of a weight that has lost more than this share of its values nothing is left to train from."""
@@ -94,8 +99,8 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """The op in fp32, or its line; where neither is enough the code of the block's forward, or the block."""
-    for kept in _op_in_fp32(lead, trials.step.model):
+    """The op in fp32, or its line; a cast before it; else the code of the block's forward, or the block."""
+    for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.trace)):
         yield (kept,)
         if trials.passes(kept):
             return
@@ -114,6 +119,17 @@ def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
         return ()
     line = lead.site.source.whole if lead.site.source is not None else None
     return KeepOp(site=lead.site), KeepOp(site=replace(lead.site, op="", nth=0, source=line))
+
+
+def _casts_before(lead: Suspect, trace: Trace) -> Iterator[KeepOp]:
+    """The casts to a low precision, as the code asks for them, that what the op takes has passed: `x.half()`."""
+    ops = {op.order: op for op in trace.ops}
+    for made in (op for op in trace.ops if site_of(op) == lead.site):
+        behind = chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs)
+        for op in behind:
+            narrowed = any(stats.dtype in (FP16, BF16) for stats in op.outputs)
+            if op.op in CASTS and narrowed and op.source is not None:
+                yield KeepOp(site=site_of(op))
 
 
 def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
