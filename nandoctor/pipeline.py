@@ -39,6 +39,7 @@ from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Re
 from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.search import search_fixes
+from nandoctor.fixes.unknown_loss import find_doubts
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.affected_sample import view_sample
@@ -243,9 +244,11 @@ def _diagnose(replayed: Replayed) -> Findings:
                 raise
             return without_backward(findings)
         except ModelError as error:  # the forward ran without a graph
-            if is_out_of_memory(error.__cause__):
+            if isinstance(error, LossError) or is_out_of_memory(error.__cause__):
                 raise
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
+    elif findings.verdict == "healthy" and findings.trace.finite:
+        findings = replace(findings, gaps=find_doubts(replayed.step))
     slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
     recorded = replayed.step.recorded
     findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
@@ -256,7 +259,7 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """The findings with what could not be looked at: where nothing was found, that decides."""
     step, flags = replayed.step, replayed.step.saved_flags
     gaps = find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None)
-    gaps = (*findings.gaps, *gaps)
+    gaps = (*gaps, *findings.gaps)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in findings.gaps)))
     notes = tuple(gap.text for gap in gaps[1:])

@@ -381,10 +381,7 @@ def function_backward(node: Any) -> Callable[..., Any]:
 def replace_function_backward(
     node: Any, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Have one custom node run `replacement(backward)`; its class, and other nodes of it, stay as they are.
-
-    Return what undoes it.
-    """
+    """Have one custom node run `replacement(backward)`, and no other node of its class; return what undoes it."""
     function = node._forward_cls
     backward = replacement(function_backward(node))
     node._forward_cls = SimpleNamespace(backward=backward, vjp=torch.autograd.Function.vjp, jvp=function.jvp)
@@ -392,10 +389,7 @@ def replace_function_backward(
 
 
 def read_loss_scale(scaler: Any) -> tuple[Tensor | None, int | None]:
-    """A GradScaler's scale on its device, and how often it was updated; (None, None) where there is no scale.
-
-    `get_scale()` would wait for the device. A scaler that has scaled nothing yet has its first scale.
-    """
+    """A GradScaler's scale on its device, for which `get_scale()` would wait, and the number of its updates, if any."""
     if isinstance(scale := getattr(scaler, "_scale", None), Tensor):
         return scale.detach().clone(), version_of(scale)
     if (first := getattr(scaler, "_init_scale", None)) is None and isinstance(scaler, torch.amp.GradScaler):

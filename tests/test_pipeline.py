@@ -276,8 +276,9 @@ def test_progress_is_told_by_stage():
         (Overflowing, {}, ["replay under autocast", "replay in fp32", "closer look under autocast"]),
         (nn.ReLU, {"logit": IMAGE}, ["replay under autocast", "replay in fp32"]),
         (Tiny, {}, ["replay under autocast", "replay in fp32", "closer look under autocast", "closer look in fp32"]),
+        (lambda: nn.Linear(4, 4), {}, ["replay under autocast", "replay in fp32", "backward under autocast"]),
     ],
-    ids=["nonfinite", "non-finite without an output", "healthy", "small"],
+    ids=["nonfinite", "non-finite without an output", "healthy", "small", "trained"],
 )
 def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []

@@ -112,8 +112,9 @@ def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
     cause = find_cause("forward", hidden)
     if cause is None:
         return None
-    told = f"{cause.explanation} A later op hides that Inf; the backward of {op.op} multiplies it by zero: NaN."
-    headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that Inf by 0, which is NaN"
+    what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
+    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by zero: NaN."
+    headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that {what} by 0, which is NaN"
     return replace(cause, headline=headline, explanation=told)
 
 

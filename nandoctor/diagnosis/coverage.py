@@ -69,6 +69,18 @@ def describe_no_graph(message: str) -> Gap:
     )
 
 
+def doubt_gradients(trace: Trace) -> Gap:
+    """What is to be feared where the gradients of a stand-in loss are non-finite; `trace` has its backward pass."""
+    made = next((op for op in trace.backward if op.analysis is not None), None)
+    line = f" ({file_line(made.source.file, made.source.line)})" if made is not None and made.source else ""
+    first = f": the backward of {made.op}{line} makes them" if made is not None else ""
+    return Gap(
+        text=f"The output is finite, and the gradients of a stand-in for the loss are not{first}. Those of your own "
+        "loss may be finite, where it does not read the whole output.",
+        remedy=_PASS_LOSS,
+    )
+
+
 def _returns_loss(trace: Trace) -> bool:
     """Tell whether the model itself gives its loss, so that the output's is the one that was saved."""
     return any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
