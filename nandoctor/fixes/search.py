@@ -142,21 +142,19 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):
-        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked, findings)}"
+        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
     if not ranked and _CHANGES not in untried:
         yield "No change was found to try."
 
 
-def _describe_failures(tried: Sequence[Fix], findings: Findings) -> str:
-    """Why no change is a fix: what is finite with it is another number, or nothing is finite."""
-    finite = [fix for fix in tried if fix.outcome.finite]
-    if not finite:
+def _describe_failures(tried: Sequence[Fix]) -> str:
+    """Why no change is a fix: nothing is finite, what is finite is too far off, or a check of another kind failed."""
+    nearest = min(map(_distance, tried))
+    if math.isinf(nearest):
         return "The step is non-finite with each."
-    nearest = min(map(_distance, finite))
-    if nearest <= TOLERANCE:
-        return "With some the output is right, but another check failed, or they could not be written as code."
-    reference = "float64" if findings.verdict == "numerics" else "fp32"
-    return f"The finite results are at least {percent(nearest)} off what {reference} gives: a bound changes the value."
+    if nearest > TOLERANCE:
+        return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
+    return "With some the output is right, but another check failed, or they could not be written as code."
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:

@@ -58,3 +58,23 @@ def test_an_average_of_nothing_is_zero(form, tmp_path, monkeypatch):
     expected = before["loss"](output, {**full, "valid": torch.ones(5, dtype=torch.bool)})
     assert math.isclose(loss(output, {**full, "valid": torch.ones(5, dtype=torch.bool)}), expected, rel_tol=1e-6)
     assert math.isfinite(loss(output, full))
+
+
+class Ratio(torch.nn.Module):
+    """A softmax by hand, of which every bound on its exponent changes the value."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = torch.nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        grown = torch.exp(self.lift(x).float() * 100)
+        return torch.log(grown[:, 0] / grown.sum(1))
+
+
+def test_a_search_without_a_fix_says_by_how_much(tmp_path):
+    torch.save({"state_dict": {"lift.weight": torch.eye(2)}, "x": torch.tensor([[1.0, 1.5]])}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", Ratio).report
+    assert not any(fix.verified for fix in report.fixes)
+    (note,) = [note for note in report.notes if note.startswith("No change helped")]
+    assert "off; 1 % is allowed." in note
