@@ -206,11 +206,12 @@ class TrialOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One criterion of a fix: whether it was met, or was not checked, and the sentence that says so."""
+    """One criterion of a fix, met or not checked, and the sentence that says so; `samples` is None for all of them."""
 
     name: str
     status: Literal["passed", "failed", "not-checked"]
     text: str
+    samples: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.nn.functional import hardshrink
@@ -145,17 +146,30 @@ def keep(outcome: Outcome | None) -> Result:
     """What a run gave, None standing for one that could not; in float64 what fp32 cannot hold counts as infinite."""
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
-    found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(outcome.output))
-    values = {f"output.{path}": _in_range(values) for path, values in found if values is not None}
-    if outcome.loss is not None:
-        values["loss"] = _in_range(outcome.loss.detach())
+    values = values_of(outcome.output, outcome.loss)
     return Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)
+
+
+def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The numbers of an output and of its loss, by their places."""
+    found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(output))
+    values = {f"output.{path}": _in_range(values) for path, values in found if values is not None}
+    return values if loss is None else values | {"loss": _in_range(loss.detach())}
 
 
 def _in_range(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is not torch.float64:
         return tensor
     return tensor.masked_fill(tensor.abs() > _LARGEST_FP32, math.inf)
+
+
+def finite_as(values: Mapping[str, torch.Tensor], reference: Result) -> bool:
+    """Tell whether values are finite wherever the reference's are."""
+    pairs = [(values.get(name), theirs) for name, theirs in reference.values.items()]
+    return all(
+        ours is not None and ours.shape == theirs.shape and _is_finite_where(_sound(ours, theirs), ours)
+        for ours, theirs in pairs
+    )
 
 
 def compare(made: Result, reference: Result, *, exact: Result | None = None) -> Comparison:
@@ -165,7 +179,7 @@ def compare(made: Result, reference: Result, *, exact: Result | None = None) -> 
         ours = made.values.get(name)
         if ours is None or ours.shape != theirs.shape:
             return Comparison(finite=False, values={})
-        sound = torch.isfinite(theirs) & ~_written_for_infinity(ours, theirs)
+        sound = _sound(ours, theirs)
         finite = finite and _is_finite_where(sound, ours)
         other = exact.values.get(name) if exact is not None and exact.ran else None
         nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
@@ -174,10 +188,10 @@ def compare(made: Result, reference: Result, *, exact: Result | None = None) -> 
     return Comparison(finite=finite, values=values)
 
 
-def _written_for_infinity(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Where both are at the edge of a format, as code writes it for -inf: neither an error nor a magnitude."""
+def _sound(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Where theirs is finite, unless both are at the edge of a format, as code writes it for -inf."""
     at_edge = (theirs.abs() >= EDGE * _LARGEST_FP32) & (ours.abs() >= EDGE * FP16.max)
-    return at_edge & (theirs.sign() == ours.sign())
+    return torch.isfinite(theirs) & ~(at_edge & (theirs.sign() == ours.sign()))
 
 
 def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:

@@ -36,6 +36,8 @@ def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch,
         enough = guesses[0] and passes(tuple(guesses[0]))
         for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
             found.append(kept)
+            if not products.isdisjoint(member.module for member in kept):
+                break  # whatever else is in fp32, without it the product passes the limit again
     except BudgetSpent:
         complete = False
     search = Fp32SetSearch(

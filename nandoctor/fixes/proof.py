@@ -5,9 +5,9 @@ A change of the batch holds for that batch alone, so it is not tried on variatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -25,16 +25,17 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
-from nandoctor.fixes.variations import VARIATIONS
+from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, VARIATIONS, extreme
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
-from nandoctor.replaying.runner import Change
+from nandoctor.replaying.runner import Change, FailingStep
 from nandoctor.text import constant, number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
+_AS_FP32: Said = "passed", "finite wherever fp32 is"
 _LOWERED = (256.0, 16.0)
 """On another batch GradScaler may have to lower its scale; to these, where the scale of the training is no lower."""
 
@@ -65,6 +66,7 @@ class Verifier:
 
     def _verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
         change = written.change if written.change is not None else edit
+        self._trials.sound_reference((change,))  # beside it a change that fails is told before its backward pass
         made, scale = self._gradients.run(change)
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
@@ -76,14 +78,16 @@ class Verifier:
         ]
         if written.at_edge is not None:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
-        criteria.append(("samples to blame alone", partial(self._judge_alone, written, change, scale)))
-        for name, varied in self._variations.items():
-            criteria.append((name, partial(self._judge_variation, written, change, varied, scale)))
+        judge_varied = cache(partial(self._judge_variation, written, change, scale))
+        criteria.append(("samples to blame alone", partial(self._judge_alone, change, judge_varied)))
         checks: list[Check] = []
         for name, judge in criteria:
             failed = any(check.status == "failed" for check in checks)
             status, text = _NOT_RUN if failed else judge()
             checks.append(Check(name=name, status=status, text=text))
+        for name in self._variations:
+            failed = any(check.status == "failed" for check in checks)
+            checks.append(_not_run(name) if failed else self._check_variation(name, judge_varied))
         passes = all(check.status != "failed" for check in checks)
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
 
@@ -167,13 +171,51 @@ class Verifier:
     @cached_property
     def _variations(self) -> Mapping[str, Trials | None]:
         """The trials of the step on batches near to its own; None where there is no such batch."""
-        step = self._trials.step
-        batches = {name: vary(step.batch, step.used) for name, vary in VARIATIONS.items()}
-        varied: dict[str, Trials | None] = {}
-        for name, batch in batches.items():
-            varied[name] = self._trials.on(replace(step, batch=batch)) if batch is not None else None
-        varied["other seed"] = self._trials.on(replace(step, seed=(step.seed or 0) + 1)) if self._random else None
-        return varied
+        return {name: self._varied((name,), self._trials.step) for name in (*VARIATIONS, OTHER_SEED)}
+
+    def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
+        """The trials of a step varied in all of these ways; None where one of them is none."""
+        for name in names:
+            if name == OTHER_SEED:
+                varied = replace(step, seed=(step.seed or 0) + 1) if self._random else None
+            else:
+                batch = VARIATIONS[name](step.batch, step.used)
+                varied = replace(step, batch=batch) if batch is not None else None
+            if varied is None:
+                return None
+            step = varied
+        return self._trials.on(step)
+
+    @cached_property
+    def _first_variations(self) -> Mapping[str, Trials | None]:
+        """What is run first, and does where it passes: on a few samples, all at once what changes values little."""
+        step, at_once = self._step_of_few, [name for name in NEARLY_THE_SAME if self._variations[name] is not None]
+        joined = self._varied(at_once, step)
+        others = {name: self._varied((name,), step) for name in self._variations if name not in at_once}
+        return {**dict.fromkeys(at_once, joined), **others}
+
+    @cached_property
+    def _few(self) -> tuple[int, ...] | None:
+        """Two of the samples to blame and one other, where these are no more than half of the batch; else None.
+
+        They are those with the largest values in it, and of those to blame the one with the smallest.
+        """
+        step, size = self._trials.step, self._trials.step.num_samples or 0
+        guilty = extreme(self._guilty, step.batch, step.used, size)
+        few = sorted((*guilty, *extreme(self._healthy, step.batch, step.used, size)[:1]))
+        return tuple(few) if guilty and 2 * len(few) <= size else None
+
+    @property
+    def _step_of_few(self) -> FailingStep:
+        return self._trials.step if self._few is None else self._step_with(self._few)
+
+    def _check_variation(self, name: str, judge: Callable[[Trials | None], Said]) -> Check:
+        """Judge the first variations; what does not pass there is run by itself, on the whole batch."""
+        said = status, text = judge(self._first_variations[name])
+        if status == "passed" and said != _AS_FP32:
+            return Check(name=name, status=status, text=text, samples=self._few)
+        status, text = judge(self._variations[name])
+        return Check(name=name, status=status, text=text)
 
     @cached_property
     def _guilty_alone(self) -> Trials | None:
@@ -186,25 +228,28 @@ class Verifier:
         return self._trials_of(self._healthy[:number_of]) if number_of <= len(self._healthy) else None
 
     def _trials_of(self, samples: tuple[int, ...]) -> Trials:
+        return self._trials.on(self._step_with(samples))
+
+    def _step_with(self, samples: tuple[int, ...]) -> FailingStep:
         step = self._trials.step
         kept = interventions.select_samples([KeepSamples(samples=samples)], step.batch, step.used)
-        return self._trials.on(replace(step, batch=kept))
+        return replace(step, batch=kept)
 
-    def _judge_alone(self, written: WrittenChange, change: Change, scale: float | None) -> Said:
+    def _judge_alone(self, change: Change, judge: Callable[[Trials | None], Said]) -> Said:
         """As a variation; but a loss of pairs, or of the labels there are, may not be finite for so few samples."""
         alone, others = self._guilty_alone, self._others_alone
-        said = self._judge_variation(written, change, alone, scale)
+        said = judge(alone)
         if said[0] != "failed":
             return said
         if others is not None and not others.run().finite:
-            if self._judge_variation(written, change, others, scale)[0] == "failed":
+            if judge(others)[0] == "failed":
                 return "not-checked", "as few of the samples that were fine fail as well, changed or not"
         elif alone is not None and alone.reference(change).only_loss_fails:
             return "not-checked", "their loss alone is not finite in fp32 either, though their output is"
         return said
 
     def _judge_variation(
-        self, written: WrittenChange, change: Change, varied: Trials | None, scale: float | None
+        self, written: WrittenChange, change: Change, scale: float | None, varied: Trials | None
     ) -> Said:
         """Finite is asked for, and no more: elsewhere the step itself may magnify what fp16 rounds."""
         if written.kind == "data":
@@ -234,7 +279,11 @@ class Verifier:
             return "not-checked", "the unchanged step cannot be run on such a batch"
         if not self._trials.numerics and made.ran:
             if compare(made, reference).finite and gradients_finite(made, reference):
-                return "passed", "finite wherever fp32 is"
+                return _AS_FP32
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
+
+
+def _not_run(name: str) -> Check:
+    return Check(name=name, status=_NOT_RUN[0], text=_NOT_RUN[1])

@@ -268,19 +268,30 @@ class _Search:
         self._listener.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
-        """The first strength that passes as a probe and again as the text that is printed; else the nearest one."""
+        """The first strength that passes as the text that is printed; else the nearest one.
+
+        Where fp32 is sound a text that fails shows it in its output, as soon as a probe would: it is its own.
+        """
         tried: list[Fix] = []
         for edit in candidate:
-            probe = self._trials.judge(edit)
             written = list(self._writer.write(edit))
-            advice = WrittenChange(kind="advice", title=write_title(edit), text="")
-            attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
-            # The probe cannot widen an op that writes to its argument; the text can.
-            for text in written if probe.passes or isinstance(edit, KeepOp) else ():
+            attempts: list[Fix] = []
+            if self._trials.numerics or not written:
+                probe = self._trials.judge(edit)
+                advice = WrittenChange(kind="advice", title=write_title(edit), text="")
+                attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
+                written = written if probe.passes or isinstance(edit, KeepOp) else []
+            for text in written:
                 proof, checks = self._verifier.verify(text, edit)
-                attempts = [_make_fix(edit, text, proof, checks)]
+                fails_at_once = checks[0].status == "failed"
+                attempts = [_make_fix(edit, text, proof, () if fails_at_once else checks)]
+                if proof.passes or fails_at_once:
+                    self._trials.note(edit, proof)
                 if proof.passes:
                     return attempts
+                # A probe cannot widen an op that writes to its argument, and another text may.
+                if fails_at_once and not isinstance(edit, KeepOp):
+                    break
             tried += attempts
         return sorted(tried, key=_distance)[:1]
 

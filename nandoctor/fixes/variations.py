@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,3 +92,18 @@ VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tenso
     "inputs doubled": lambda batch, used: _scaled(batch, used, 2.0),
 }
 """By name, batches that a fix has to hold on as well; None where the batch has no such neighbour."""
+OTHER_SEED = "other seed"
+NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
+"""Those that leave the values nearly as they are, and are tried in one run."""
+
+
+def extreme(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
+    """Of some samples of a batch of `size` the one with the largest magnitude in it, then the one with the smallest."""
+    arrays = [batch[name] for name in used & batch.keys() if batch[name].dim() and len(batch[name]) == size]
+    largest = torch.zeros(size, dtype=torch.float64)
+    for array in arrays:
+        if array.is_floating_point() and array.numel():
+            magnitudes = array.detach().double().nan_to_num().abs().reshape(size, -1).amax(1).cpu()
+            largest = torch.maximum(largest, magnitudes)
+    ordered = sorted(samples, key=lambda sample: -float(largest[sample]))
+    return tuple(dict.fromkeys((*ordered[:1], *ordered[-1:])))

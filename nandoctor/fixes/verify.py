@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
@@ -29,9 +30,11 @@ from nandoctor.fixes.agreement import (
     Comparison,
     Result,
     compare,
+    finite_as,
     gradient_error,
     gradients_finite,
     keep,
+    values_of,
 )
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
@@ -195,6 +198,10 @@ class Trials:
         """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
         return self.judge(*edits).passes
 
+    def note(self, edit: Change, judgement: Judgement) -> None:
+        """Take what was found of the text that is printed for an edit for what the edit does."""
+        self._judgements[_key((edit,))] = judgement
+
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
         made = self.run(*edits)
         judgement = self.assess(made, edits)
@@ -315,7 +322,13 @@ class Trials:
         if _is_too_large(self.step.model, edits):
             return keep(None)
         gradients = self._backward
-        watch = Watch(stage=f"trial {self.num_run}", statistics="none", backward=gradients, keep=gradients)
+        watch = Watch(
+            stage=f"trial {self.num_run}",
+            statistics="none",
+            backward=gradients,
+            keep=gradients,
+            worth_backward=partial(self._may_pass, edits),
+        )
         try:
             with warnings.catch_warnings(action="ignore"):  # of a batch or a format that the code never ran with
                 outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
@@ -346,6 +359,13 @@ class Trials:
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
         is_reference = precision == "fp32" and len(samples) == len(_key(edits))
         return replace(made, meant=infinities if is_reference else self.reference(*samples).meant)
+
+    def _may_pass(self, edits: tuple[Change, ...], output: Any, loss: torch.Tensor) -> bool:
+        """Whether output and loss leave anything to ask of the gradients: not where they fail, as far as is known."""
+        sound = self._references.get(frozenset())
+        if self.numerics or not edits or sound is None or selects(edits):
+            return True
+        return finite_as(values_of(output, loss), sound)
 
     def _end_if(self, *, out_of_memory: bool) -> None:
         """Memory that ran out says nothing about the change, and the next one would fare no better."""

@@ -12,7 +12,7 @@ from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, print_parts
-from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome
+from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, name_check
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import constant, printable
 
@@ -55,7 +55,7 @@ def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
     yield "result", describe_outcome(chosen.outcome)
     for check in chosen.checks:
         label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
-        yield label, printable(f"{check.name}: {check.text}")
+        yield label, f"{name_check(check)}: {printable(check.text)}"
     yield from ((fact.label, fact.text) for fact in reason_facts(chosen))
     if chosen.kind != "source":
         yield "where", WHERE_TO_RUN[chosen.kind]

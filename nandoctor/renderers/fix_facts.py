@@ -115,7 +115,7 @@ def _check_facts(fix: Fix) -> Iterator[Fact]:
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
         told = [_describe_check(check) for check in passed[:_TOLD_IN_FULL]]
-        names = [printable(check.name) for check in passed[_TOLD_IN_FULL:]]
+        names = [name_check(check) for check in passed[_TOLD_IN_FULL:]]
         told += [join_first(names, _MAX_NAMED_CHECKS)] if names else []
         yield Fact(label="checked", text="; ".join(told))
     if skipped:
@@ -128,9 +128,15 @@ def _more(told: Sequence[str]) -> str:
     return f"; {left} more" if left > 0 else ""
 
 
+def name_check(check: Check) -> str:
+    """The name of a check, with the number of samples where it was not asked of the whole batch."""
+    of = f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else ""
+    return f"{printable(check.name)}{of}"
+
+
 def _describe_check(check: Check) -> str:
     """What was found, under the name of the check where the sentence does not begin with it."""
-    name, text = printable(check.name), printable(check.text)
+    name, text = name_check(check), printable(check.text)
     if text.startswith(name):
         return text
     return f"{name} {text}" if check.status == "passed" else f"{name}: {text}"

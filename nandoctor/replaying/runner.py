@@ -55,8 +55,9 @@ class Watch:
     """What to record beside every module call, and what to call the run while it is in progress.
 
     `statistics` are those of the tensors that modules take and return. `ops` records every operation. `backward` runs
-    the backward pass of loss x the step's loss scale, recorded op by op with `ops`; `keep` leaves the gradients
-    themselves in the outcome. `on_op` is given each traced op with its tensors.
+    the backward pass of loss x the step's loss scale, recorded op by op with `ops`, where `worth_backward` says so of
+    output and loss; `keep` leaves the gradients themselves in the outcome. `on_op` is given each traced op with its
+    tensors.
     """
 
     stage: str = "replay"
@@ -64,6 +65,7 @@ class Watch:
     ops: bool = False
     backward: bool = False
     keep: bool = False
+    worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
     on_op: OnOp | None = None
 
 
@@ -363,10 +365,11 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     try:
         with kept_running(), kept_in_files(run.grad and is_large(step.model)):
             _run_forward(run, batch, observers, result)
-        if run.watch.backward and result.loss is not None:
+        loss = result.loss if run.watch.backward else None
+        if loss is not None and run.watch.worth_backward(result.output, loss):
             with kept_running(), torch.autocast(step.device.type, enabled=False):
                 result.bad_gradients, result.gradients = run_backward(
-                    step.model, result.loss, loss_scale=step.loss_factor, keep=run.watch.keep
+                    step.model, loss, loss_scale=step.loss_factor, keep=run.watch.keep
                 )
     except (Exception, KeyboardInterrupt) as error:
         result.raised = error

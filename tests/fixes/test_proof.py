@@ -231,3 +231,49 @@ def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, tmp_pat
     assert fixes[0].title.startswith("Take 1e-12 for the divisor" if holds else "Give div the value 0")
     (check,) = (check for check in fixes[0].checks if check.name == "healthy samples")
     assert check.text == "alone in fp32 the samples that were fine change by at most 0 %"
+
+
+class TwoSquares(nn.Module):
+    """The first square overflows in what a row has in its first column, the second in the second, [n, 2] -> [n, 2]."""
+
+    def forward(self, x):
+        first = x[:, :1] * x[:, :1]
+        first = first / (1 + first)
+        return torch.cat([first, x[:, 1:] * x[:, 1:]], dim=1)
+
+
+def replay_squares(tmp_path, largest_second):
+    x = torch.ones(8, 2)
+    x[0] = 0.5
+    x[3, 0], x[6, 1] = 300.0, largest_second
+    return replay(tmp_path, TwoSquares, x=x.half()).fixes
+
+
+def test_variations_of_few_samples_name_them(tmp_path):
+    fix = replay_squares(tmp_path, 100.0)[0]
+    assert fix.verified
+    assert {check.name: check.samples for check in fix.checks if check.samples} == dict.fromkeys(
+        ("samples in another order", "small noise on the inputs", "inputs halved", "inputs doubled"), (3, 6)
+    )
+
+
+def test_the_largest_healthy_sample_is_among_the_few(tmp_path):
+    fixes = replay_squares(tmp_path, 200.0)  # its square fits, that of twice as much does not
+    assert ["inputs doubled"] in [failures(item) for item in fixes]
+    assert [item.title for item in fixes if item.verified] == ["Keep the whole model in fp32"]
+
+
+class CountsSamples(nn.Module):
+    """Fails for a batch of fewer than eight, as does a loss that needs its pairs, [8, 2] -> [8, 2]."""
+
+    def forward(self, x):
+        squares = x * x
+        return squares / (1 + squares) / max(len(x) - 7, 0)
+
+
+def test_what_fails_for_few_samples_is_run_on_the_whole_batch(tmp_path):
+    x = torch.ones(8, 2)
+    x[3, 0] = 300.0
+    checks = {check.name: check for check in replay(tmp_path, CountsSamples, x=x.half()).fixes[0].checks}
+    assert checks["inputs doubled"].status == "passed"
+    assert checks["inputs doubled"].samples is None

@@ -168,7 +168,7 @@ def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
     assert not lines[StepSetting(only=(1,))].finite
     assert lines[StepSetting(without=(1,))].finite
-    assert sum(line.group == "seed" for line in report.counterfactuals) == 3
+    assert sum(line.group == "seed" for line in report.counterfactuals) == 2  # both fail, so that no third is tried
     assert lines[StepSetting(dtype=FP32)].max_rel_err == 0
 
 
