@@ -25,6 +25,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
+from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions
 from nandoctor.replaying.backward_pass import is_large, run_backward
 from nandoctor.replaying.kept_state import restored
@@ -54,10 +55,9 @@ Change = Edit | PrintedChange
 class Watch:
     """What to record beside every module call, and what to call the run while it is in progress.
 
-    `statistics` are those of the tensors that modules take and return. `ops` records every operation. `backward` runs
-    the backward pass of loss x the step's loss scale, recorded op by op with `ops`, where `worth_backward` says so of
-    output and loss; `keep` leaves the gradients themselves in the outcome. `on_op` is given each traced op with its
-    tensors.
+    `statistics` are those of the tensors that modules take and return. `ops` records every operation, `on_op` is given
+    each with its tensors. `backward` runs the backward pass of loss x the step's loss scale, recorded with `ops`, where
+    `worth_backward` says so of output and loss; `keep` leaves the gradients themselves in the outcome.
     """
 
     stage: str = "replay"
@@ -96,8 +96,7 @@ class RunInterrupted(KeyboardInterrupt):
 
     def __init__(self, step: FailingStep, trace: Trace) -> None:
         super().__init__()
-        self.step = step
-        self.trace = trace
+        self.step, self.trace = step, trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +173,11 @@ class FailingStep:
         policy = policy or self.policy
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
         singles = interventions.flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
-        changed = replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale))
+        per_sample = self.per_sample and watch.statistics != "none"
         run = _Run(
-            step=changed,
+            step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
             policy=interventions.choose_policy(singles, policy),
-            watch=replace(watch, statistics="per sample") if self.per_sample and watch.statistics != "none" else watch,
+            watch=replace(watch, statistics="per sample") if per_sample else watch,
             edits=singles,
             printed=printed,
         )
@@ -211,6 +210,12 @@ class _Result:
     gradients: Mapping[str, torch.Tensor] | None = None
     raised: Exception | KeyboardInterrupt | None = None
     elapsed_s: float = 0.0
+
+    @property
+    def end(self) -> str | None:
+        if isinstance(self.raised, KeyboardInterrupt):
+            return INTERRUPTED
+        return None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
 
 
 class _Observers:
@@ -251,8 +256,7 @@ class _Observers:
 
 def _run(run: _Run) -> Outcome:
     for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
-        run = replace(run, grad=grad)
-        outcome, error = _record(run)
+        outcome, error = _record(run := replace(run, grad=grad))
         if error is not None and is_wrong_call(error):
             raise error
         if error is None or shows_damage(outcome.trace):
@@ -267,7 +271,8 @@ def _run(run: _Run) -> Outcome:
 
 def _record(run: _Run) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
-    outcome, error = _record_once(run)
+    with nullcontext() if is_large(run.step.model) else collection_paused:  # it would go through all of torch
+        outcome, error = _record_once(run)
     if error is None or not is_unobserved(error):
         return outcome, error
     with classes_observed:
@@ -300,7 +305,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         batch=collect(inputs),
         output=collect(output),
         elapsed_s=result.elapsed_s,
-        raised=_describe_end(result.raised),
+        raised=result.end,
         ops=ops,
         buffers=frozenset(name for name, _ in step.model.named_buffers()),
         loss=collect(loss)[0] if loss else None,
@@ -324,18 +329,9 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     return made, result.raised
 
 
-def _describe_end(raised: Exception | KeyboardInterrupt | None) -> str | None:
-    if raised is None:
-        return None
-    return INTERRUPTED if isinstance(raised, KeyboardInterrupt) else f"{type(raised).__name__}: {raised}"
-
-
 @contextmanager
 def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
-    """The model as printed changes make it, in the reference's format, and seeded; all of it is put back.
-
-    Gives what tells whether random numbers were drawn.
-    """
+    """The model as changed, widened and seeded, and put back after it; gives what tells whether numbers were drawn."""
     step = run.step
     with (
         restored(step.model, traced=run.watch.ops) as state,
@@ -376,8 +372,7 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     finally:
         if observers.gradients is not None:
             observers.gradients.close()
-    result.elapsed_s = time.perf_counter() - started
-    return result
+    return replace(result, elapsed_s=time.perf_counter() - started)
 
 
 def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result) -> None:
