@@ -145,3 +145,13 @@ def test_an_output_that_is_not_there_lists_what_is():
     with pytest.raises(DumpError, match="no array 'thing'") as caught:
         saved_outputs({"image": SAVED, "mask": SAVED}, "thing")
     assert "image, mask" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "limit", [-65504.0, float(torch.finfo(torch.float32).min), float(torch.finfo(torch.bfloat16).min)]
+)
+def test_masks_at_the_limit_of_a_format_measure_no_error(limit):
+    saved = torch.tensor([[1.0, limit], [-4.0, limit]])
+    assert grade_of(torch.tensor([[1.5, limit], [-4.0, limit]]), saved).max_rel_err == pytest.approx(0.5 / 4)
+    assert grade_of(torch.tensor([[1.0, 2.0], [-4.0, limit]]), saved).max_rel_err == pytest.approx(1.0, rel=1e-4)
+    assert grade_of(torch.full((2, 2), limit), torch.full((2, 2), limit)).max_rel_err is None
