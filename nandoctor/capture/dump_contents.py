@@ -192,5 +192,7 @@ def _find_path(source: WeightsSource | None) -> str:
         absolute, here = Path(path).absolute(), Path.cwd()
         return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
     except Exception as error:
-        LOG.warning("The recorder's weights could not tell a checkpoint (%s: %s).", type(error).__name__, error)
+        LOG.warning(
+            "Recorder(weights=...) failed, so the file names no checkpoint (%s: %s).", type(error).__name__, error
+        )
         return ""

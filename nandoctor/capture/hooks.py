@@ -37,7 +37,9 @@ def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
             raise
         except Exception as error:
             if not failed:
-                LOG.warning("nandoctor does not see all of this training (%s: %s).", type(error).__name__, error)
+                LOG.warning(
+                    "The recorder failed and may miss steps; training goes on (%s: %s).", type(error).__name__, error
+                )
             failed = True
             return None
 

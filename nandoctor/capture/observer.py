@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Observer:
         return StateBefore(
             random=self._generators.read(),
             kept=self._keeper.keep(),
-            training=tuple([module.training for module in self._modules]),
+            training=tuple(map(attrgetter("training"), self._modules)),
             autocast=read_autocast(self.device.type),
         )
 

@@ -62,14 +62,14 @@ class RecorderSettings:
     def __post_init__(self) -> None:
         if self.spike is not None and not self.spike > 1:
             raise NanDoctorError(
-                f"A loss cannot spike at {self.spike} times the median.",
-                remedy="spike is a factor above 1: 10 saves the steps whose loss is over 10 times the median.",
+                f"spike={self.spike} is not above 1.",
+                remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
             )
         rule = self.stop_rule
         counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
         if not 0 <= rule.threshold <= 1 or min(counts) < 1:
             raise NanDoctorError(
-                f"There is no stopping by threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
+                f"Recorder does not take threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
                 f"and keep={self.keep}.",
                 remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
             )

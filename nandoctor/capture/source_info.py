@@ -216,9 +216,8 @@ def _plan_model(
     if built:
         location = source["file"] if source["module"] == "__main__" or source["file"] else source["module"]
         return f" --model {shlex.quote(f'{location}:{name}')}", []
-    if is_transformers_config(type(getattr(model, "config", None))):
-        return "", []
-    problem = _try_class(model, arguments)
+    from_config = not arguments and is_transformers_config(type(getattr(model, "config", None)))
+    problem = _try_config(model) if from_config else _try_class(model, arguments)
     if problem is None:
         return "", []
     return " --model FILE.py:NAME", [
@@ -230,6 +229,18 @@ def _plan_model(
 def _is_own_function(source: Mapping[str, str]) -> bool:
     """Tell whether it stands at the top level of a file in the working directory, from where a replay imports it."""
     return bool(source["file"]) and not Path(source["file"]).is_absolute() and source["name"].isidentifier()
+
+
+def _try_config(model: nn.Module) -> str | None:
+    """See whether the class takes the configuration alone, as a replay will give it; what is wrong, None if it does."""
+    config: Any = getattr(model, "config", None)
+    try:
+        inspect.signature(class_of(model)).bind(config)
+    except TypeError as error:
+        return f"from its configuration alone ({error})"
+    except ValueError:  # it tells no signature
+        pass
+    return None
 
 
 def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
@@ -247,7 +258,8 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     own, other = ({name: p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:
-        return f"as {class_of(model).__name__}({', '.join(arguments)}): {different[0]} would be another or missing"
+        called = f"{class_of(model).__name__}({', '.join(arguments)})"
+        return f"as {called}: its parameter {different[0]} would be missing or have another shape"
     return None
 
 

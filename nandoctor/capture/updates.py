@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class TrainedParameters:
 
     def gradients(self) -> torch.Tensor | float | None:
         """The largest magnitude among the gradients, NaN if one is; None without any."""
-        return self._measure([parameter.grad for parameter in self.parameters])
+        return self._measure(list(map(attrgetter("grad"), self.parameters)))
 
     def weights(self) -> torch.Tensor | float | None:
         """The largest magnitude among the weights, NaN if one is."""

@@ -113,7 +113,7 @@ def test_a_source_that_fails_harms_nothing(train, caplog):
         raise KeyError("no checkpoint yet")
 
     assert train(source).endswith("--weights CHECKPOINT")
-    assert any("could not tell a checkpoint (KeyError" in message for message in caplog.messages)
+    assert any("names no checkpoint (KeyError" in message for message in caplog.messages)
 
 
 def test_weights_that_fit_are_in_the_file(train):

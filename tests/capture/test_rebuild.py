@@ -125,9 +125,9 @@ class Local:
     ("model", "options", "said"),
     [
         (lambda: Wide(3), {}, "cannot be built again as Wide() (TypeError"),
-        (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): linear.weight would be another"),
+        (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): its parameter linear.weight would be"),
         (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "config would not be plain data"),
-        (build_stack, {}, "as Sequential(): 0.weight would be another or missing"),
+        (build_stack, {}, "as Sequential(): its parameter 0.weight would be missing"),
         (Local.make, {}, "is defined inside a function"),
     ],
     ids=["no arguments", "other arguments", "dataclass", "sequential", "local class"],

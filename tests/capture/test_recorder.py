@@ -260,7 +260,7 @@ def test_hooks_are_gone_when_it_is_closed(tmp_path):
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
     for wrong in ({"threshold": 1.5}, {"window": 0}, {"in_a_row": 0}, {"keep": 0}):
-        with pytest.raises(NanDoctorError, match="no stopping by"):
+        with pytest.raises(NanDoctorError, match="does not take"):
             Recorder(nn.Linear(2, 2), folder=tmp_path, **wrong)
 
 

@@ -35,16 +35,19 @@ class MixedPrecisionTrainer(transformers.Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 16,
+}
+
+
 def make_model():
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
+    config = transformers.BertConfig(**SMALL)
     model = transformers.BertForTokenClassification(config)
     with torch.no_grad():
         # One token of the vocabulary, at whose position the last layer overflows.
@@ -228,3 +231,13 @@ def test_a_configuration_class_of_the_project_needs_no_flags(tmp_path, monkeypat
         recorder.watch(recorder.model(torch.zeros(2, 3)))
     report = nandoctor.replay(recorder.written[0], fixes=False).report
     assert (report.reproduction.grade, report.origin.op) == ("exact", "div")
+
+
+class Tagger(transformers.BertForTokenClassification):
+    def __init__(self, config, num_tags):
+        super().__init__(config)
+
+
+def test_a_class_that_takes_more_than_its_configuration_is_told(tmp_path, caplog):
+    with nandoctor.Recorder(Tagger(transformers.BertConfig(**SMALL), 3), folder=tmp_path):
+        assert "Tagger cannot be built again from its configuration alone" in caplog.text
