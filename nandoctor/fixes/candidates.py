@@ -110,15 +110,35 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
-        yield (KeepModule(module=site.module),)
+        block = KeepModule(module=site.module)
+        yield (*by_lines((block,), findings, trials.step.model), block)
+
+
+def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
+    """The same set by the lines that call its modules, where those are torch's own and no other is called there."""
+    in_torch = {path for path, module in model.named_modules() if _is_of_torch(module)}
+    paths = {member.module for member in kept}
+    if not paths <= in_torch or in_torch.intersection(path.rpartition(".")[0] for path in paths):
+        return
+    ops = (op for op in findings.ops if op.phase != "backward" and op.module in in_torch)
+    sites = dict.fromkeys(line_of(site_of(op)) for op in ops)
+    chosen = [site for site in sites if site.module in paths]
+    lines = {site.source for site in chosen}
+    called = {site.module for site in sites if site.source in lines}
+    if None not in lines and called == paths:
+        yield join([KeepOp(site=site) for site in chosen])
+
+
+def line_of(site: OpSite) -> OpSite:
+    """All that runs in the source line of an op."""
+    return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
 def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
     """The op, and its line; neither where it stands in no code of the user's."""
     if _is_library(lead.site, model):
         return ()
-    line = lead.site.source.whole if lead.site.source is not None else None
-    return KeepOp(site=lead.site), KeepOp(site=replace(lead.site, op="", nth=0, source=line))
+    return KeepOp(site=lead.site), KeepOp(site=line_of(lead.site))
 
 
 def _casts_before(lead: Suspect, trace: Trace) -> Iterator[KeepOp]:
@@ -142,7 +162,11 @@ def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
     if site.module == LOSS:
         return site.source is None
-    return site.source is None or type(model.get_submodule(site.module)).__module__.startswith("torch.")
+    return site.source is None or _is_of_torch(model.get_submodule(site.module))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _has_children(path: str, trace: Trace) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 from nandoctor.causes.base import site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, OpSite
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS
-from nandoctor.fixes.candidates import join
+from nandoctor.fixes.candidates import join, line_of
 from nandoctor.fixes.verify import BudgetSpent, Trials
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
@@ -92,15 +91,11 @@ def refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> 
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in findings.ops if op.module in owners and op.source is not None]
-    lines = list(dict.fromkeys(KeepOp(site=_line_of(site_of(op))) for op in ops))
-    blamed = [_line_of(lead.site) for lead in findings.conclusion.suspects]
+    lines = list(dict.fromkeys(KeepOp(site=line_of(site_of(op))) for op in ops))
+    blamed = [line_of(lead.site) for lead in findings.conclusion.suspects]
     guesses = [[line for line in lines if line.site in blamed]]
     fewest = None
     with suppress(BudgetSpent):  # the set itself stands without it
         sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
-
-
-def _line_of(site: OpSite) -> OpSite:
-    return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)

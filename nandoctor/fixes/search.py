@@ -37,7 +37,7 @@ from nandoctor.evidence.report import (
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
-from nandoctor.fixes.candidates import guilty_samples, is_below, join, propose, rows_hit, without_guilty
+from nandoctor.fixes.candidates import by_lines, guilty_samples, is_below, join, propose, rows_hit, without_guilty
 from nandoctor.fixes.cost import cost_of
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
@@ -128,10 +128,11 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     """Tell whether all that a change does is to keep other modules in fp32 than those that the failure starts in."""
     blamed = {suspect.site.module for suspect in findings.conclusion.suspects}
     singles = edit.edits if isinstance(edit, Together) else (edit,)
-    kept = [single for single in singles if isinstance(single, KeepModule)]
-    if len(kept) < len(singles):
+    modules = {single.module for single in singles if isinstance(single, KeepModule)}
+    modules |= {single.site.module for single in singles if isinstance(single, KeepOp)}
+    if not all(isinstance(single, KeepModule | KeepOp) for single in singles):
         return False
-    return not any(is_below(path, single.module) for path in blamed for single in kept)
+    return not any(is_below(path, module) for path in blamed for module in modules)
 
 
 def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool) -> Iterator[str]:
@@ -220,7 +221,10 @@ class _Search:
                 self._fp32_sets, found = search_fp32_sets(findings, trials)
             # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
             of_use = (kept for kept in found if not (self._succeeded and _is_only_upstream(join(kept), findings)))
-            self._attempt(((refine(kept, findings, trials),) for kept in of_use), self._from_fp32_sets)
+            candidates = (
+                (*by_lines(kept, findings, self._step.model), refine(kept, findings, trials)) for kept in of_use
+            )
+            self._attempt(candidates, self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)
             if self._step.loss is not None and not self._succeeded:

@@ -165,3 +165,15 @@ def test_a_file_that_has_changed_since_import_gets_no_diff(project):
     torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, project / "dump.pth")
     report = nandoctor.replay(project / "dump.pth", model=net).report
     assert not any(item.verified and item.kind == "source" for item in report.fixes)
+
+
+def test_a_module_of_torch_is_kept_in_fp32_by_its_line(project):
+    """What a person would merge: no snippet that patches the module."""
+    body = "for _ in range(3):\n            h = self.lift(h) / 2\n        return h / h.abs().amax(-1, keepdim=True)"
+    report = diagnose(project, body)
+    fix = next(item for item in report.fixes if item.verified)
+    assert fix.kind == "source"
+    assert '+            with torch.autocast("cuda", enabled=False):\n' in fix.patch
+    output, gradients, in_fp32 = run_patched(fix, project, project / "copy")
+    assert torch.allclose(output.float(), in_fp32, rtol=0.01, atol=0.01)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
