@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED_FROM = 1 << 20
 # What says so has no class of its own where a loader, a memory map or an allocator raises it: dlopen and mmap by
 # strerror, c10/core/impl/alloc_cpu.cpp on Linux and on Windows, C++'s own new, CUDA.
 _NO_MEMORY = (
@@ -90,6 +92,19 @@ def bounded_memory(nbytes: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def return_freed_memory() -> None:
+    """Have this process give blocks of a megabyte and more back to the system when they are freed, where glibc is used.
+
+    Left to itself it raises that size to 32 MB, and keeps what is smaller: 0.9 GB of a model with layers of 16 MB.
+    https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415
+
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
 
 
 def private_memory() -> int | None:

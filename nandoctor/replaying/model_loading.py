@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.errors import ModelError
+from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, in_project
@@ -182,7 +183,7 @@ def _share_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and _can_share(parameter, state[prefix + name]):
-                parameter.data = left.pop(prefix + name).detach().to(parameter.dtype)
+                parameter.data = cast_to_file(left.pop(prefix + name).detach(), parameter.dtype)
         waiting += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
     return left
 

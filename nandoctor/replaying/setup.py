@@ -20,7 +20,8 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.machine import memory_of, private_memory
+from nandoctor.file_memory import cast_to_file
+from nandoctor.machine import memory_of, private_memory, return_freed_memory
 from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.code_references import build_configured, describe_change, find_model
@@ -174,7 +175,10 @@ class _Code:
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
-    fills = DeferredFills() if memory_of(dump.state.values()) >= LARGE_NBYTES else None
+    fills = None
+    if memory_of(dump.state.values()) >= LARGE_NBYTES:
+        return_freed_memory()
+        fills = DeferredFills()
     with cuda_code(device):
         with fills.building() if fills is not None else nullcontext():
             model, notes = _build(dump, source, settings)
@@ -251,7 +255,7 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
     for name, tensor in named:
         saved = dump.state[name]
         if (tensor.is_floating_point(), tensor.is_complex()) == (saved.is_floating_point(), saved.is_complex()):
-            tensor.data = tensor.data.to(saved.dtype)
+            tensor.data = cast_to_file(tensor.data, saved.dtype)
     return [f"The dump's weights are {low}, and the model is built in fp32: it was replayed in {low}."] * widened
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from sick_models import all_cases
@@ -12,6 +16,8 @@ from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.replaying import backward_pass, module_state
 from nandoctor.replaying import setup as replay_setup
+from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.model_loading import load_state
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
 
@@ -79,6 +85,40 @@ def test_a_mapped_tensor_outlives_its_file():
     mapped.fill_(0.5)
     assert mapped.shape == (1024, 1024)
     assert mapped.sum(dtype=torch.float32) == 1 << 19
+
+
+FREED = """
+import sys
+import numpy as np
+from nandoctor.machine import anonymous_memory, return_freed_memory
+
+return_freed_memory()
+np.ones(16 << 20, "u1")
+blocks = [np.ones(4 << 20, "u1") for _ in range(20)]
+last, before = blocks.pop(), anonymous_memory()
+blocks.clear()
+print(before - anonymous_memory())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_returned():
+    """Without the call the blocks below the last one stay with the process."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 19 * (4 << 20) * 0.9
+
+
+def test_weights_of_another_format_are_converted_into_files(monkeypatch):
+    made = []
+    make = file_memory.map_empty
+    monkeypatch.setattr(file_memory, "map_empty", lambda shape, dtype: made.append(dtype) or make(shape, dtype))
+    fills = DeferredFills()
+    with fills.building():
+        model = nn.Linear(1024, 1024)
+    state = {name: tensor.bfloat16() for name, tensor in nn.Linear(1024, 1024).state_dict().items()}
+    load_state(model, state, fills=fills)
+    assert made == [torch.float32]
+    assert torch.equal(model.weight, state["weight"].float())
 
 
 @pytest.mark.parametrize("large", [True, False])
