@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 _KINDS = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 _BRIEF_WIDTH = 120
@@ -124,6 +125,12 @@ def call_label(name: str, call: int, type_name: str = "") -> str:
 def file_line(file: str, line: int) -> str:
     """A line of code by the file's own name: "net.py:45"; the path may be of another operating system."""
     return printable(f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line}")
+
+
+def relative_path(file: str) -> str:
+    """The path as one would type it here: relative where the file lies in the working directory."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
 def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:

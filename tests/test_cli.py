@@ -256,7 +256,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
         (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
         (["diff", "sick.pth"], "Missing argument 'B'"),
-        (["plto", "sick.pth"], "No such command 'plto'"),
+        (["plto", "sick.pth"], "No such command 'plto'. Did you mean plot?"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_runs(arguments, message):
@@ -275,8 +275,8 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["plot", "nowhere.json"], "nowhere.json"),
         (["replay", "sick.pth"], "not the model's code"),
         (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
-        (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "nearest: models_of_the_test.py"),
-        (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "nearest: healthy"),
+        (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "Did you mean models_of_the_test.py?"),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "Did you mean healthy?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthy"], "do not fit Linear"),
         (["replay", *WELL, "--model-arg", "depth=3"], "unexpected keyword argument 'depth'"),

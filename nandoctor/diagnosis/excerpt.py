@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator
-from pathlib import Path
 
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.source_files import parse
+from nandoctor.text import relative_path
 
 CONTEXT = 3
 _TAB = 4
@@ -41,12 +41,6 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
         column=_place(lines[source.line - 1], source.column) if known else None,
         end_column=_place(lines[end_line - 1], source.end_column) if known else None,
     )
-
-
-def relative_path(file: str) -> str:
-    """The path as one would type it here: relative where the file lies in the working directory."""
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
 def _place(line: str, offset: int | None) -> int:

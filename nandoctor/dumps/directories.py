@@ -68,7 +68,7 @@ def describe_directory(path: Path) -> DumpError:
     if kind == "dumps":
         return DumpError(
             "it is a directory of dumps or checkpoints.",
-            remedy=f"Look at all of them: nandoctor triage {folder}; or name one.",
+            remedy=f"Name one of its files, or replay all of them: nandoctor triage {folder}",
         )
     return DumpError("it is a directory, not a file.", remedy="Name the file that torch.save wrote.")
 

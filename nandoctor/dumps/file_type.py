@@ -172,8 +172,8 @@ def _describe_stranger(head: bytes) -> DumpError:
         return DumpError("it is a tar archive.", remedy="Unpack it first: tar xf FILE.")
     if head[:1] == b"\x80" and 1 < head[1] <= 5:
         return DumpError("it is a plain pickle, which cannot be read without running its code.", remedy=_SAVE_AGAIN)
-    kind = "a text file" if not set(head) & set(range(9)) else "not a file that torch.save wrote"
-    return DumpError(f"it is {kind}.", remedy=_SAVE_AGAIN)
+    kind = "a text file, " if not set(head) & set(range(9)) else ""
+    return DumpError(f"it is {kind}not a file that torch.save wrote.", remedy=_SAVE_AGAIN)
 
 
 def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:

@@ -165,7 +165,7 @@ def _describe_error(job: Job, error: BaseException) -> DumpResult:
     outcome: Any = "unreadable" if isinstance(error, DumpError) else "failed"
     if is_out_of_memory(error):
         outcome, text = "out-of-memory", text if known else "There was not enough memory to replay it."
-    return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(text, _MAX_REASON))
+    return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(" ".join(text.split()), _MAX_REASON))
 
 
 @contextmanager

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.facts import Fact
 from nandoctor.text import printable
+
+_COMMAND = re.compile(r"(.*?)(?:(?:^|(?<=:) )(nandoctor [a-z]+ .+))?$", re.DOTALL)
 
 
 def explain_command(report: Report) -> str | None:
@@ -42,6 +46,16 @@ def plot_command(report: Report, kind: str) -> str | None:
 
 def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
     """What to do and to type next, besides applying a fix; without the `page` where the reader has one."""
-    facts = [Fact(label="next", text=printable(step)) for step in report.next_steps]
+    facts = list(step_facts(report.next_steps))
     commands = filter(None, (explain_command(report), page_command(report) if page else None))
     return [*facts, *(Fact(label="more", text=command, is_command=True) for command in commands)]
+
+
+def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
+    """What to do next; a command at the end of a sentence stands on a line of its own, to be copied."""
+    for step in steps:
+        sentence, command = _COMMAND.match(printable(step)).groups()  # type: ignore[union-attr]
+        if sentence:
+            yield Fact(label="next", text=sentence)
+        if command:
+            yield Fact(label="next", text=command, is_command=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nandoctor.renderers.facts import Fact
 from nandoctor.text import diff_kind, printable, printable_code
 
 _PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
@@ -91,3 +93,25 @@ def labelled(lines: Iterable[tuple[str, str]]) -> Table:
     for label, text in lines:
         grid.add_row(literal(label, "dim"), literal(text))
     return grid
+
+
+def unbroken(line: str, style: str = "") -> Text:
+    """A line that is never broken, and may go past the edge."""
+    text = literal(line, style)
+    text.no_wrap, text.overflow = True, "ignore"
+    return text
+
+
+def fact_rows(facts: Sequence[Fact], indent: str = "") -> Iterator[RenderableType]:
+    """Labels and sentences, those of neighbours aligned; a command stands on a line of its own."""
+    width = max((len(fact.label) for fact in facts), default=0)
+    before = ""
+    for fact in facts:
+        label = "" if fact.label == before else fact.label
+        before = fact.label
+        if fact.is_command:
+            row = unbroken(f"{indent}{label:<{width}}  {fact.text}")
+            row.stylize("dim", 0, width + len(indent))
+            yield row
+        else:
+            yield Padding(labelled([(f"{label:<{width}}", fact.text)]), (0, 0, 0, len(indent)), expand=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
-from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, print_parts
+from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
+from nandoctor.renderers.facts import Fact
 from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, name_check
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import constant, printable
@@ -24,7 +24,7 @@ def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
     print_parts(_parts(choice, report), console, crop=False)
 
 
-def _parts(choice: FixChoice, report: Report) -> Iterator[CodeLine | Text | Table]:
+def _parts(choice: FixChoice, report: Report) -> Iterator[RenderableType]:
     chosen = choice.fix
     yield literal(choice.headline, "bold")
     yield Text()
@@ -32,7 +32,7 @@ def _parts(choice: FixChoice, report: Report) -> Iterator[CodeLine | Text | Tabl
     is_diff = chosen.kind == "source"
     yield from (CodeLine(line, diff_style(line) if is_diff else "") for line in code_of(chosen).splitlines())
     yield Text()
-    yield labelled(_facts(choice, report))
+    yield from fact_rows(list(_facts(choice, report)))
 
 
 def code_of(fix: Fix) -> str:
@@ -50,21 +50,21 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
         yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
 
 
-def _facts(choice: FixChoice, report: Report) -> Iterator[tuple[str, str]]:
+def _facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     chosen = choice.fix
-    yield "result", describe_outcome(chosen.outcome)
+    yield Fact(label="result", text=describe_outcome(chosen.outcome))
     for check in chosen.checks:
         label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
-        yield label, f"{name_check(check)}: {printable(check.text)}"
-    yield from ((fact.label, fact.text) for fact in reason_facts(chosen))
+        yield Fact(label=label, text=f"{name_check(check)}: {printable(check.text)}")
+    yield from reason_facts(chosen)
     if chosen.kind != "source":
-        yield "where", WHERE_TO_RUN[chosen.kind]
+        yield Fact(label="where", text=WHERE_TO_RUN[chosen.kind])
     elif choice.verification is None:
         pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
         for label, flags in (("apply it", ("--write",)), ("or", ("--diff", "| git apply"))):
             if command := fix_command(report, *pick, *flags):
-                yield label, command
+                yield Fact(label=label, text=command, is_command=True)
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:
-            yield f"--pick {place}", f"{printable(other.title)}: {describe_outcome(other.outcome)}"
+            yield Fact(label=f"--pick {place}", text=f"{printable(other.title)}: {describe_outcome(other.outcome)}")

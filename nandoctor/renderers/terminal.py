@@ -13,7 +13,7 @@ from rich.text import Text
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.console import CodeLine, diff_style, labelled, literal, plain_table, print_parts
+from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, plain_table, print_parts, unbroken
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
@@ -61,11 +61,11 @@ def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
         comma = ", " if answer.place and answer.where else ""
         yield Padding(Text.assemble(place, comma, answer.where), (0, 0, 0, len(_INDENT)), expand=False)
     for line in answer.code:
-        text = _whole(line.text, _CODE_STYLES[line.kind])
+        text = unbroken(f"{_INDENT}{line.text}", _CODE_STYLES[line.kind])
         if line.kind == "caret":
             text.stylize("not bold dim default", 0, text.plain.index("|") + 1)
         yield text
-    yield from _rows(answer.facts)
+    yield from fact_rows(answer.facts, _INDENT)
 
 
 def fix_parts(report: Report) -> Iterator[RenderableType]:
@@ -76,7 +76,7 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
     yield Text()
     yield literal(fixes.heading, "bold")
     yield from (CodeLine(line, diff_style(line)) for line in fixes.patch)
-    yield from _rows(fixes.facts)
+    yield from fact_rows(fixes.facts, _INDENT)
 
 
 def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[RenderableType]:
@@ -94,7 +94,7 @@ def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[Re
         evidence, last = [], [*evidence, *last]
     if evidence:
         yield Text()
-        yield from _rows(evidence)
+        yield from fact_rows(evidence, _INDENT)
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")
@@ -103,7 +103,7 @@ def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[Re
             yield literal(table.legend, "dim")
     if last:
         yield Text()
-        yield from _rows(last)
+        yield from fact_rows(last, _INDENT)
 
 
 def _names_the_layer(report: Report) -> bool:
@@ -113,28 +113,6 @@ def _names_the_layer(report: Report) -> bool:
         return False
     solved = any(fix.verified for fix in report.fixes)
     return not solved or (origin is not None and origin.place.key == first.place.key)
-
-
-def _whole(line: str, style: str = "") -> Text:
-    """A line that is indented, never broken, and may go past the edge."""
-    text = literal(f"{_INDENT}{line}", style)
-    text.no_wrap, text.overflow = True, "ignore"
-    return text
-
-
-def _rows(facts: Sequence[Fact]) -> Iterator[RenderableType]:
-    """Labels and sentences, those of neighbours aligned; a command stands on a line of its own."""
-    width = max((len(fact.label) for fact in facts), default=0)
-    before = ""
-    for fact in facts:
-        label = "" if fact.label == before else fact.label
-        before = fact.label
-        if fact.is_command:
-            row = _whole(f"{label:<{width}}  {fact.text}")
-            row.stylize("dim", 0, width + len(_INDENT))
-            yield row
-        else:
-            yield Padding(labelled([(f"{label:<{width}}", fact.text)]), (0, 0, 0, len(_INDENT)), expand=False)
 
 
 def _capped(notes: Sequence[Fact]) -> Iterator[Fact]:

@@ -17,7 +17,7 @@ from nandoctor.renderers.atomic_write import MARK
 from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import brief, join_first, join_words, percent, plural, printable, shorten
+from nandoctor.text import brief, join_first, join_words, percent, plural, printable, relative_path, shorten
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
@@ -77,7 +77,7 @@ def describe_place(place: CodePlace) -> str:
     """Where: "model/norm.py:45 ChannelNorm", or the module where no line is known."""
     if not place.file:
         return place.module or place.type or "-"
-    return printable(f"{_relative(place.file)}:{place.line} {place.type}".strip())
+    return printable(f"{relative_path(place.file)}:{place.line} {place.type}".strip())
 
 
 def describe_samples(group: Group) -> str:
@@ -106,15 +106,12 @@ def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str
     rows: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome != "analysed":
-            reason = result.reason.replace(f"{result.path}: ", "")
+            reason = result.reason
+            for path in (result.path, str(Path(result.path).absolute())):  # a row has the name of one dump, or of many
+                reason = reason.removeprefix(f"{path}: ")
             rows.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
     listed = [(outcome, reason, sorted(paths)) for (outcome, reason), paths in rows.items()]
     return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
-
-
-def _relative(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _table(groups: Sequence[Group], width: int) -> Table:

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from nandoctor.evidence.verification import CodeState, Verification, VerificationOutcome
-from nandoctor.renderers.console import labelled, literal, print_parts
+from nandoctor.renderers.commands import step_facts
+from nandoctor.renderers.console import fact_rows, literal, print_parts
+from nandoctor.renderers.facts import Fact
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR, Tone
 from nandoctor.text import brief, file_line, join_first, percent, plural, printable
 
@@ -27,7 +29,7 @@ def print_verification(verification: Verification, console: Console) -> None:
     word, tone = _SHOWN[verification.outcome]
     badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
     headline = Text.assemble(badge, " ", literal(verification.headline))
-    print_parts([headline, Text(), labelled(_facts(verification))], console)
+    print_parts([headline, Text(), *fact_rows(list(_facts(verification)))], console, crop=False)
 
 
 def one_line(verification: Verification) -> str:
@@ -38,11 +40,16 @@ def one_line(verification: Verification) -> str:
 def short_story(verification: Verification) -> str:
     """All that is printed, as plain text."""
     word, _ = _SHOWN[verification.outcome]
-    facts = [f"  {label:<11} {text}" for label, text in _facts(verification)]
+    facts = [f"  {fact.label:<11} {fact.text}" for fact in _facts(verification)]
     return "\n".join([f"{word}: {printable(verification.headline)}", *facts])
 
 
-def _facts(verification: Verification) -> Iterator[tuple[str, str]]:
+def _facts(verification: Verification) -> Iterator[Fact]:
+    yield from (Fact(label=label, text=text) for label, text in _findings(verification))
+    yield from step_facts(verification.next_steps)
+
+
+def _findings(verification: Verification) -> Iterator[tuple[str, str]]:
     yield from (("because", printable(reason)) for reason in verification.reasons[1:])
     if verification.failure is not None:
         yield "failed", printable(verification.failure)
@@ -57,7 +64,6 @@ def _facts(verification: Verification) -> Iterator[tuple[str, str]]:
     if verification.run is not None:
         yield "replayed", printable(f"in {verification.run}")
     yield from (("note", printable(note)) for note in verification.notes)
-    yield from (("next", printable(step)) for step in verification.next_steps)
 
 
 def describe_changes(code: CodeState) -> str:

@@ -29,7 +29,7 @@ from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, in_project
 from nandoctor.replaying.script_import import importing, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_memory, kept_running, place_of
-from nandoctor.text import are, brief, join_first, plural
+from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 _CUT_SHORT = (
@@ -101,8 +101,8 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
                 raise _explain_import(location, why) from why
             public = [item for item in dir(value) if not item.startswith("_")]
             raise ModelError(
-                f"{location} has no {attribute!r}.{_suggest(name, public)}",
-                remedy="Check the part of the SPEC after the colon." + (_CUT_SHORT if why else ""),
+                f"{relative_path(location)} has no {attribute!r}.",
+                remedy=_guess(name, public, "Check what stands after the colon.") + (_CUT_SHORT if why else ""),
             )
         value = getattr(value, name)
     return value
@@ -276,8 +276,9 @@ def _signature(factory: Callable[..., Any]) -> str:
 
 def _import_file(path: Path, project: Project) -> ModuleType:
     if not path.is_file():
-        near = _suggest(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-        raise ModelError(f"There is no file {path}.{near}", remedy="Check the part of the SPEC before the colon.")
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        remedy = _guess(path.name, beside, "Check what stands before the colon.")
+        raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
     path = path.resolve()
     project.enter_folder(path.parent)
     name = path.stem
@@ -290,7 +291,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
     try:
-        with _explained(str(path)), importing(module):
+        with _explained(relative_path(str(path))), importing(module):
             spec.loader.exec_module(module)
     except ModelError:
         del sys.modules[name]
@@ -316,11 +317,10 @@ def _explained(name: str) -> Iterator[None]:
 def _explain_import(name: str, error: BaseException) -> ModelError:
     if is_out_of_memory(error):
         return explain_memory(f"import {name}", error)
-    return ModelError(
-        f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}",
-        remedy="It must import without arguments, in the environment that nandoctor runs in; code that trains on "
-        "import belongs under `if __name__ == '__main__':`.",
-    )
+    remedy = "It must import without arguments; code that trains on import belongs under `if __name__ == '__main__':`."
+    if isinstance(error, ModuleNotFoundError):
+        remedy = "Install it where nandoctor runs, or run nandoctor in the folder that the training was started in."
+    return ModelError(f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}", remedy=remedy)
 
 
 def fit_prefix(
@@ -382,5 +382,14 @@ def _holds_fractions(tensor: torch.Tensor) -> bool:
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    near = _find_near(name, names)
     return f" (nearest: {near[0]})" if near else ""
+
+
+def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
+    near = _find_near(name, names)
+    return f"Did you mean {near[0]}?" if near else otherwise
+
+
+def _find_near(name: str, names: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.75)

@@ -233,8 +233,8 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     if dump.recorded is None:
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
-            remedy="Name the code with --model package.module:attr or --model path/to/file.py:attr, or set model in "
-            "[tool.nandoctor] of the project's pyproject.toml.",
+            remedy="Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set "
+            "model in [tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)

@@ -231,4 +231,4 @@ def test_weights_that_cannot_be_read_are_no_dumps_fault(executor, workplace, nam
     arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"]
     result = CliRunner().invoke(main, arguments + ["--weights", "last.pth"] * (named == "by a flag"))
     assert (result.exit_code, executor.jobs) == (1, [])
-    assert result.stderr.startswith(f"nandoctor: {workplace / 'last.pth'}: it is a text file.")
+    assert result.stderr.startswith(f"nandoctor: {workplace / 'last.pth'}: it is a text file, ")

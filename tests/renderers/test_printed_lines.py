@@ -111,6 +111,22 @@ def unified(before, after):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
+def test_a_command_to_type_is_never_broken():
+    command = f"nandoctor verify {'runs/a-long-name/' * 4}nan-step000012.pth --model train.py:make_model"
+    made = factory_of_verbs.verification("cannot-tell")
+    steps = (f"Confirm: {command}", command, "Name the file that you changed: --changed FILE")
+    shown = {
+        "verify": lambda to: print_verification(replace(made, next_steps=steps), to),
+        "report": lambda to: print_report(replace(factory.healthy(), next_steps=steps), to),
+        "fix": lambda to: print_fix(choice(long), long, to),
+    }
+    long = replace(factory.fixable(), arguments=tuple(command.split()[2:]))
+    for name, ending in (("verify", "make_model"), ("report", "make_model"), ("fix", "--write")):
+        assert any(line.endswith(ending) and len(line) > 80 for line in lines(shown[name], 80))
+    told = [line for line in lines(shown["verify"], 80) if "nandoctor " in line]
+    assert [line[line.index("nandoctor") :] for line in told] == [command, command]
+
+
 def test_the_page_of_a_triage_fills_in_what_its_verdicts_mean():
     page = triage_page(factory_of_verbs.triage())
     assert "non-finite under autocast only; fp32 is finite" in page
