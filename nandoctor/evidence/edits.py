@@ -84,8 +84,9 @@ class SetFlag:
 class ClampArgument:
     """Clamp a tensor before an op takes it, to [low, high]; None leaves that side open.
 
-    With `keeps_sign` only what is nearer to zero than `low` becomes `low`. With `nan` the NaN that an op makes of
-    arguments without one is replaced, by zero. An `argument` of "" stands for what the op returns.
+    With `keeps_sign` only what is nearer to zero than `low` becomes `low`. With `nan` it is NaN that is replaced, by
+    `fill`: in the argument, or what an op makes of arguments without one. An `argument` of "" stands for what the op
+    returns.
     """
 
     kind: Literal["clamp"] = "clamp"
@@ -94,6 +95,7 @@ class ClampArgument:
     low: float | None = None
     high: float | None = None
     nan: bool = False
+    fill: float = 0.0
     keeps_sign: bool = False
 
 

@@ -13,6 +13,7 @@ from nandoctor.causes.base import Candidate, ancestors, site_of
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.first_nonfinite import count_nonfinite
 from nandoctor.evidence.edits import (
+    ClampArgument,
     Edit,
     FillMasked,
     KeepModule,
@@ -29,14 +30,18 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import LOSS, Trace
+from nandoctor.fixes.agreement import compare
 from nandoctor.fixes.verify import Trials
-from nandoctor.ops import CASTS
+from nandoctor.ops import CASTS, MOVES
 
 MAX_LEADS = 4
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
 
 _CASTS_WITHIN = 4
 """How many ops before the failing one a cast is looked for."""
+
+_OTHER_FILL = 1000.0
+"""What stands for NaN beside 0, to see that it makes no difference."""
 
 MOST_LOST = 0.5
 """Of a weight that has lost more than this share of its values nothing is left to train from."""
@@ -53,6 +58,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
         yield from _masked(trials.step.batch)
+        yield from _unread(findings.trace, trials)
         yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
@@ -241,6 +247,21 @@ def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:
             fits = mask.dim() == array.dim() and all(a in (1, b) for a, b in zip(mask.shape, array.shape, strict=True))
             if fits and bool(((mask == 0) | (mask == 1)).all()) and not bool((spoiled & (mask != 0)).any()):
                 yield (FillMasked(array=name, mask=other),)
+
+
+def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
+    """NaN of the batch replaced where it is first computed with, if it makes no difference by what: a mask follows."""
+    carriers: set[int] = set()
+    for op in trace.ops:
+        spoiled = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
+        for tensor in (item for item in spoiled if item.origin == "batch" or item.producer in carriers):
+            if op.op in MOVES | CASTS:
+                carriers.add(op.order)
+                continue
+            zero = ClampArgument(site=site_of(op), argument=tensor.name, nan=True)
+            made = trials.run(zero)
+            if made.finite and compare(trials.run(replace(zero, fill=_OTHER_FILL)), made).agrees(tolerance=0.0):
+                yield (zero,)
 
 
 def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:

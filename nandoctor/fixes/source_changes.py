@@ -222,7 +222,7 @@ class SourceWriter:
 
     def _clamp(self, edit: ClampArgument) -> None:
         change, expression = self._open(edit.site)
-        if edit.nan:
+        if edit.nan and not edit.argument:
             self._take_zero(change, expression)
             return
         target = expression.argument_node(edit.argument) if edit.argument else expression.node
@@ -235,6 +235,9 @@ class SourceWriter:
             is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
             text = f"torch.where({is_near}, {low}, {again})"
             change.replacements.extend(expression.with_texts({target: text}, before))
+            return
+        if edit.nan:
+            change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.nan_to_num(0.0)"}))
             return
         bounds = {"min": edit.low, "max": edit.high}
         given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)

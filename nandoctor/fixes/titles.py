@@ -77,6 +77,8 @@ def code_number(value: float) -> str:
 
 def _clamp_in_words(edit: ClampArgument) -> str:
     what = _argument_in_words(edit)
+    if edit.nan and edit.argument:
+        return f"Take 0 for NaN in {what} of {edit.site.op}, which a mask leaves out later"
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
     if edit.keeps_sign and edit.low is not None:

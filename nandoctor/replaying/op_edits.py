@@ -168,7 +168,7 @@ def _clamp(edit: ClampArgument, value: Any) -> Any:
     if not value.is_floating_point():
         return value.clamp(edit.low, edit.high)
     if edit.nan:
-        value = torch.where(torch.isnan(value), 0.0, value)
+        value = torch.where(torch.isnan(value), edit.fill, value)
     # A bound that the format cannot hold never binds; torch refuses it.
     limit = torch.finfo(value.dtype).max
     low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in (edit.low, edit.high))
