@@ -168,7 +168,8 @@ def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
     if site.module == LOSS:
         return site.source is None
-    return site.source is None or _is_of_torch(model.get_submodule(site.module))
+    modules = dict(model.named_modules(remove_duplicate=False))  # a scripted model has no get_submodule
+    return site.source is None or _is_of_torch(modules[site.module])
 
 
 def _is_of_torch(module: nn.Module) -> bool:
