@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 import sys
+import time
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -65,7 +66,7 @@ def sign(file: IO[bytes]) -> bool:
     Raises:
         OSError: the disk is full.
     """
-    key = _make_key() or read_key()[0]
+    key = _make_key() or _wait_for_key()
     if key is None:
         return False
     with zipfile.ZipFile(file, "a") as archive:
@@ -103,12 +104,14 @@ def check_signature(signature: bytes | None, members: Mapping[str, Any]) -> Prov
 def read_key() -> tuple[bytes | None, str]:
     """The key, or None and the reason; a key that others may read or have put there is none."""
     path = _key_path()
+    if not path.is_file():  # to open a pipe would wait for ever
+        return None, "this user has no key yet"
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             text = file.read(4 * _KEY_NBYTES)
-    except (OSError, ValueError):
-        return None, "this user has no key yet"
+    except OSError as error:
+        return None, f"your key cannot be read ({error.strerror})"
     if os.name == "posix" and (status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077):
         return None, f"others may read or change your key: chmod 600 {path}"
     try:
@@ -116,6 +119,16 @@ def read_key() -> tuple[bytes | None, str]:
     except ValueError:
         key = b""
     return (key, "") if len(key) == _KEY_NBYTES else (None, f"{path} holds no key: delete it")
+
+
+def _wait_for_key() -> bytes | None:
+    """The key; where there are no hard links another process may have made its file, and be about to write it."""
+    with suppress(OSError):
+        for _ in range(100):
+            if _key_path().stat().st_size:
+                break
+            time.sleep(0.01)
+    return read_key()[0]
 
 
 def _key_path() -> Path:

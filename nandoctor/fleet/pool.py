@@ -70,18 +70,19 @@ class SingleProcesses(Executor):
         self._lock = threading.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
-            initializer=_prepare_worker,
-            initargs=(self._memory, self._num_threads),
-        )
+        with _off_the_working_directory():
+            return ProcessPoolExecutor(
+                max_workers=1,
+                mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+                initializer=_prepare_worker,
+                initargs=(self._memory, self._num_threads),
+            )
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Have an idle process make the call. Raises IndexError where none is idle."""
-        with self._lock:
+        with self._lock, _off_the_working_directory():
             pool = self._idle.pop()
-        future = pool.submit(fn, *args, **kwargs)
+            future = pool.submit(fn, *args, **kwargs)  # which starts the process
         future.add_done_callback(lambda done: self._release(pool, done))
         return future
 
@@ -102,6 +103,21 @@ class SingleProcesses(Executor):
             if not wait:
                 for process in processes:
                     process.kill()
+
+
+@contextmanager
+def _off_the_working_directory() -> Iterator[None]:
+    """A context in which processes start without the working directory on their import path.
+
+    They take over ours only after their first imports, which a random.py beside a stranger's dump would answer.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        os.environ.update({} if before is None else {"PYTHONSAFEPATH": before})
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:

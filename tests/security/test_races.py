@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Barrier
 
@@ -16,6 +17,7 @@ from nandoctor.dumps import file_type, reader, signature
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
+from nandoctor.fleet.pool import SingleProcesses
 from nandoctor.renderers.atomic_write import write_text
 
 NUM_AT_ONCE = 8
@@ -132,3 +134,20 @@ def test_processes_that_record_at_once_share_a_key(tmp_path, monkeypatch):
     files = sorted((tmp_path / "dumps").iterdir())
     assert len(files) == 30
     assert all(read_dump(file).provenance.own for file in files)
+
+
+def _tell_nothing():
+    return None
+
+
+@pytest.mark.slow
+def test_a_worker_imports_nothing_beside_a_dump(tmp_path, monkeypatch):
+    """A new process imports a few modules before it takes over our import path; so does the one that counts locks."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("multiprocessing", "random", "signal", "struct"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(open('canary', 'a').write(__name__))")
+    resource_tracker._resource_tracker._stop()
+    workers = SingleProcesses(1, memory=None)
+    workers.submit(_tell_nothing).result(timeout=240)
+    workers.shutdown(wait=True)
+    assert not (tmp_path / "canary").exists()
