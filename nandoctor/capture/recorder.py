@@ -126,8 +126,7 @@ class Recorder(RecorderSettings):
             replay_flags=replay_flags,
         )
         self._tracker = self._make_tracker()
-        self._make_step, self._start_step = never_harm(self._tracker.make_step), never_harm(self._tracker.start_step)
-        self._look_at = never_harm(self._tracker.watch)
+        self._start_step, self._look_at = never_harm(self._tracker.start_step), never_harm(self._tracker.watch)
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
@@ -214,7 +213,7 @@ class Recorder(RecorderSettings):
         Raises:
             NonFiniteTrainingError: as `step`.
         """
-        self._start_step(self._make_step(batch, explicit=True))
+        self._start_step(never_harm(self._tracker.make_step)(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
         """Look at this step's loss, or at the model's output where there is no loss; before the backward pass.

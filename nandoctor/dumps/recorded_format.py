@@ -25,6 +25,7 @@ MAX_SAMPLED = 64
 """Values that are kept of a weight which is left to a checkpoint."""
 _CAST_FORMATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_CALLS = 1000
+_AS_WRITTEN = "Take the file as the recorder wrote it."
 T = TypeVar("T")
 
 Take = Callable[[str, Any], str]
@@ -303,7 +304,7 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     for name in (name for of in casts.values() for name in of.values()):
         if not isinstance(name, str) or name not in _CAST_FORMATS:
             told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise DumpError(f"FSDP casts to {told} in no training.", remedy="Take the recorder's own file.")
+            raise DumpError(f"FSDP casts to {told} in no training.", remedy=_AS_WRITTEN)
     return ModuleCasts(**casts)
 
 
@@ -321,7 +322,7 @@ def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
     at, values = (_check(fields.get(name), torch.Tensor, "samples") for name in ("at", "values"))
     plain = all(tensor.layout is torch.strided and tensor.dim() == 1 for tensor in (at, values))
     if not plain or at.dtype != torch.int64 or at.shape != values.shape or at.numel() > MAX_SAMPLED:
-        raise DumpError("a sample of a weight in it is none.", remedy="Take the file as the recorder wrote it.")
+        raise DumpError("a sample of a weight in it is none.", remedy=_AS_WRITTEN)
     return WeightSample(at=at, values=values)
 
 
@@ -339,17 +340,7 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
     return Reference(**texts, arguments=arguments)
 
 
-_REFERENCE_TEXTS = (
-    "module",
-    "name",
-    "file",
-    "sha256",
-    "config",
-    "config_file",
-    "config_sha256",
-    "attention",
-    "structure",
-)
+_REFERENCE_TEXTS = "module name file sha256 config config_file config_sha256 attention structure".split()
 
 
 def check_state(state: torch.Tensor) -> torch.Tensor:
@@ -395,18 +386,12 @@ def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _no_state(whose: str) -> DumpError:
-    return DumpError(
-        f"what it holds as the state of {whose}'s random generator is none.",
-        remedy="Take the file as the recorder wrote it.",
-    )
+    return DumpError(f"what it holds as the state of {whose}'s random generator is none.", remedy=_AS_WRITTEN)
 
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:
     """The words of a Mersenne twister, whose number its owner would complain about at replay."""
     words = get(fields, name, torch.Tensor, None)
     if not is_dense(words) or words.shape != (number,) or words.dtype != torch.int64:
-        raise DumpError(
-            f"a random state in it holds no {name!r} of {number} words.",
-            remedy="Take the file as the recorder wrote it.",
-        )
+        raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=_AS_WRITTEN)
     return words
