@@ -105,14 +105,16 @@ def recorded_backends(recorded: Recorded | None, device: torch.device) -> Iterat
         return
     with ExitStack() as stack:
         for name, value in recorded.backends.items():
-            if name in BACKENDS and not (name == "num_threads" and not 0 < value <= _most_threads()):
+            if name in BACKENDS and _is_possible(name, value):
                 _set_backend(stack, name, value)
         yield
 
 
-def _most_threads() -> int:
-    """As many as there are cores; one in a forked process, which has none of its parent's."""
-    return 1 if is_forked() else os.cpu_count() or 1
+def _is_possible(name: str, value: Any) -> bool:
+    """Tell whether a switch can have this value; torch warns of others, in the file's own words."""
+    if name == "num_threads":  # a forked process has one, and none of its parent's
+        return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
+    return type(value) is bool or (name == "float32_matmul_precision" and value in ("highest", "high", "medium"))
 
 
 def _set_backend(stack: ExitStack, name: str, value: Any) -> None:

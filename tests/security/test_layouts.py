@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,11 +14,14 @@ import torch
 from rich.console import Console
 
 from nandoctor.case import replay
+from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.renderers.inspect_dump import print_inspection
+from nandoctor.replaying.recorded_step import recorded_backends
 
 
 def hiding(item):
@@ -167,3 +170,13 @@ def test_what_no_file_can_hold_is_left_out_of_a_record(tmp_path):
     dump = read_dump(write_dump(step, tmp_path, "nan-step1", max_nbytes=1 << 30))
     assert {"batch.x", "batch.mkldnn", "batch.csr"} <= dump.arrays.keys()
     assert len(dump.missing) == len(odd)
+
+
+@pytest.mark.parametrize("value", ["\x1b[2J", 1.5, Counter("aab"), None, -1, 10**6, torch.ones(2), {}], ids=range(8))
+def test_an_odd_switch_is_left_as_it_is(value):
+    """Of some torch would warn, in words of the file that no terminal may get."""
+    cpu = Autocast(enabled=False, device="cpu", dtype="float16")
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    recorded = Recorded(calls=(), autocast=cpu, backends=dict.fromkeys(BACKENDS, value))
+    with recorded_backends(recorded, torch.device("cpu")):
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
