@@ -2,7 +2,6 @@
 
 import subprocess
 
-import pytest
 import torch
 
 import nandoctor
@@ -36,20 +35,20 @@ def fixes_of(loss, folder, size):
         {"state_dict": {"lift.weight": torch.ones(1, 3), "lift.bias": torch.ones(1)}, "x": x, "y": y}, "dump.pth"
     )
     fixes = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss").report.fixes
-    return [fix for fix in fixes if fix.verified and fix.kind == "source"]
+    return [fix for fix in fixes if fix.kind == "source"]
 
 
 def test_a_masked_target_is_cleaned_before_the_arithmetic(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     body = "return ((output - y.view(-1)) ** 2 * ~torch.isnan(y)).sum() / torch.isfinite(y).sum()"
     (fix,) = fixes_of(body, tmp_path, 8)
+    assert fix.verified
     assert "(output - y.view(-1).nan_to_num(0.0)) ** 2" in fix.patch
     subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
     assert nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", fixes=False).verdict == "healthy"
 
 
-@pytest.mark.parametrize(("body", "size"), [("return (output - y).abs().mean()", 100_000)])
-def test_a_target_that_counts_is_not_replaced(body, size, tmp_path, monkeypatch):
+def test_a_target_that_counts_is_not_replaced(tmp_path, monkeypatch):
     """One of so many that it changes the loss by less than 1 % is still a number that was made up."""
     monkeypatch.chdir(tmp_path)
-    assert fixes_of(body, tmp_path, size) == []
+    assert fixes_of("return (output - y).abs().mean()", tmp_path, 100_000) == []
