@@ -22,7 +22,7 @@ INSTEAD = {
 }
 ALLOWED = (
     r"num[ _]bad\w*|first_bad_index|bad_(weights|buffers|gradients)|recent_bad_losses",  # fields of reports and dumps
-    r"(?i)BadParameter|BadZipFile|bad zip",  # other libraries' names
+    r"(?i)BadParameter|BadZipFile|bad zip|bad_alloc",  # other libraries' names
 )
 
 

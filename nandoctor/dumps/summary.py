@@ -122,8 +122,8 @@ def _notes(dump: Dump) -> Iterator[str]:
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     for name, state in dump.other_states.items():
-        if bad := [key for key, tensor in state.items() if any(count_nonfinite(tensor))]:
-            yield f"Non-finite weights lie under {name!r} as well: {brief_list(bad)}."
+        if nonfinite := [key for key, tensor in state.items() if any(count_nonfinite(tensor))]:
+            yield f"Non-finite weights lie under {name!r} as well: {brief_list(nonfinite)}."
     if dump.left_out:
         yield f"Not read: {brief_list(dump.left_out)}."
 
