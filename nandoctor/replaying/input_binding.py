@@ -79,7 +79,7 @@ def find_bindings(
 
     By the names of forward's parameters; one parameter that is left takes the one array of `tensors` that is left and
     is no target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in,
-    `containers` the lists and dicts of them, which a parameter takes that has the name of one.
+    `containers` the lists and dicts of them, which a parameter takes that has the name of one, a dict if it must.
 
     Raises:
         ModelError: there is no way, or several and nothing to choose by; the candidates are listed.
@@ -93,6 +93,9 @@ def find_bindings(
         if container is not None and not (alone and is_plain_dict(containers[container])):
             named[parameter.name] = container
     unmet = [p for p in unmet if p.name not in named]
+    # A dict of an optional parameter's name may be all of the batch: `forward(x, edges, batch=None)`.
+    lists = {name for name, container in containers.items() if not is_plain_dict(container)}
+    named |= {p.name: p.name for p in parameters.named if p.name in lists - named.keys()}
     left = [name for name in tensors if name not in named.values()]
     spare = [name for name in left if role_of(name) != "target"] or left
     if not unmet and named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -72,11 +73,20 @@ def select_samples(
     }
 
 
+_LISTED = re.compile(r"\.\d+\.")
+
+
 def batch_size(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
     """How many samples there are: the length that most of the arrays have which the model takes, or of all."""
-    taken = [tensor for name, tensor in batch.items() if name in used] or list(batch.values())
-    lengths = Counter(tensor.shape[0] for tensor in taken if tensor.dim())
+    taken = {name: tensor for name, tensor in batch.items() if name in used} or batch
+    lengths = Counter(tensor.shape[0] for tensor in _of_all_samples(taken) if tensor.dim())
     return lengths.most_common(1)[0][0] if lengths else None
+
+
+def _of_all_samples(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The arrays but for those in a list of dicts (`labels.1.boxes`), the rows of one sample, if others are left."""
+    others = [tensor for name, tensor in batch.items() if not _LISTED.search(name)]
+    return others or list(batch.values())
 
 
 def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
@@ -85,7 +95,7 @@ def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int
     Edges are two rows of whole numbers, from and to.
     """
     size = batch_size(batch, used)
-    taken = [tensor for name, tensor in batch.items() if name in used and tensor.dim()]
+    taken = _of_all_samples({name: tensor for name, tensor in batch.items() if name in used and tensor.dim()})
     others = Counter(tensor.shape[0] for tensor in taken if tensor.shape[0] != size)
     as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
     has_edges = any(tensor.shape[0] == 2 != size and _is_edge_list(tensor) for tensor in taken)

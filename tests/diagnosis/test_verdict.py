@@ -173,7 +173,7 @@ SUMMARY = DumpSummary(
     ("verdict", "words"),
     [
         ("precision", []),
-        ("input", ["samples named above"]),
+        ("input", ["samples that hold it"]),
         ("state", ["Go back to a checkpoint"]),
         ("healthy", ["the backward pass"]),
         ("not-reproduced", ["--mode, --seed", "Save the random state."]),

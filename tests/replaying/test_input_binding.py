@@ -180,6 +180,22 @@ DICT_FORWARDS = [
 ]
 
 
+def detector(self, images, targets=None, cache=None):
+    return Heard(images=images, targets=targets, cache=cache)
+
+
+def test_an_optional_parameter_takes_the_list_of_its_name():
+    boxes, rest = [{"boxes": MASK}], {"image": IMAGE}
+    containers = {"targets": boxes, "cache": rest}
+    arrays = {"images": IMAGE, "targets.0.boxes": MASK, "cache.image": IMAGE}
+    binding = find_bindings(model_of(detector), arrays, list(arrays), containers)[0]
+    assert binding.forward(model_of(detector), {**arrays, **containers}) == {
+        "images": IMAGE,
+        "targets": boxes,
+        "cache": None,
+    }
+
+
 @pytest.mark.parametrize("forward", DICT_FORWARDS)
 @pytest.mark.parametrize("available", [{"image": IMAGE}, {"image": IMAGE, "mask": MASK, "step": 3}], ids=["one", "all"])
 def test_a_parameter_that_is_used_as_a_dict_takes_everything(forward, available):

@@ -26,6 +26,7 @@ from nandoctor.evidence.edits import (
     UseFormat,
 )
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
+from nandoctor.replaying.interventions import sample_count
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 
 FP16_AUTOCAST = make_policy("cuda", FP16)
@@ -328,3 +329,10 @@ def test_everything_is_undone_when_the_forward_raises():
         execute(step, KeepModule(module=""), KeepModule(module="branch", children=False))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_boxes_of_each_image_do_not_count_the_images():
+    boxes = {f"labels.{image}.boxes": torch.zeros(1, 4) for image in range(3)}
+    batch = {"images": torch.zeros(3, 3, 8, 8), **boxes}
+    assert sample_count(batch, frozenset(batch)) == 3
+    assert sample_count(boxes, frozenset(boxes)) == 1
