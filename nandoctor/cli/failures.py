@@ -55,6 +55,10 @@ def failures_told() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
             discard_output()
             tell(f"nandoctor: the output could not be written ({error.strerror}).")
+        elif isinstance(error, OSError) and isinstance(error.filename, str):
+            from nandoctor.text import brief
+
+            tell(f"nandoctor: {brief(error.filename, 200)}: {error.strerror}.\nCheck the path.")
         elif is_out_of_memory(error):
             tell("nandoctor: there is not enough memory for this.\nRun it where there is more memory.")
         else:

@@ -204,3 +204,15 @@ def test_a_changed_project_is_verified_off_the_working_directory(monkeypatch):
         with suppress(AttributeError):  # there is no more of a process
             _verify_afresh([], "dump.pth")
     assert [command[1] for command in commands] == ["-P", "-m"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [["replay", "sick.pth", "-o"], ["plot", "sick.pth", "-o"], ["triage"], ["plot"], ["repro", "sick.pth", "-o"]],
+)
+def test_a_name_that_no_system_takes_is_one_line(folder, verb):
+    ending = {"replay": ".json", "repro": ".py"}.get(verb[0], ".png")
+    result = run(*verb, "n" * 5000 + ending)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[0].endswith(f": {os.strerror(errno.ENAMETOOLONG)}.")
+    assert len(result.stderr) < 500
