@@ -38,7 +38,9 @@ from nandoctor.text import (
 _MAX_LISTED = 3
 _MAX_NAMED_CHECKS = 2
 _MAX_PATCH_LINES = 40
-_TOLD_IN_FULL = 2  # output and gradients; of variations of the batch the names say enough
+_TOLD_IN_FULL = ("output", "gradients")
+"""Of the loss and of variations of the batch the names say enough."""
+_MAX_SKIPPED = 2
 _SHOWN_BESIDE = 1
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _VISIBLE_ERROR = 0.01
@@ -114,17 +116,17 @@ def _check_facts(fix: Fix) -> Iterator[Fact]:
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [_describe_check(check) for check in passed[:_TOLD_IN_FULL]]
-        names = [name_check(check) for check in passed[_TOLD_IN_FULL:]]
+        told = [_describe_check(check) for check in passed if check.name in _TOLD_IN_FULL]
+        names = [name_check(check) for check in passed if check.name not in _TOLD_IN_FULL]
         told += [join_first(names, _MAX_NAMED_CHECKS)] if names else []
         yield Fact(label="checked", text="; ".join(told))
     if skipped:
         told = [_describe_check(check) for check in skipped]
-        yield Fact(label="not checked", text=f"{'; '.join(told[:_TOLD_IN_FULL])}{_more(told)}")
+        yield Fact(label="not checked", text=f"{'; '.join(told[:_MAX_SKIPPED])}{_more(told)}")
 
 
 def _more(told: Sequence[str]) -> str:
-    left = len(told) - _TOLD_IN_FULL
+    left = len(told) - _MAX_SKIPPED
     return f"; {left} more" if left > 0 else ""
 
 

@@ -34,8 +34,8 @@ _WRONG_CALL = (TypeError, AttributeError, KeyError, IndexError)
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
     """Compare the saved array with its counterpart in `output`; `no-reference` where either is missing.
 
-    The counterpart is the leaf at that very place, else the field of that name (`logit` also finds `logits`), else the
-    only tensor of that shape.
+    The counterpart is the leaf at that very place, which `logit.1` has in a tuple saved as `logit`, else the field of
+    that name (`logit` also finds `logits`), else the only tensor of that shape.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -65,9 +65,17 @@ def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, t
     if name in leaves and leaves[name].shape == reference.shape:
         return name
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
+    placed = [path for path in fitting if f".{name}".endswith(f".{_dotted(path)}")]
+    if placed:
+        return max(placed, key=len)
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
     choices = named or fitting
     return choices[0] if len(choices) == 1 else None
+
+
+def _dotted(path: str) -> str:
+    """A place in an output as a dump's names have it: `hidden.2` for `hidden[2]`."""
+    return path.replace("[", ".").replace("]", "").lstrip(".")
 
 
 def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:

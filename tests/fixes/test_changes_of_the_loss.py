@@ -39,6 +39,9 @@ class Mixture(nn.Module):
     def forward(self, x, y):
         return -torch.exp(-((y - self.means(x)) ** 2)).sum(-1).log()
 
+def mean_loss(loss, batch):
+    return loss.mean()
+
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
@@ -157,7 +160,7 @@ def test_infinities_that_are_meant_stay_in_the_output(project):
     wanted = torch.eye(5)[[0, 1, 3, 4]]
     save(torch.nn.ModuleDict({"score": torch.nn.Linear(6, 5)}), x=torch.randn(4, 6), allowed=allowed, wanted=wanted)
     report = nandoctor.replay("dump.pth", "net.py:Actions", loss="net.py:by_hand").report
-    assert (report.verdict, report.origin.source.line) == ("numerics", 52)
+    assert (report.verdict, report.origin.source.line) == ("numerics", 55)
     fix = report.fixes[0]
     assert fix.verified
     assert added(fix) == ['return -(batch["wanted"] * torch.log_softmax(logits, -1).clamp(min=-10000)).sum(-1).mean()']
@@ -196,3 +199,11 @@ def test_a_loss_that_no_scale_fits_is_no_fix(project):
     fix = nandoctor.replay("dump.pth", "net.py:Policy", loss="net.py:surrogate").report.fixes[0]
     assert fix.verified
     assert added(fix) == ['ratio = torch.exp((logp - batch["old"]).clamp(max=20))']
+
+
+def test_a_change_that_teaches_nothing_says_so(project):
+    """log(1e-12) has no gradient: the step passes, and no weight would move."""
+    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 40.0))
+    fix = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:mean_loss").report.fixes[0]
+    gradients = next(check for check in fix.checks if check.name == "gradients")
+    assert (fix.verified, "all are 0, so this batch teaches nothing" in gradients.text) == (True, True)

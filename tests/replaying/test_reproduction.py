@@ -115,6 +115,18 @@ def test_without_a_saved_output_there_is_no_reference():
     assert grade(None, SAVED).grade == "no-reference"
 
 
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("logit.1", (other(SAVED), SAVED)),
+        ("heads.1", {"heads": (other(SAVED), SAVED), "aux": (SAVED * 2, SAVED * 2)}),
+        ("out.0.1", [[other(SAVED), SAVED], other(SAVED)]),
+    ],
+)
+def test_one_of_several_of_a_shape_is_found_by_its_place(name, output):
+    assert grade_of(output, name=name).grade == "exact"
+
+
 def test_the_field_that_the_user_names_is_the_counterpart():
     output = {"main": other(SAVED), "refined": SAVED}
     assert grade_of(output).grade == "no-reference"
