@@ -173,7 +173,7 @@ def test_a_scale_that_the_loss_carries_is_undone(tmp_path):
     assert scales[0] < 1
 
 
-def test_what_a_mask_removes_from_a_target_is_filled_first(tmp_path):
+def test_what_a_mask_removes_from_a_target_is_filled_before(tmp_path):
     class Depth(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -189,7 +189,9 @@ def test_what_a_mask_removes_from_a_target_is_filled_first(tmp_path):
     depth = torch.ones(2, 4).masked_fill(seen == 0, float("nan"))
     dump = {"state_dict": Depth().state_dict(), "x": torch.ones(2, 4), "depth": depth, "seen": seen}
     torch.save(dump, tmp_path / "dump.pth")
-    fix = nandoctor.replay(tmp_path / "dump.pth", Depth, loss=loss, max_trials=60).report.fixes[0]
+    of_line, fix, *_ = nandoctor.replay(tmp_path / "dump.pth", Depth, loss=loss, max_trials=60).report.fixes
+    assert (of_line.verified, of_line.kind) == (True, "source")
+    assert 'batch["depth"].nan_to_num(0.0)' in of_line.patch
     assert (fix.verified, fix.kind) == (True, "data")
     assert not any("takes samples out" in check.text for check in fix.checks)
     batch = {"depth": depth, "seen": seen}
