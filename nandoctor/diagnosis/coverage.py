@@ -36,7 +36,7 @@ def _find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, h
         )
     elif not trace.output and trace.loss is None:
         yield Gap(
-            text="The forward returned no floating-point tensor, so nothing of it was looked at.",
+            text="The forward returned no floating-point values, so nothing of it was looked at.",
             remedy="Give --call FILE.py:NAME, a function (model, batch) that returns what the model keeps.",
         )
     if not flags.here:

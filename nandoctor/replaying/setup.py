@@ -213,6 +213,7 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
     if (
         len(policies) == 1
         or saved is None
+        or not saved.numel()
         or saved.dtype in LOW_DTYPES
         or bool(torch.isfinite(comparable_values(saved)).any())
     ):

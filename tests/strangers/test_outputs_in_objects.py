@@ -83,7 +83,7 @@ def test_what_a_model_keeps_to_itself_was_not_looked_at(examine):
 
     report = examine(Keeping(8, 8), BATCH)
     assert report.verdict == "cannot-tell"
-    assert "returned no floating-point tensor" in report.headline
+    assert "returned no floating-point values" in report.headline
     heard = examine(Keeping(8, 8), BATCH, call=lambda model, batch: (model(batch["x"]), model.kept))
     assert blamed(heard)[:3] == ("precision", "", "mul")
 
