@@ -73,7 +73,8 @@ class GradientCheck:
             return "not-checked", "no weight has a gradient"
         if scale is None:
             return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
-        if (norm := gradient_norm(made)) > LARGEST_SQUARED and not self._trials.sound_reference(()).finite:
+        norm, before = gradient_norm(made), self._trials.sound_reference(())
+        if norm > LARGEST_SQUARED and not before.finite:
             return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, whose square overflows fp32"
         told = f"gradients of {of}: finite at loss scale {number(scale)}"
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
@@ -85,7 +86,8 @@ class GradientCheck:
         if scale < 1 and self._loses_small_gradients(scale):
             return "failed", f"{told}, where those of the samples that were fine are rounded away"
         error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
-        told += _describe_error(error, allowed) + ("" if norm else "; all are 0, so this batch teaches nothing")
+        told += _describe_error(error, allowed)
+        told += "" if norm or before.finite else "; all are 0, so this batch teaches nothing"
         return "passed" if error is None or error <= allowed else "failed", told
 
     @staticmethod

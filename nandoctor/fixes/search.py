@@ -242,7 +242,7 @@ class _Search:
     def result(self) -> FixSearch:
         """What was found until now."""
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
-        ops = self._findings.trace.ops
+        ops = self._findings.ops
         left = [] if self._listener.interrupted else self._untried
         return FixSearch(
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
