@@ -339,6 +339,7 @@ def test_plot_draws_a_dump_and_a_report(workplace):
     assert (workplace / "sick.ranges.png").exists()
     run("replay", *SICK, "-o", "report.json")
     assert run("plot", "report.json", "-o", "ranges.svg").stderr == "Wrote ranges.svg\n"
+    assert run("plot", "report.json", "-o", "r\u202e.svg").stderr == "Wrote r\\u202e.svg\n"
     assert "<svg" in (workplace / "ranges.svg").read_text()
 
 

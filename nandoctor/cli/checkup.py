@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from nandoctor.cli.failures import tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_files, force_option, settings_options
 from nandoctor.cli.shared import console, json_option
 
@@ -48,4 +49,4 @@ def checkup(
         print_checkup(found, console())
     if file is not None:
         write_text(checkup_page(found) if file.suffix == ".html" else dumps(found) + "\n", file)
-        click.echo(f"Wrote {file}", err=True)
+        tell(f"Wrote {file}")

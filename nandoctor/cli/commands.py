@@ -131,7 +131,7 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
         check_replaceable(file)
     report = _read_or_replay(source, options)
     save_figure(draw(report, kind), file)
-    click.echo(f"Wrote {file}", err=True)
+    tell(f"Wrote {file}")
 
 
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
@@ -220,7 +220,7 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     from nandoctor.renderers.atomic_write import write_text
 
     write_text(script, file)
-    click.echo(f"Wrote {file}", err=True)
+    tell(f"Wrote {file}")
 
 
 def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float, ...]) -> tuple[float, ...]:
@@ -310,4 +310,4 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> N
         click.echo(dumps(report))
     for path in outputs:
         save_report(report, path)
-        click.echo(f"Wrote {path}", err=True)
+        tell(f"Wrote {path}")
