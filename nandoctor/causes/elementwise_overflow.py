@@ -16,21 +16,27 @@ When it is wrong
 
 from __future__ import annotations
 
+import math
+
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
 from nandoctor.causes.sentences import argument, past, subject
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.ops import PRODUCTS, REDUCTIONS
+from nandoctor.ops import PRODUCTS, REDUCTIONS, SUMS
 from nandoctor.text import constant, number
 
 CODE = "elementwise-overflow"
 TITLE = "An element-by-element operation is too large for its format"
 PHASES = ("forward",)
+_WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
 
 
 def diagnose(finding: Finding) -> Cause | None:
-    """Any other op whose exact value is finite and does not fit."""
-    if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS or not finding.overflowed:
+    """Any other op whose exact value is finite and does not fit, be it that float64 does not hold it either."""
+    if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
+    if not finding.overflowed and not _is_past_float64(finding):
+        return None
+    exact = finding.analysis.exact_at_worst if finding.overflowed else None
     operands = tuple(
         Evidence(
             name=f"worst_{operand.name}",
@@ -45,8 +51,19 @@ def diagnose(finding: Finding) -> Cause | None:
     return Cause(
         code=CODE,
         title=TITLE,
-        headline=f"{subject(finding.op)} {past(finding.analysis.exact_at_worst, finding.format)}",
+        headline=f"{subject(finding.op)} {past(exact, finding.format)}",
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
-        f"{past_limit(finding.analysis.exact_at_worst, finding.format)}.",
+        f"{past_limit(exact, finding.format)}.",
         evidence=(*overflow_evidence(finding), *operands),
+    )
+
+
+def _is_past_float64(finding: Finding) -> bool:
+    """Tell whether finite operands gave infinities where the op has no pole."""
+    written = all(math.isfinite(value) for _, value in finding.op.scalars)
+    return (
+        finding.op.op in _WITHOUT_POLES
+        and written
+        and not finding.had_inf_input
+        and "nan" not in finding.analysis.kinds
     )

@@ -6,13 +6,14 @@ import pytest
 from made_findings import INF, NAN, Recipe, gradient_finding
 
 from nandoctor.causes import (
+    elementwise_overflow,
     eps_underflow,
     exp_overflow,
     mask_constant_overflow,
     reduction_overflow,
     where_gradient_trap,
 )
-from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.formats import FP16, FP32, FP64
 
 
 class TestEpsUnderflow:
@@ -214,3 +215,22 @@ class TestWhereGradientTrap:
 
     def test_not_for_a_selection_behind_an_op_that_mixes_places(self):
         assert where_gradient_trap.diagnose(self.finding(self.hidden(between=("softmax",)))) is None
+
+
+class TestElementwiseOverflow:
+    def made(self, *operands, result, name="mul", given_inf=False, **scalars):
+        recipe = Recipe()
+        recipe.op(name, *operands, made=result, dtype=FP64, **scalars)
+        return elementwise_overflow.diagnose(recipe.finding(reference_is_finite=False, had_inf_input=given_inf))
+
+    def test_a_product_that_float64_does_not_hold_either(self):
+        cause = self.made((3e38, 1.0), (3e38, 1.0), result=(INF, 1.0))
+        assert cause.headline == "mul in block is too large even for float64"
+
+    def test_not_for_infinities_that_were_given_or_written(self):
+        assert self.made((INF, 1.0), (3e38, 1.0), result=(INF, 1.0), given_inf=True) is None
+        assert self.made((1.0, 1.0), result=(INF, INF), other=INF) is None
+
+    def test_not_for_a_nan_or_a_pole(self):
+        assert self.made((3e38, 1.0), (3e38, 1.0), result=(NAN, 1.0)) is None
+        assert self.made((0.0, 1.0), result=(INF, 1.0), name="reciprocal") is None
