@@ -195,8 +195,7 @@ def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     """Tell whether the infinities of `written` reach a product along `ops`: a mask's are gone by then."""
     carriers = {written.order}
     for op in ops:
-        nonfinite = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
-        if any(tensor.producer in carriers for tensor in nonfinite):
+        if any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
             if op.op in PRODUCTS:
                 return True
             carriers.add(op.order)

@@ -126,12 +126,12 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Cause | No
     )
 
 
-def _infinite_inputs(finding: GradientFinding) -> list[OpTensor]:
+def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
     """The infinite inputs of the forward op; none where the forward holds NaN, or the op is at its singular point."""
     forward = finding.forward
     if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops.values())):
-        return []
-    return [tensor for tensor in forward.inputs if tensor.stats is not None and not tensor.stats.finite]
+        return ()
+    return forward.nonfinite_inputs
 
 
 def _meets_nan(op: OpCall) -> bool:

@@ -9,7 +9,7 @@ from nandoctor.causes.base import Finding, OutsideTensor, is_constant
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
 from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, find_nonfinite_places
-from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, nonfinite_inputs, trace_back
+from nandoctor.diagnosis.origin import NonfiniteTrace, find_swallowed, trace_back
 from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, Link
@@ -121,7 +121,7 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
     """Tell whether a model that computes its own loss hands the tensor, moved or cast at most, to it as the target."""
     name, before = tensor.name, op.order
     for taker in found_trace.way_from(op.order):
-        name = next((taken.name for taken in nonfinite_inputs(taker) if taken.producer == before), name)
+        name = next((taken.name for taken in taker.nonfinite_inputs if taken.producer == before), name)
         if taker.op not in MOVES | CASTS:
             return name == "target"
         before = taker.order

@@ -51,7 +51,7 @@ class NonfiniteTrace:
         ops = {op.order: op for op in self.ops}
         ways: dict[int, tuple[int, ...]] = {start: (start,)}
         for op in self.ops:
-            reached = [ways[tensor.producer] for tensor in nonfinite_inputs(op) if tensor.producer in ways]
+            reached = [ways[tensor.producer] for tensor in op.nonfinite_inputs if tensor.producer in ways]
             if reached and op.order not in ways:
                 ways[op.order] = (*min(reached, key=len), op.order)
         return tuple(ops[order] for order in ways.get(self.symptom, (start,)))
@@ -61,9 +61,9 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were made."""
     references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
-    outside = [(op, tensor) for op in sliced for tensor in nonfinite_inputs(op) if tensor.producer is None]
+    outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
     candidates = [
-        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=bool(nonfinite_inputs(op)))
+        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=bool(op.nonfinite_inputs))
         for op in sliced
     ]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
@@ -89,7 +89,7 @@ def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...
     sources = (
         NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=False)
         for op in trace.ops
-        if op.analysis and not nonfinite_inputs(op)
+        if op.analysis and not op.nonfinite_inputs
     )
     return tuple(
         source
@@ -102,7 +102,7 @@ def _is_missed(source: OpCall, ops: tuple[OpCall, ...], references: Mapping[tupl
     """Tell whether an op downstream of `source` made finite values of its infinities that fp32 does not have there."""
     carriers = {source.order}
     for op in ops:
-        taken = [tensor.stats for tensor in nonfinite_inputs(op) if tensor.producer in carriers]
+        taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.producer in carriers]
         if not all(stats.finite for stats in op.outputs):
             carriers |= {op.order} if taken else set()
         elif any(stats is not None and _swallows_wrongly(op, stats, references.get(op.key)) for stats in taken):
@@ -132,13 +132,8 @@ def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
         if order in seen:
             continue
         seen.add(order)
-        waiting += [tensor.producer for tensor in nonfinite_inputs(ops[order]) if tensor.producer is not None]
+        waiting += [tensor.producer for tensor in ops[order].nonfinite_inputs if tensor.producer is not None]
     return [ops[order] for order in sorted(seen)]
-
-
-def nonfinite_inputs(op: OpCall) -> list[OpTensor]:
-    """The tensors that an op took with NaN or an infinity in them."""
-    return [tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite]
 
 
 def _turns_to_nan(op: OpCall) -> bool:
@@ -160,7 +155,7 @@ def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall])
     spoilt = {source.op.order for source in sources if not source.had_inf_input}
     follows = set()
     for op in sliced:
-        if any(tensor.producer in spoilt for tensor in nonfinite_inputs(op)):
+        if any(tensor.producer in spoilt for tensor in op.nonfinite_inputs):
             follows.add(op.order)
             spoilt.add(op.order)
     return [source for source in sources if not source.had_inf_input or source.op.order not in follows]

@@ -301,6 +301,11 @@ class OpCall:
         """What tells this op from every other of the run, and finds it in another run."""
         return (self.module, self.call, self.op, self.nth)
 
+    @property
+    def nonfinite_inputs(self) -> tuple[OpTensor, ...]:
+        """The tensors that the op took with NaN or an infinity in them."""
+        return tuple(tensor for tensor in self.inputs if tensor.stats is not None and not tensor.stats.finite)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:

@@ -122,8 +122,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
     """The same set by the lines that call its modules, where those are torch's own and no other is called there."""
-    in_torch = {path for path, module in model.named_modules() if _is_of_torch(module)}
-    paths = {member.module for member in kept}
+    in_torch, paths = _paths_in_torch(model), {member.module for member in kept}
     if not paths <= in_torch or in_torch.intersection(path.rpartition(".")[0] for path in paths):
         return
     ops = (op for op in findings.ops if op.phase != "backward" and op.module in in_torch)
@@ -168,12 +167,13 @@ def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
     if site.module == LOSS:
         return site.source is None
-    modules = dict(model.named_modules(remove_duplicate=False))  # a scripted model has no get_submodule
-    return site.source is None or _is_of_torch(modules[site.module])
+    return site.source is None or site.module in _paths_in_torch(model)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _paths_in_torch(model: nn.Module) -> set[str]:
+    """The paths of the modules whose code is torch's; a scripted model has no get_submodule to ask for one."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {path for path, module in modules if type(module).__module__.startswith("torch.")}
 
 
 def _has_children(path: str, trace: Trace) -> bool:
@@ -254,8 +254,7 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
     """NaN of the batch replaced where it is first computed with, if it makes no difference by what: a mask follows."""
     carriers: set[int] = set()
     for op in trace.ops:
-        spoiled = (tensor for tensor in op.inputs if tensor.stats is not None and not tensor.stats.finite)
-        for tensor in (item for item in spoiled if item.origin == "batch" or item.producer in carriers):
+        for tensor in (item for item in op.nonfinite_inputs if item.origin == "batch" or item.producer in carriers):
             if op.op in MOVES | CASTS:
                 carriers.add(op.order)
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import libcst as cst
 
 from nandoctor.evidence.edits import GuardArgument
-from nandoctor.fixes.source_expression import operand_text, target_of, text_with
+from nandoctor.fixes.source_expression import operand_text, operator_text, target_of, text_with
 from nandoctor.fixes.source_tree import SourceTree
 from nandoctor.fixes.titles import code_number
 
@@ -19,7 +19,7 @@ def zero_where(
     if isinstance(node, cst.AugAssign):
         ((_, text),) = texts.items()
         target = target_of(node)
-        operator = tree.module.code_for_node(node.operator).strip().removesuffix("=")
+        operator = operator_text(tree, node)
         return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
     changed = text_with(tree, node, texts)
     writes = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value.endswith("_")

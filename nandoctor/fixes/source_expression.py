@@ -169,8 +169,7 @@ class Expression:
         if isinstance(self.node, (cst.BinaryOperation, cst.AugAssign)) and self.op.op not in PRODUCTS:
             tensors = [self._promoting(tensors)]
         if isinstance(self.node, cst.AugAssign):
-            operator = self.tree.module.code_for_node(self.node.operator).strip().removesuffix("=")
-            target = self.tree.code(target_of(self.node))
+            operator, target = operator_text(self.tree, self.node), self.tree.code(target_of(self.node))
             wide = attribute_text(self.tree, target_of(self.node), "float()")
             return f"{target} = {wide} {operator} {operand_text(self.tree, self.node.value)}"
         return text_with(self.tree, self.spelled, {value: _in_fp32(self.tree, value) for value in tensors})
@@ -278,6 +277,11 @@ def grouped(text: str) -> str:
     node = parse_expression(text)
     plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
     return text if plain else f"({text})"
+
+
+def operator_text(tree: SourceTree, node: cst.AugAssign) -> str:
+    """The text of the operator of an augmented assignment, as it stands between two operands."""
+    return tree.module.code_for_node(node.operator).strip().removesuffix("=")
 
 
 def operand_text(tree: SourceTree, node: cst.BaseExpression) -> str:
