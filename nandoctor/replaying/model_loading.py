@@ -39,6 +39,7 @@ _CUT_SHORT = (
 )
 
 _Source = str | nn.Module | Callable[..., nn.Module]
+_State = Mapping[str, torch.Tensor]
 
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
@@ -111,7 +112,7 @@ def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
 
 def load_state(
     model: nn.Module,
-    state: Mapping[str, torch.Tensor],
+    state: _State,
     *,
     strict: bool = True,
     fills: DeferredFills | None = None,
@@ -129,18 +130,8 @@ def load_state(
     own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
     state, notes = fit_prefix(state, own)
     state = {**state, **_tied(state, own)}
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
-    known = [name for name in own if name in state and not is_lazy(own[name])]
-    reshaped = [name for name in known if own[name].shape != state[name].shape]
-    # torch copies a complex number into a real one without its imaginary part.
-    halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
-    problems = [*_describe_names("missing from the weights", missing, unexpected)]
-    problems += _describe_names("not in the model", unexpected, missing)
-    problems += _describe_shapes(reshaped, own, state)
-    problems += _describe_names("complex, where the model has real numbers", halved, ())
-    notes = [*notes, *_describe_whole([name for name in known if name not in reshaped], own, state)]
-    left_out = {*missing, *reshaped, *halved}
+    left_out, problems, changed = _compare(own, state)
+    notes = [*notes, *changed]
     num_fitting = len(own) - len(left_out)
     if problems and (strict or not num_fitting):
         raise ModelError(
@@ -160,7 +151,23 @@ def load_state(
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
-def _tied(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]]:
+    """The model's names that `state` does not fit, what is wrong in words, and notes on what is changed to fit."""
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    known = [name for name in own if name in state and not is_lazy(own[name])]
+    reshaped = [name for name in known if own[name].shape != state[name].shape]
+    # torch copies a complex number into a real one without its imaginary part.
+    halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
+    problems = [*_describe_names("missing from the weights", missing, unexpected)]
+    problems += _describe_names("not in the model", unexpected, missing)
+    problems += _describe_shapes(reshaped, own, state)
+    problems += _describe_names("complex, where the model has real numbers", halved, ())
+    notes = _describe_whole([name for name in known if name not in reshaped], own, state)
+    return {*missing, *reshaped, *halved}, problems, [*notes]
+
+
+def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
     """Weights that are not in the state by their name, but by another of the same memory, as safetensors are written.
 
     https://huggingface.co/docs/safetensors/torch_shared_tensors
@@ -174,7 +181,7 @@ def _tied(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) ->
     return {name: given[place] for name, place in places.items() if name not in state and place in given}
 
 
-def _share_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
     """Point the weights of modules that load plainly to the memory of `state`; what is left of `state` to copy."""
     left = dict(state)
     waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
@@ -202,7 +209,7 @@ def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
     )
 
 
-def _copy_state(module: nn.Module, state: Mapping[str, torch.Tensor], path: str) -> None:
+def _copy_state(module: nn.Module, state: _State, path: str) -> None:
     """`load_state_dict`, child by child: torch's own goes through all names once for each child.
 
     A module that loads in a way of its own, or has hooks for it, is given all its names at once. As in torch, a
@@ -324,9 +331,7 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
     return ModelError(f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}", remedy=remedy)
 
 
-def fit_prefix(
-    state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
-) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
     """The state under the prefix, taken off or put on, that makes the most names fit."""
     taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
     put_on = {prefix: sum(prefix + name in own for name in state) for prefix in _prefixes(own, state)}
@@ -358,9 +363,7 @@ def _describe_names(what: str, names: Sequence[str], others: Sequence[str]) -> I
     yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
-def _describe_shapes(
-    names: Sequence[str], own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
+def _describe_shapes(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
     if not names:
         return
     shown = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in names[:_MAX_NAMES_SHOWN]]
@@ -368,9 +371,7 @@ def _describe_shapes(
     yield f"  {len(names)} of another shape (weights for model): {', '.join(shown)}{rest}"
 
 
-def _describe_whole(
-    names: Sequence[str], own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
+def _describe_whole(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
     """A note on weights that hold integers where the model computes with fractions, as quantized checkpoints do."""
     whole = [name for name in names if own[name].is_floating_point() and not _holds_fractions(state[name])]
     if whole:
