@@ -18,6 +18,7 @@ from nandoctor.diagnosis.coverage import (
     describe_idle_state,
     describe_narrow_reference,
     describe_no_graph,
+    doubt_rounding,
     find_gaps,
     judge_unfailing,
 )
@@ -34,7 +35,7 @@ from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, SampleView
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -259,6 +260,9 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """The findings with what could not be looked at: where nothing was found, that decides."""
     step, flags = replayed.step, replayed.step.saved_flags
     gaps = find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None)
+    if findings.trace.finite and not findings.reference.finite:
+        in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
+        gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
     gaps = (*gaps, *findings.gaps)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in findings.gaps)))
@@ -279,7 +283,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     closely = trace.unread or not trace.finite
     reference = step.run(REFERENCE, replace(CLOSELY, stage="replay") if closely else MODULES_ONLY).trace
     conclusion = Conclusion()
-    if trace.finite and not is_silently_wrong(trace, reference):
+    if trace.finite and reference.finite and not is_silently_wrong(trace, reference):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
         trace = trace if trace.ops else step.run(watch=CLOSELY).trace

@@ -9,8 +9,8 @@ from textwrap import shorten
 
 from nandoctor.evidence.dump_summary import DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.report import Origin, Reproduction
+from nandoctor.evidence.trace import Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import file_line, join_first, part_of, plural
 
@@ -66,6 +66,17 @@ def describe_no_graph(message: str) -> Gap:
     return Gap(
         text=f"The gradients could not be computed on this device. {message}",
         remedy="Replay it with --device on the kind of device that it was trained on.",
+    )
+
+
+def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
+    """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
+    line = f" ({file_line(origin.source.file, origin.source.line)})" if origin is not None and origin.source else ""
+    maker = f": {origin.op}{line} makes it so" if origin is not None and origin.op else ""
+    return Gap(
+        text=f"The step is finite {describe_run(trace.policy, trace.format)} and non-finite in fp32{maker}. Rounding "
+        "alone keeps it finite here.",
+        remedy="Guard that operation: another batch or precision may fail there.",
     )
 
 

@@ -84,8 +84,8 @@ def _describe_where(report: Report) -> str:
     if origin is None:
         return ""
     function = report.excerpt.function if report.excerpt is not None else ""
-    samples = origin.elements.samples
-    notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples)] if samples else [])]
+    samples, count = origin.elements.samples, origin.output.shape[0] if origin.output and origin.output.shape else None
+    notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples, count)] if samples else [])]
     notes = [note for note in notes if note]
     owner = function or ("the batch" if origin.phase == "input" else origin.place.with_type)
     return f"{owner} ({', '.join(notes)})" if notes else owner
