@@ -1,7 +1,7 @@
-"""Where the time of a replay goes: every run of the step, with what it was for and what it cost.
+"""Where the time of a replay goes: every run of the step, with what it was for and what it cost, and the sums by part.
 
 In: `python benchmarks/account.py [encoder|U-Net]`. Out: a line for each run, in processor time over a plain fp32
-forward of the same process, and what was spent outside of runs.
+forward of the same process, and a line for each part of the replay, with what it spent outside of runs.
 """
 
 from __future__ import annotations
@@ -9,51 +9,130 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from overhead import dump_of
-from workloads import Workload, make_encoder, make_unet
+from workloads import Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
-from nandoctor.autocast.policy import Policy
+from nandoctor import pipeline
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.changes import Snippet, SourcePatch
 from nandoctor.evidence.edits import Edit
+from nandoctor.fixes.proof import Verifier
+from nandoctor.fixes.search import _Search
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch
 
 REPEATS = 9
+PARTS = {
+    "diagnosis": "from the file to the cause",
+    "search": "probes, and texts whose output fails",
+    "reference": "the unchanged step in fp32 with its gradients, which every text is compared with",
+    "verification": "texts whose output passes: gradients, healthy samples, other batches",
+    "settings": "what the failure depends on",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the step; runs that it makes itself count in it."""
+
+    part: str
+    line: str
+    seconds: float
 
 
 @dataclass(slots=True)
 class Account:
-    """What was run, and the seconds that each run took; runs that a run makes itself count in it."""
+    """What was run, and the processor time of each part of one replay with what it does outside of runs."""
 
-    lines: list[tuple[str, float]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    seconds: Counter[str] = field(default_factory=Counter)
+    num_verified: int = 0
+    num_texts: int = 0
+    _part: str = "diagnosis"
+    _since: float = 0.0
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """A context in which every run is noted."""
-        run = FailingStep.run
+        """A context in which one replay is noted."""
+        self._since = time.process_time()
+        patches = (
+            mock.patch.object(FailingStep, "run", _replacing(FailingStep.run, self._run)),
+            mock.patch.object(Verifier, "_verify", _replacing(Verifier._verify, self._verify)),
+            mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
+            mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
+        )
+        with patches[0], patches[1], patches[2], patches[3]:
+            yield
+        self._turn("diagnosis")
 
-        def noted(
-            step: FailingStep, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()
-        ) -> Outcome:
-            started = time.process_time()
+    def _turn(self, part: str) -> str:
+        """Book what was spent since the last turn; the part that it was spent on."""
+        now, before = time.process_time(), self._part
+        self.seconds[before] += now - self._since
+        self._part, self._since = part, now
+        return before
+
+    @contextmanager
+    def _at(self, part: str) -> Iterator[None]:
+        before = self._turn(part)
+        try:
+            yield
+        finally:
+            self._turn(before)
+
+    def _search(self, search: Callable[..., Any], *args: Any) -> Any:
+        with self._at("search"):
+            return search(*args)
+
+    def _vary(self, vary: Callable[..., Any], search: _Search) -> None:
+        with self._at("settings"):
+            vary(search)
+
+    def _verify(self, verify: Callable[..., Any], verifier: Verifier, *args: Any) -> Any:
+        """A text whose output fails was a probe: what it took is the search's."""
+        first, spent = len(self.runs), self.seconds["verification"]
+        with self._at("verification"):
+            proof, checks = verify(verifier, *args)
+        self.num_texts += 1
+        self.num_verified += proof.passes
+        if checks[0].status == "failed":
+            self.seconds["search"] += self.seconds["verification"] - spent
+            self.seconds["verification"] = spent
+            parts = {"verification": "search"}
+            self.runs[first:] = (replace(run, part=parts.get(run.part, run.part)) for run in self.runs[first:])
+        return proof, checks
+
+    def _run(
+        self,
+        run: Callable[..., Outcome],
+        step: FailingStep,
+        policy: Policy | None = None,
+        watch: Watch = MODULES_ONLY,
+        changes: Sequence[Change] = (),
+    ) -> Outcome:
+        is_reference = self._part in ("search", "verification") and policy in (REFERENCE, EXACT)
+        started = time.process_time()
+        with self._at("reference" if is_reference else self._part):
+            part = self._part
             try:
                 return run(step, policy, watch, changes)
             finally:
                 line = _describe(step, policy or step.policy, watch, changes)
-                self.lines.append((line, time.process_time() - started))
+                self.runs.append(Run(part=part, line=line, seconds=time.process_time() - started))
 
-        FailingStep.run = noted  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            FailingStep.run = run  # type: ignore[method-assign]
+
+def _replacing(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls `instead` with the one that it stands for first."""
+    return lambda *args, **options: instead(method, *args, **options)
 
 
 def _describe(step: FailingStep, policy: Policy, watch: Watch, changes: Sequence[Change]) -> str:
@@ -91,16 +170,18 @@ def _print_account(workload: Workload) -> None:
         account = Account()
         plain = [_time_forward(model, workload) for _ in range(REPEATS)]
         with account.taken():
-            started = time.process_time()
             nandoctor.replay(path, model=lambda: sick)
-            whole = time.process_time() - started
         plain += [_time_forward(model, workload) for _ in range(REPEATS)]
     unit = statistics.median(plain)
-    print(f"\n{workload.name}: {len(account.lines)} runs, in plain fp32 forwards of {1e3 * unit:.0f} ms")
-    for line, seconds in account.lines:
-        print(f"  {seconds / unit:6.2f}  {line}")
-    print(f"  {(whole - sum(seconds for _, seconds in account.lines)) / unit:6.2f}  outside of runs")
-    print(f"  {whole / unit:6.2f}  in all")
+    print(f"\n{workload.name}: {len(account.runs)} runs, in plain fp32 forwards of {1e3 * unit:.0f} ms")
+    for run in account.runs:
+        print(f"  {run.seconds / unit:6.2f}  {run.part:<13} {run.line}")
+    print(f"  {account.num_texts} texts were run, {account.num_verified} of them verified")
+    for part, what in PARTS.items():
+        runs_s = sum(run.seconds for run in account.runs if run.part == part)
+        seconds = account.seconds[part]
+        print(f"  {seconds / unit:6.2f}  {part}: {what} ({(seconds - runs_s) / unit:.2f} outside of runs)")
+    print(f"  {account.seconds.total() / unit:6.2f}  in all")
 
 
 def _time_forward(model: torch.nn.Module, workload: Workload) -> float:

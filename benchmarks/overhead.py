@@ -10,10 +10,8 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,8 +19,9 @@ from typing import Any
 
 os.environ["KINETO_LOG_LEVEL"] = "99"  # torch.profiler would write of its start and stop
 import torch
+from account import PARTS, Account
 from torch.profiler import ProfilerActivity, profile
-from workloads import Workload, make_encoder, make_unet
+from workloads import CUDA, Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
@@ -30,7 +29,6 @@ from nandoctor.evidence.formats import FP16
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.tracing.module_tracer import Tracer
 
-CUDA = make_policy("cuda", FP16)
 NATIVE = make_policy("native", FP16)
 CPU = torch.device("cpu")
 REPEATS = 15
@@ -148,35 +146,32 @@ def _print_diagnoses(workload: Workload) -> None:
         model.zero_grad()
         workload.loss(model(**workload.batch), workload.batch).backward()
 
-    sick = workload.build_sick()
+    sick, accounts = workload.build_sick(), list[Account]()
     with dump_of(workload, sick) as path:
         variants = {
             "plain": forward,
             "a middle layer overflows": partial(_replay, path, sick, "precision", fixes=False),
-            "the same, fixes tried": partial(_replay, path, sick, "precision"),
+            "the same, fixes tried": lambda: _account(accounts, path, sick),
         }
-        _print_ratios("plain fp32 forward", variants, REPEATS // 3)
+        plain = _print_ratios("plain fp32 forward", variants, REPEATS // 3)
+        for part in PARTS:
+            of_part = [account.seconds[part] / seconds for account, seconds in zip(accounts[1:], plain, strict=True)]
+            print(f"      {part:<38} {statistics.median(of_part):6.2f}")
     with dump_of(workload, model) as path:
         steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
         variants = {"plain": step, "only gradients non-finite": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
 
 
+def _account(accounts: list[Account], path: Path, model: torch.nn.Module) -> None:
+    accounts.append(Account())
+    with accounts[-1].taken():
+        _replay(path, model, "precision")
+
+
 def _replay(path: Path, model: torch.nn.Module, verdict: str, **options: Any) -> None:
     case = nandoctor.replay(path, model=lambda: model, **options)  # the model in hand: to build it is no part of this
     assert case.verdict == verdict, case
-
-
-@contextmanager
-def dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
-    """The dump that a training script under autocast would have written at this step."""
-    torch.manual_seed(0)
-    with torch.no_grad(), apply_policy(CUDA, CPU):
-        logit = workload.pick(model.train()(**workload.batch))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "dump.pth"
-        torch.save({"state_dict": model.state_dict(), **workload.batch, "logit": logit}, path)
-        yield path
 
 
 def _print_commands() -> None:
@@ -201,8 +196,8 @@ def _command(arguments: list[str]) -> Callable[[], object]:
     return lambda: subprocess.run(arguments, check=True, capture_output=True)
 
 
-def _print_ratios(baseline: str, variants: Variants, repeats: int) -> None:
-    """Time the variants in turn, and print the median of each over the first."""
+def _print_ratios(baseline: str, variants: Variants, repeats: int) -> list[float]:
+    """Time the variants in turn, and print the median of each over the first, whose seconds it gives."""
     times = _time_in_turn(variants, repeats)
     first, *others = times
     print(f"  processor time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
@@ -210,6 +205,7 @@ def _print_ratios(baseline: str, variants: Variants, repeats: int) -> None:
         # Round by round, so that what else the machine does falls on both sides of the ratio.
         ratios = [ours / plain for ours, plain in zip(times[name], times[first], strict=True)]
         print(f"    {name:<40} {statistics.median(ratios):6.2f}")
+    return times[first]
 
 
 def _time_in_turn(variants: Variants, repeats: int) -> dict[str, list[float]]:

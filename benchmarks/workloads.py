@@ -1,18 +1,26 @@
 """The two models that everything is measured on, healthy and made to fail.
 
-In: nothing but a seed; the weights are random. Out: `Workload`s: how to build the model, its batch and its loss.
+In: nothing but a seed; the weights are random. Out: `Workload`s: how to build the model, its batch and its loss; the
+dump of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nandoctor.autocast.policy import apply_policy, make_policy
+from nandoctor.evidence.formats import FP16
+
+CUDA = make_policy("cuda", FP16)
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -47,6 +55,18 @@ class Workload:
         with torch.no_grad():
             model.get_parameter(self.middle).mul_(3e5)
         return model
+
+
+@contextmanager
+def dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
+    """The dump that a training script under autocast would have written at this step."""
+    torch.manual_seed(0)
+    with torch.no_grad(), apply_policy(CUDA, torch.device("cpu")):
+        logit = workload.pick(model.train()(**workload.batch))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "dump.pth"
+        torch.save({"state_dict": model.state_dict(), **workload.batch, "logit": logit}, path)
+        yield path
 
 
 def make_encoder() -> Workload:
