@@ -1,7 +1,7 @@
 """Gives the keywords of `nandoctor.replay` their meanings on the API page.
 
-In: options.md, whose table the tests hold to the settings, and the TypedDicts that griffe has read. Out: the TypedDicts
-with a docstring for each key, which griffe's unpack_typeddict puts into the signatures.
+In: options.md, whose table the tests hold to the settings, and the TypedDicts that griffe has read. Out: `replay` with
+each of its keywords written out. `verify`, `repro` and `checkup` say in a line which of them they take.
 """
 
 import re
@@ -13,13 +13,23 @@ _ROW = re.compile(r"^\| `--(no-)?[^`]*` \| `(\w+)` \|.*\| (.+) \|$", re.MULTILIN
 _RECORDS = ("StepOptions", "ReplayOptions")
 
 
-class OptionMeanings(griffe.Extension):
-    """Written before unpack_typeddict reads them."""
+class OptionMeanings(griffe.UnpackTypedDictExtension):
+    """Unpacks the keywords of one function, with their meanings and with None as what they are by default."""
 
     def on_package(self, *, pkg, **_):
-        """Write the meanings as docstrings."""
+        """Write the meanings as docstrings, before the records are read."""
         rows = _ROW.findall(Path(__file__).with_name("options.md").read_text(encoding="utf-8"))
         meanings = {name: f"False to {text[0].lower()}{text[1:]}" if off else text for off, name, text in rows}
         for record in _RECORDS:
             for name, key in pkg["replaying.settings"][record].attributes.items():
                 key.docstring = griffe.Docstring(meanings[name], parent=key)
+
+    def on_function(self, *, func, **kwargs):
+        """Unpack them."""
+        if func.path != "nandoctor.case.replay":
+            return
+        super().on_function(func=func, **kwargs)
+        described = next(section for section in func.docstring.parsed if section.kind.value == "parameters")
+        for parameter in [*func.parameters, *described.value]:
+            if parameter.default == "...":
+                parameter.default = "None"

@@ -51,7 +51,13 @@ if TYPE_CHECKING:
 def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     """Read a dump file, without running any code from it.
 
-    `trust` allows what only unpickling can build, and with it any code the file's author put there.
+    Args:
+        path: a file that `torch.save` or a `Recorder` wrote.
+        trust: True to unpickle whatever the file holds, which runs any code that its author put there.
+
+    Returns:
+        The file's content, on the CPU: `state` (weights and buffers by name), `arrays` (tensors of one dimension or
+        more), `scalars` (numbers and texts), `recorded` (what a recorder noted of the step), `missing` and `notes`.
 
     Raises:
         DumpError: the file is missing, broken, unsafe, or no dump.
@@ -69,15 +75,19 @@ def replay(
 ) -> Case:
     """Replay a dump under autocast and in fp32, and search for fixes.
 
-    `model` is a Module (copied, never written to), a class or function that builds one, or a SPEC. What is left out, or
-    None, is taken from the project's `[tool.nandoctor]`, else found out.
+    An option that is left out, or None, is read from the project's `[tool.nandoctor]`, else from the dump, else found
+    out.
 
     Args:
-        dump: a path, or what `load` gives.
-        model: what builds the model.
+        dump: a path, or what `load` returns.
+        model: a Module (copied, never written to), a class or function that builds one, or the SPEC of such:
+            "package.module:attr" or "file.py:attr".
         **options: the settings.
-        progress: told (stage, module calls done, calls in all or None). Left out, a notebook shows a bar, and an
-            interrupt gives the report with what is known by then.
+        progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook shows a
+            bar, and an interrupt gives the report with what is known by then.
+
+    Returns:
+        The report, and ways to look at it.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
@@ -135,7 +145,15 @@ def verify(
 ) -> Verification:
     """Tell whether the step of a dump, which failed, passes under the code as it is now.
 
-    Arguments are those of `replay`; `changed` are files that were changed, or True, where the dump cannot tell.
+    `dump`, `model` and `progress` are those of `replay`.
+
+    Args:
+        changed: files that have changed since the failure, or True for "the code has", where the dump cannot tell.
+        **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
+
+    Returns:
+        The answer: `outcome` ("fixed", "passes", "still-fails" or "cannot-tell"), `headline`, `reasons`, `checks`,
+        `cause` and `origin` of a step that still fails, and `exit_code` (0, 1 or 125).
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
@@ -176,7 +194,13 @@ def repro(
 ) -> str:
     """Write a standalone script with the smallest tensors that still fail as the dump does, and a case that passes.
 
-    Arguments are those of `replay`.
+    `dump`, `model` and `progress` are those of `replay`.
+
+    Args:
+        **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
+
+    Returns:
+        The text of the script, which imports torch alone.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong, or nothing can be shown without the
@@ -225,7 +249,14 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """A tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)"; it may live on any device."""
+    """Describe a tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)".
+
+    Args:
+        tensor: of any shape, dtype and device; samples are the indexes along its dimension 0.
+
+    Returns:
+        Dtype, shape, smallest and largest finite value, and how many elements are non-finite in which samples.
+    """
     from nandoctor.renderers.tensors import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all
 
@@ -246,7 +277,7 @@ class _Asked:
 
 
 class Case:
-    """A replayed dump: the report, and ways to look at it."""
+    """A replayed dump: its `report`, and ways to look at it. A notebook shows it as a card."""
 
     def __init__(self, report: Report, asked: _Asked | None = None) -> None:
         self.report = report
@@ -258,27 +289,27 @@ class Case:
 
     @property
     def verdict(self) -> str:
-        """One word for what kind of failure this is."""
+        """The kind of failure: precision, numerics, state, input, loss-scale, silent, healthy, not-reproduced, ..."""
         return self.report.verdict
 
     @property
     def finite(self) -> bool:
-        """True if everything is finite, and none of it wrong: output, loss and gradients; not if some was not seen."""
+        """True if output, loss and gradients are finite and right, and none of them was left unseen."""
         return self.report.verdict in NOTHING_FOUND - {"cannot-tell"}
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
-        """The first place where a non-finite value came to light, None where there is none."""
+        """The first place where a non-finite value came to light; None where there is none."""
         return self.report.first_nonfinite
 
     @property
     def origin(self) -> Origin | None:
-        """The operation, the state or the array that the damage comes from, None where that is not known."""
+        """The operation, weight or array that the non-finite values come from; None where that is not known."""
         return self.report.origin
 
     @property
     def cause(self) -> Cause | None:
-        """Why it happened, None where no rule can tell."""
+        """Why it happened; None where no rule can tell."""
         return self.report.cause
 
     @property
@@ -296,7 +327,11 @@ class Case:
         return pd.DataFrame(rows)
 
     def plot(self, kind: str = "ranges") -> Figure:
-        """One of the plots: "ranges", "exponents", "divergence", "samples", "origin".
+        """Draw one of the plots with matplotlib.
+
+        Args:
+            kind: "ranges" (magnitudes of every layer), "exponents" (how much of the format is in use), "divergence"
+                (error against fp32), "samples" (which are non-finite, by layer) or "origin" (where in the tensor).
 
         Raises:
             NanDoctorError: there is no such kind, or only a replay with `per_sample=True` has the numbers for it.
@@ -308,11 +343,15 @@ class Case:
     def verify(
         self, model: ModelSource | None = None, *, changed: bool | Sequence[str | os.PathLike[str]] = ()
     ) -> Verification:
-        """Replay the step again, after a change of the code, and tell whether it has been fixed.
+        """Replay the step again after a change of the code, in the mode and with the seed in which it failed.
 
-        `model` stands in for the one that was replayed: a live Module is not read anew from its file, and a class keeps
-        the code that it was imported with. `changed` are files that were changed, or True, where the dump cannot
-        tell.
+        Args:
+            model: stands in for the one that was replayed. Give it after an edit: a live Module is not read anew from
+                its file, and a class keeps the code that it was imported with.
+            changed: files that have changed since the failure, or True for "the code has", where the dump cannot tell.
+
+        Returns:
+            The answer, as of `nandoctor.verify`.
 
         Raises:
             NanDoctorError: the case was made without a dump, or as `verify` does.
@@ -329,13 +368,26 @@ class Case:
         return verify_dump(asked.dump, source, settings, changed=known, failed_before=failed)[0]
 
     def compare(self, other: Case) -> Comparison:
-        """What changed from this case to the other one: verdict, origin, headroom, ranges."""
+        """Compare this case with a later one: another step, or the same one with other code or in another format.
+
+        Returns:
+            `outcome` ("fixed", "broken", "moved", "same-failure" or "both-finite"), `headline`, the facts that differ,
+            and the module calls whose finiteness changed or whose largest magnitude changed 1.4 times or more.
+        """
         from nandoctor.diagnosis.compare_reports import compare
 
         return compare(self.report, other.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a page (.html), Markdown (.md), the report (.json) or the ranges plot (.png, .svg, .pdf)."""
+        """Write the report to a file.
+
+        Args:
+            path: its ending says what is written: a page (.html), Markdown (.md), the report as data (.json) or the
+                ranges plot (.png, .svg, .pdf).
+
+        Raises:
+            NanDoctorError: the ending is another one, or the file cannot be written.
+        """
         save_report(self.report, Path(path))
 
     def __repr__(self) -> str:

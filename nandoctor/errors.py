@@ -9,9 +9,13 @@ from nandoctor.text import printable
 
 
 class NanDoctorError(Exception):
-    """Something the user can put right; `remedy` is the sentence that says how.
+    """Something that the user can put right; the base of all errors that nandoctor raises on purpose.
 
-    What a file or a model put into them is written out where it is not plainly visible.
+    Control characters in the texts, as a file or a model may put them there, are written out.
+
+    Args:
+        message: what is wrong.
+        remedy: what to do about it.
     """
 
     exit_code = 1
@@ -49,4 +53,4 @@ class ReportError(NanDoctorError):
 
 
 class NonFiniteTrainingError(NanDoctorError):
-    """The recorder stopped a training that would not come right by itself."""
+    """A `Recorder` stopped the training: too many of the last steps were non-finite."""

@@ -19,7 +19,7 @@ from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
-from nandoctor.replaying.settings import MEANINGS, Settings, StepOptions, anchored, override
+from nandoctor.replaying.settings import Settings, StepOptions, anchored, override
 from nandoctor.replaying.setup import ModelSource, prepare
 from nandoctor.text import part_of
 from nandoctor.tracing.tensor_stats import measure_all
@@ -29,7 +29,7 @@ Checkpoint = Dump | str | os.PathLike[str]
 _STEPS = ("step", "global_step", "iteration", "iter", "epoch")
 
 
-@takes_options(StepOptions, meanings=MEANINGS)
+@takes_options(StepOptions)
 def checkup(
     checkpoints: Checkpoint | Sequence[Checkpoint],
     model: ModelSource | None = None,
@@ -40,14 +40,17 @@ def checkup(
 ) -> Checkup:
     """Measure how near each layer of a healthy step comes to overflow and underflow in narrower formats.
 
-    With several checkpoints of one run, whose files have the step, also tell which layers grow towards the end of fp16.
+    With several checkpoints of one run, whose files hold the step, also tell which layers grow towards fp16's limit.
+    `model` and `progress` are those of `replay`.
 
     Args:
-        checkpoints: one or more files of weights, dumps, or what `load` gives.
-        model: what builds the model; a Module, a function, or a SPEC.
+        checkpoints: one or more files of weights, dumps, or what `load` returns.
         batch: a file with the arrays to call the model with; by default those of the checkpoint.
-        progress: told (stage, module calls done, calls in all or None).
-        **options: the settings.
+        **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
+
+    Returns:
+        `steps` (a checkpoint each, in their order: `layers` with the largest magnitude and the doublings left in fp16,
+        bf16 and fp8; `loss_scale`) and `crossings` (when a growing layer would leave fp16).
 
     Raises:
         NanDoctorError: a file, the model, the call or an option is wrong, or a step is not healthy in fp32.

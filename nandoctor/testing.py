@@ -15,8 +15,12 @@ __all__ = ["assert_step_passes"]
 def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource | None = None, **settings: Any) -> None:
     """Replay the step of a dump with `model`, and check that output, loss and gradients are finite and near to fp32.
 
-    `model` is a Module, a class or function that builds one, or a SPEC; `settings` are the keywords of
-    `nandoctor.replay`. That the code has changed since a plain dump was written is taken for granted.
+    That the code has changed since a plain dump was written is taken for granted.
+
+    Args:
+        dump: a path, or what `nandoctor.load` returns.
+        model: a Module, a class or function that builds one, or a SPEC.
+        **settings: the keywords of `nandoctor.replay` but `per_sample`, `fixes`, `max_trials` and `time`.
 
     Raises:
         AssertionError: the step fails, or it passes for another reason than a change of the code: nothing has changed,

@@ -26,6 +26,10 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
     the backward pass follows CUDA's lists as well, also after the context was left: the kernels stay registered as long
     as a graph is alive that will recompute with them.
 
+    Args:
+        dtype: float16 or bfloat16.
+        device: the type of the device that the model is on.
+
     Raises:
         NanDoctorError: a dtype other than float16 and bfloat16.
     """

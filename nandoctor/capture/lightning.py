@@ -19,10 +19,13 @@ def _find_base() -> Any:
 
 
 class RecorderCallback(_find_base()):  # type: ignore[misc]
-    """Records every training_step; `options` are those of `Recorder`.
+    """Records every `training_step` of a Lightning Trainer: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
 
-    The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`), and calls
-    `training_step` with the batch. Outputs of its direct children are what the replay is compared with.
+    The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`), calls
+    `training_step` with the batch, and is compared with what the module's direct children returned.
+
+    Args:
+        **options: the keywords of `nandoctor.Recorder` but `scaler`, `method` and `ambient`, which the Trainer has.
     """
 
     def __init__(self, **options: Any) -> None:

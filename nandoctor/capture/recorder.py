@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,70 +15,21 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.deepspeed import find_engine
-from nandoctor.capture.dump_contents import ModelSources, Training, WeightsSource, describe, leave_weights
+from nandoctor.capture.dump_contents import ModelSources, Training, describe, leave_weights
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
+from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
 from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, plan_rebuild, unwrap_model
 from nandoctor.capture.step import RecordedStep, pack_call
-from nandoctor.capture.step_policy import DumpFolder, OnSave, StepHistory, StepPolicy, StepResult, StopRule
+from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult
 from nandoctor.capture.step_tracker import StepTracker
-from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.script_import import stop_import
 
 LOG = logging.getLogger("nandoctor")
-MAX_NBYTES = 8 << 30
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class RecorderSettings:
-    """What a recorder is told; `Recorder` says what each setting means."""
-
-    model: nn.Module = field(kw_only=False)
-    folder: str | os.PathLike[str] = "dumps"
-    scaler: Any = None
-    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
-    builder: Callable[..., nn.Module] | str | None = None
-    arguments: Mapping[str, Any] | None = None
-    threshold: float = 0.1
-    window: int = 100
-    in_a_row: int | None = None
-    keep: int = 5
-    max_nbytes: int = MAX_NBYTES
-    keep_optimizer: bool = False
-    spike: float | None = None
-    on_save: OnSave | None = None
-    weights: WeightsSource | None = None
-    undo_nbytes: int = UNDO_NBYTES
-    method: str = ""
-    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
-    from_output: bool = False
-
-    def __post_init__(self) -> None:
-        if self.spike is not None and not self.spike > 1:
-            raise NanDoctorError(
-                f"spike={self.spike} is not above 1.",
-                remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
-            )
-        rule = self.stop_rule
-        counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
-        if not 0 <= rule.threshold <= 1 or min(counts) < 1:
-            raise NanDoctorError(
-                f"Recorder does not take threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
-                f"and keep={self.keep}.",
-                remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
-            )
-
-    @property
-    def stop_rule(self) -> StopRule:
-        """When the training is to be stopped."""
-        return StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)
-
-
-RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
 
 
 class Recorder(RecorderSettings):
@@ -90,23 +39,33 @@ class Recorder(RecorderSettings):
     A step then begins with the model's forward in train mode and ends with the next one; `with recorder.step(batch):`
     around the whole step says it outright, and also saves a non-finite step that ends in an exception of the loop.
 
-    The model may be compiled, or wrapped for distribution: give the one that the loop calls. `scaler` is the
-    GradScaler, if there is one. `loss` is a function `(output, batch) -> scalar`, or its SPEC, for the replay of the
-    backward pass. `arguments` are what the model's class was called with, `builder` the function that was called in its
-    stead.
+    A file is written at the first non-finite step of an episode, and when training is stopped.
 
-    A file is written at the first non-finite step of an episode, and when training is stopped. `folder` holds the last
-    `keep` of this run, none beyond `max_nbytes`, with the optimizer's state if `keep_optimizer` is set. `threshold`,
-    `window` and `in_a_row` are those of `StopRule`; a step that the scaler skips counts only where its scale has fallen
-    below 1. A step whose loss is finite and over `spike` times the median of the last `window` is saved too, without
-    counting towards the end. `on_save(path, event)` is called after each file. Weights beyond `max_nbytes` are left to
-    a checkpoint: `weights` is its path, or a function that tells the last one's when a file is written. Up to
-    `undo_nbytes` of weights are copied before each update, so that one which spoils them can be saved as well.
+    Args:
+        model: the one that the loop calls: compiled, or wrapped for distribution.
+        folder: where the files go.
+        scaler: the GradScaler, if there is one.
+        loss: a function (output, batch) -> scalar, or its SPEC, for the replay of the backward pass.
+        builder: the function that built the model, where its class was not called with `arguments`.
+        arguments: what the model's class, or `builder`, was called with.
+        threshold: stop when more than this share (0 to 1) of the last `window` steps was non-finite. Steps that the
+            scaler skips count only where its scale has fallen below 1.
+        window: a number of steps.
+        in_a_row: stop after so many such steps in a row, too.
+        keep: number of this run's files to keep; the oldest makes way.
+        max_nbytes: bytes of the largest file (default: 8 GiB). What has no room is left out, and named in the file.
+        keep_optimizer: True to save the optimizer's state as well.
+        spike: also save a step whose finite loss is over so many times the median of the last `window`.
+        on_save: called with (path, event) after each file.
+        weights: the checkpoint of weights that have no room: its path, or a function that returns the last one's.
+        undo_nbytes: copy weights of up to so many bytes (default: 1 GiB) before each update, so that an update that
+            spoils them can be saved.
+        method: for integrations: the model's method that makes a step, where its forward does not.
+        ambient: for integrations: opens the autocast that `method` will run under.
+        from_output: for integrations: True where the loss is in the model's own output.
 
-    `epoch` and `next_step` may be set: they number what is recorded next.
-
-    For integrations: `method` is the model's method that makes a step, where its forward does not; `ambient` opens the
-    autocast that this will run under; with `from_output` the loss is the one in the model's own output.
+    Raises:
+        NanDoctorError: a setting cannot have its value, or the model keeps flat weights (FSDP1, ZeRO-3).
     """
 
     def __post_init__(self) -> None:
@@ -169,17 +128,17 @@ class Recorder(RecorderSettings):
 
     @property
     def history(self) -> StepHistory:
-        """Counts and results of the run so far."""
+        """The run so far: `num_steps`, `num_bad_losses`, `num_spoiled` and `num_skipped`."""
         return self._policy.history
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """The files of this run that are still there, the oldest first."""
+        """The files of this run that are still there, oldest first."""
         return tuple(self._policy.folder.written)
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that is noted of the steps that begin from here on."""
+        """The epoch that the next steps are recorded with; may be set."""
         return self._tracker.epoch
 
     @epoch.setter
@@ -188,7 +147,7 @@ class Recorder(RecorderSettings):
 
     @property
     def next_step(self) -> int:
-        """The number of the step that begins next."""
+        """The number of the step that begins next; may be set."""
         return self._tracker.next_step
 
     @next_step.setter
@@ -197,7 +156,10 @@ class Recorder(RecorderSettings):
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[Recorder]:
-        """One step of training, or one micro-batch of it.
+        """Mark the beginning and the end of a step, or of one micro-batch of it: `with recorder.step(batch):`.
+
+        Args:
+            batch: what the loss is made from: tensors and plain data in dicts, lists and tuples.
 
         Raises:
             NonFiniteTrainingError: the stop rule holds after this step, or after the one before.
@@ -208,7 +170,10 @@ class Recorder(RecorderSettings):
         self.end()
 
     def begin(self, batch: Any = None) -> None:
-        """Begin a step outright; `end`, or the next `begin`, ends it.
+        """Begin a step, where `with recorder.step(batch):` does not fit; `end`, or the next `begin`, ends it.
+
+        Args:
+            batch: as for `step`.
 
         Raises:
             NonFiniteTrainingError: as `step`.
@@ -216,10 +181,13 @@ class Recorder(RecorderSettings):
         self._start_step(never_harm(self._tracker.make_step)(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
-        """Look at this step's loss, or at the model's output where there is no loss; before the backward pass.
+        """Look at this step's loss; call it before the backward pass. The answer is not waited for.
 
-        `batch` is what the loss was made from, if `begin` was not told. The answer is not waited for. Under
-        torch.distributed all ranks ask each other here, so all must call it.
+        Under torch.distributed all ranks ask each other here, so all must call it.
+
+        Args:
+            loss: a scalar, not yet multiplied by the loss scale; None to look at the model's output.
+            batch: as for `step`, where that was not told.
 
         Raises:
             NanDoctorError: no forward was seen since the last step.
@@ -262,8 +230,14 @@ class Recorder(RecorderSettings):
     def save(self, reason: str = "requested") -> Path | None:
         """Save the step under way, whatever its values are: a spike of the loss, an odd batch.
 
-        `reason` stands in the file. The state is that from before the step; after `optimizer.step()`, as far as the
-        weights were copied (`undo_nbytes`). Returns the file, None if it could not be written (the log says why).
+        The state is that from before the step; after `optimizer.step()`, as far as the weights were copied
+        (`undo_nbytes`).
+
+        Args:
+            reason: stands in the file.
+
+        Returns:
+            The file; None if it could not be written, and the log says why.
 
         Raises:
             NanDoctorError: no step is under way.
@@ -288,7 +262,7 @@ class Recorder(RecorderSettings):
         self._start_step(None)
 
     def close(self) -> None:
-        """Look at what has not been looked at yet, and take all hooks off.
+        """Look at the last step, and take all hooks off.
 
         Raises:
             NonFiniteTrainingError: as `step`.
@@ -307,7 +281,7 @@ class Recorder(RecorderSettings):
             self._tracker.on_exception()
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
-        """Note that the model's `method` is about to be called with these arguments, between `begin` and `watch`."""
+        """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""
         step = self._tracker.current
         assert step is not None, "begin comes first"
         with self.ambient():

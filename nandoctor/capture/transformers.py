@@ -12,12 +12,14 @@ from nandoctor.replaying.script_import import stop_import
 
 
 class RecorderCallback(TrainerCallback):
-    """Records every forward in training; `options` are those of `Recorder`.
+    """Records every forward in training of a Trainer: `Trainer(..., callbacks=[RecorderCallback(folder="dumps")])`.
 
-    The loss is the one in the model's own output. Where the Trainer computes another outside of the model (an own
-    `compute_loss`, `compute_loss_func`), let `watch` know the Trainer, and give `loss=`, a function `(output, batch) ->
-    scalar` at the top level of a file, for the replay of it. The replay builds the model from its configuration, which
-    the dump holds.
+    The loss is the one in the model's own output. Where the Trainer computes another outside of the model (its own
+    `compute_loss`, `compute_loss_func`), call `watch` with the Trainer, and give `loss`, so that the replay can compute
+    it. The replay builds the model from its configuration, which the dump holds.
+
+    Args:
+        **options: the keywords of `nandoctor.Recorder` but `scaler` and `from_output`, which the Trainer has.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -27,7 +29,11 @@ class RecorderCallback(TrainerCallback):
         self._watches_trainer = False
 
     def watch(self, trainer: Any) -> None:
-        """Look at the losses that this Trainer's `compute_loss` returns in training, instead of the model's own."""
+        """Look at the losses that a Trainer's `compute_loss` returns in training, instead of the model's own.
+
+        Args:
+            trainer: the one that has this callback, before it trains.
+        """
         compute_loss = trainer.compute_loss
         self._watches_trainer = True
 

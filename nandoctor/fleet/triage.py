@@ -35,11 +35,19 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriageOptions:
-    """Where and how to work.
+    """How `triage` replays the files, and where it writes.
 
-    `settings` are those of a replay, over those of the project; `jobs` processes (None: by cores and memory), each held
-    to `memory` bytes, or the Dask cluster at `scheduler`. A file may take `timeout_s` seconds. `retry` does again what
-    was not analysed, `force` takes a folder that holds other files.
+    Args:
+        folder: for the page, the reports and the results; what it already has of an earlier run is used again.
+        settings: keywords of `replay` and `model`, put over those of each file's project. SPECs and paths only: the
+            files are replayed in other processes.
+        trust: as for `load`.
+        jobs: number of worker processes; None to go by cores and memory.
+        scheduler: address of a Dask cluster to use in place of processes.
+        memory: bytes that each process may allocate, on Linux; None for its share of 90 % of what is free.
+        timeout_s: seconds that a file may take; None for no limit.
+        retry: try files again that could not be analysed.
+        force: take a folder that holds other files.
     """
 
     folder: Path = Path("nandoctor-triage")
@@ -96,11 +104,20 @@ def triage(
     *,
     progress: Progress = lambda *_: None,
 ) -> Triage:
-    """Replay every dump, group them, try fixes on one of each group, and write the page into the folder.
+    """Replay many dumps, group them by cause and place, try fixes on one of each group, and write a page.
 
     A file that cannot be read, does not fit or ends its worker is one line of the result; the others go on. What was
-    done in an earlier run in the same folder is not done again. Where this is called from a script, the call belongs
-    under `if __name__ == "__main__":`, since the workers import the script.
+    done in an earlier run in the same folder is not done again. In a script, call it under
+    `if __name__ == "__main__":`, since the workers import the script.
+
+    Args:
+        patterns: files, folders (searched for .pth and .pt) and glob patterns.
+        options: how the files are replayed, and where the results go.
+        progress: called with (what is being done, files done, files in all).
+
+    Returns:
+        `groups` (`paths`, `cause`, `place`, `fixes`, ... of each), `dumps` (the result of each file), and `recurring`
+        samples.
 
     Raises:
         NanDoctorError: there are no files, no folder to work in or no cluster, a setting is wrong, or the weights that

@@ -37,7 +37,17 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:
-    """Read a saved report; raises ReportError if the file is no report, or one that this version cannot read."""
+    """Read a saved report, without importing torch.
+
+    Args:
+        path: a file that `Case.save("report.json")` or `nandoctor replay -o report.json` wrote.
+
+    Returns:
+        The report as frozen records.
+
+    Raises:
+        ReportError: the file is no report, or one that this version cannot read.
+    """
     data = _parse(path)
     _check_schema(data, path)
     try:

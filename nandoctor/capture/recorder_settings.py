@@ -1,0 +1,66 @@
+"""The settings of a `Recorder`, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.capture.dump_contents import WeightsSource
+from nandoctor.capture.step_policy import OnSave, StopRule
+from nandoctor.capture.updates import UNDO_NBYTES
+from nandoctor.errors import NanDoctorError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RecorderSettings:
+    """What a recorder is told; `Recorder` says what each setting means."""
+
+    model: nn.Module
+    _: KW_ONLY
+    folder: str | os.PathLike[str] = "dumps"
+    scaler: Any = None
+    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
+    builder: Callable[..., nn.Module] | str | None = None
+    arguments: Mapping[str, Any] | None = None
+    threshold: float = 0.1
+    window: int = 100
+    in_a_row: int | None = None
+    keep: int = 5
+    max_nbytes: int = 8 << 30
+    keep_optimizer: bool = False
+    spike: float | None = None
+    on_save: OnSave | None = None
+    weights: WeightsSource | None = None
+    undo_nbytes: int = UNDO_NBYTES
+    method: str = ""
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    from_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spike is not None and not self.spike > 1:
+            raise NanDoctorError(
+                f"spike={self.spike} is not above 1.",
+                remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
+            )
+        rule = self.stop_rule
+        counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
+        if not 0 <= rule.threshold <= 1 or min(counts) < 1:
+            raise NanDoctorError(
+                f"Recorder does not take threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
+                f"and keep={self.keep}.",
+                remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
+            )
+
+    @property
+    def stop_rule(self) -> StopRule:
+        """When the training is to be stopped."""
+        return StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)
+
+
+RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
