@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from nandoctor.diagnosis.coverage import (
     describe_idle_state,
     describe_narrow_reference,
     describe_no_graph,
+    doubt_draws,
     doubt_rounding,
     find_gaps,
     judge_unfailing,
@@ -127,19 +128,10 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     replayed = reproduce(preparation)
     findings = _find(replayed)
     how = f"Replayed as {replayed.step.description} in {replayed.name}."
-    notes = (how, *_describe_draws(replayed), *dict.fromkeys(preparation.notes))
+    notes = (how, *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
     step = None if replayed.step.progress.interrupted else replayed.step
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
-
-
-def _describe_draws(replayed: Replayed) -> Iterator[str]:
-    """Tell why values differ from the saved ones where other random numbers were drawn."""
-    if replayed.random and replayed.step.seed is not None and replayed.reproduction.grade in ("same-mask", "elsewhere"):
-        yield (
-            "The step draws random numbers, and the generator's state is not in the file: the replay drew others, and "
-            "its values differ from the saved ones for that."
-        )
 
 
 def _view_sample(report: Report, step: FailingStep) -> SampleView | None:
@@ -263,9 +255,10 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     if findings.trace.finite and not findings.reference.finite:
         in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
         gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
-    gaps = (*gaps, *findings.gaps)
+    draws = doubt_draws(replayed.reproduction) if replayed.random and step.seed is not None else ()
+    gaps = (*gaps, *findings.gaps, *draws)
     if findings.verdict not in NOTHING_FOUND:
-        return replace(findings, notes=(*findings.notes, *(gap.text for gap in findings.gaps)))
+        return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
     notes = tuple(gap.text for gap in gaps[1:])
     return replace(
         findings,

@@ -69,6 +69,16 @@ def describe_no_graph(message: str) -> Gap:
     )
 
 
+def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
+    """What is to be feared of a step that draws random numbers, and whose generator's state is not in the file."""
+    if reproduction.grade in ("same-mask", "elsewhere"):
+        yield Gap(
+            text="The step draws random numbers, and the generator's state is not in the file: the replay drew others, "
+            "and its values differ from the saved ones for that.",
+            remedy="Give the --seed that the training drew from.",
+        )
+
+
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
     """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
     line = f" ({file_line(origin.source.file, origin.source.line)})" if origin is not None and origin.source else ""

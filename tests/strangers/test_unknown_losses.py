@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from visits import blamed, line, normal
 
+import nandoctor
+
 HIDDEN = torch.tensor([[False, False, True], [True, True, True]])
 
 
@@ -68,3 +70,19 @@ def test_the_line_whose_gradient_is_infinite(examine):
 def test_gradients_that_nobody_takes_or_that_are_finite(examine, model, options):
     batch = options.pop("batch", {"x": normal(4, 8)})
     assert blamed(examine(model, batch, **options)) == ("healthy",)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+@pytest.mark.parametrize(("seed", "verdict"), [(0, "healthy"), (77, "cannot-tell")])
+def test_a_finite_step_with_other_random_numbers(examine, seed, verdict):
+    model, x = Noisy(4, 4), normal(2, 4)
+    torch.manual_seed(seed)
+    with nandoctor.cuda_autocast():
+        saved = model(x).detach()
+    report = examine(model, {"x": x, "logit": saved})
+    assert report.verdict == verdict
+    assert ("the replay drew others" in report.headline) == (verdict == "cannot-tell")
