@@ -23,8 +23,7 @@ from workloads import Workload, dump_of, make_encoder, make_unet
 import nandoctor
 from nandoctor import pipeline
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
-from nandoctor.evidence.changes import Snippet, SourcePatch
-from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.edits import Edit, Snippet, SourcePatch
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
 from nandoctor.replaying.interventions import flatten

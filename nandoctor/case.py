@@ -24,7 +24,6 @@ from nandoctor.keywords import takes_options
 from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
-from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.progress import Listener, Progress, Told
 from nandoctor.replaying.project_settings import read_settings
@@ -39,6 +38,7 @@ from nandoctor.replaying.settings import (
     override,
 )
 from nandoctor.replaying.setup import ModelSource
+from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.text import dtype_name
 from nandoctor.verification import tell_if_changed, verify_dump

@@ -15,12 +15,12 @@ from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
 from nandoctor.evidence.trace import describe_run
 from nandoctor.keywords import takes_options
-from nandoctor.replaying.external_weights import take_weights
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import Settings, StepOptions, anchored, override
 from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.replaying.weights import take_weights
 from nandoctor.text import part_of
 from nandoctor.tracing.tensor_stats import measure_all
 

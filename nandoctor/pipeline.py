@@ -12,8 +12,18 @@ import torch
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
-from nandoctor.diagnosis.conclusion import Conclusion, Findings, find_so_far, without_backward
-from nandoctor.diagnosis.coverage import (
+from nandoctor.diagnosis.conclusion import Conclusion, Findings, conclude, find_so_far, without_backward
+from nandoctor.diagnosis.eps_audit import audit
+from nandoctor.diagnosis.origin import describe_first, needs_counts
+from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
+from nandoctor.diagnosis.run_summary import (
+    describe_error_source,
+    find_near_misses,
+    read_excerpt,
+    summarize_runs,
+)
+from nandoctor.diagnosis.verdict import (
+    advise,
     describe_blindness,
     describe_idle_state,
     describe_narrow_reference,
@@ -21,16 +31,12 @@ from nandoctor.diagnosis.coverage import (
     doubt_draws,
     doubt_rounding,
     find_gaps,
+    is_silently_wrong,
+    judge,
+    judge_backward,
     judge_unfailing,
+    write_headline,
 )
-from nandoctor.diagnosis.eps_audit import audit
-from nandoctor.diagnosis.excerpt import read_excerpt
-from nandoctor.diagnosis.first_nonfinite import needs_counts
-from nandoctor.diagnosis.forward import conclude
-from nandoctor.diagnosis.layer_comparison import describe_error_source, find_near_misses
-from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
-from nandoctor.diagnosis.run_summary import describe_first, summarize_runs
-from nandoctor.diagnosis.verdict import advise, is_silently_wrong, judge, judge_backward, write_headline
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError, ModelError
@@ -44,15 +50,15 @@ from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.unknown_loss import find_doubts
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.affected_sample import view_sample
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Replayed, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
+from nandoctor.replaying.saved_arrays import view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, Preparation, prepare
-from nandoctor.replaying.state_choice import nonfinite_state
+from nandoctor.replaying.weights import nonfinite_state
 from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import measure_all

@@ -19,8 +19,8 @@ from nandoctor.case import Case
 from nandoctor.cli import main
 from nandoctor.evidence.edits import UseFormat
 from nandoctor.evidence.formats import BF16
-from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import Fix, FixSettings, TrialOutcome
+from nandoctor.evidence.serialization import describe_schema
 from nandoctor.evidence.verification import FixChoice
 
 SICK = """

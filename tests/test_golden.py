@@ -19,9 +19,8 @@ import pytest
 from rich.console import Console
 from wording import words
 
-from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.serialization import describe_schema, to_plain
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.terminal import print_report
 

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.changes import ChangedFile, SourcePatch
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.working_tree import PatchError, plan_patch, restore_files, write_files
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))

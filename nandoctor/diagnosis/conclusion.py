@@ -1,18 +1,27 @@
-"""What is concluded from the traces: diagnoses, the ops to change, and the way from the origin to the symptom.
+"""From non-finite values to diagnoses: what made them, the causes that explain them, the ops to change.
 
 Also what is known, and what is missing, where the user interrupted the diagnosis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from nandoctor.causes.base import Candidate, Finding, GradientFinding, site_of
-from nandoctor.causes.registry import suggest_changes
+from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant, site_of
+from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.diagnosis.batch_rows import as_samples
-from nandoctor.diagnosis.coverage import Gap
-from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite, find_nonfinite_places
-from nandoctor.diagnosis.origin import NonfiniteSource
+from nandoctor.diagnosis.origin import (
+    NonfinitePlace,
+    NonfiniteSource,
+    NonfiniteTrace,
+    count_nonfinite,
+    find_nonfinite_places,
+    find_swallowed,
+    trace_back,
+)
+from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
@@ -27,6 +36,8 @@ from nandoctor.evidence.trace import (
     describe_run,
 )
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
+from nandoctor.text import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +120,14 @@ def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Something of the step that could not be looked at, as a sentence, and how it can be."""
+
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """The step under autocast and in fp32, and what is concluded.
 
@@ -160,3 +179,168 @@ def without_backward(findings: Findings) -> Findings:
     verdict = "interrupted" if findings.verdict in NOTHING_FOUND else findings.verdict
     note = "Interrupted in the backward pass. Not known: the gradients, fixes. Run it again to find out."
     return replace(findings, verdict=verdict, notes=(*findings.notes, note))
+
+
+_MASK = "mask-constant-overflow"
+
+_Found = tuple[int, Diagnosis, Suspect | None]
+"""The order of the op that made or took the value, and what is said of it."""
+
+
+def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+    """Find what a non-finite output or loss comes from; where both are finite, what was swallowed on the way."""
+    places = find_nonfinite_places(trace, reference)
+    if trace.finite:
+        return _conclude_swallowed(trace, reference, places, low)
+    symptoms = _symptoms(trace, places)
+    if not symptoms:
+        return _conclude_untraced(trace, places)
+    found = trace_back(trace.ops, reference, symptoms)
+    if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
+        # It came through a tensor that cannot be looked into: whatever ended there is what it may come from.
+        found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms])
+    return _conclude_traced(found, trace, reference, places, low)
+
+
+def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
+    """The ops that made the non-finite output or loss; where the forward raised, what came to light or ran last."""
+    ends = [*trace.output, *([trace.loss] if trace.loss else [])]
+    if trace.raised is not None:
+        ends = [place.value for place in places[-1:]]
+    if trace.raised is not None and not ends:
+        return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
+    nonfinite = [stats for stats in ends if not stats.finite]
+    made = [stats.producer for stats in nonfinite if stats.producer is not None]
+    # An array of numpy is as little an op's as what is in an output that cannot be looked into.
+    return [*made, *(trace.handed_out if trace.unread or len(made) < len(nonfinite) else ())]
+
+
+def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
+    """Diagnose from module calls alone: a non-finite array of the batch, or state of the first module to show it."""
+    if not places:
+        return Conclusion(complete=False)
+    first = places[0]
+    diagnoses: list[Diagnosis] = []
+    if first.where == "batch":
+        diagnoses += diagnose_outside("input", first.value.path, first.value, trace)
+    for stats in first.owner.state if first.owner else ():
+        assert first.owner is not None
+        name = ".".join(filter(None, (first.owner.module, stats.path)))
+        diagnoses += diagnose_outside("buffer" if name in trace.buffers else "weight", name, stats, trace)
+    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first, complete=bool(diagnoses))
+
+
+def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
+    findings = [finding_at(source, trace, reference, low) for source in find_swallowed(trace, reference)]
+    causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
+    return Conclusion(
+        diagnoses=tuple(
+            Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause) for finding, cause in causes
+        ),
+        # The changes are those of the overflow itself, as if it had come to light.
+        suspects=tuple(suspect(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
+        first_nonfinite=places[0] if places else None,
+    )
+
+
+def _conclude_traced(
+    found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
+) -> Conclusion:
+    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
+    # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
+    # is to blame before it.
+    found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == _MASK, item[0]))
+    start = found[0][0] if found else 0
+    producers = {order for order in found_trace.members if order >= start}
+    involved = (place for place in places if place.value.producer in producers)
+    return Conclusion(
+        diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
+        suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
+        chain=_chain(found_trace.way_from(start)) if found else (),
+        first_nonfinite=next(involved, places[0] if places else None),
+        complete=found_trace.complete and (bool(found) or not found_trace.sources),
+    )
+
+
+def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
+    """What was non-finite before it met the traced ops, with the order of the op that took it first."""
+    outside = {tensor.path: (op, tensor) for op, tensor in reversed(found_trace.outside) if tensor.origin != "unknown"}
+    for op, tensor in found_trace.outside:
+        if tensor.origin == "unknown" and not is_constant(tensor):
+            yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
+    for op, tensor in outside.values():
+        assert tensor.stats is not None
+        if not _is_stored_mask(tensor.stats):
+            for diagnosis in diagnose_outside(_kind(op, tensor, found_trace), tensor.path, tensor.stats, trace):
+                yield op.order, diagnosis, None
+
+
+def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> OutsideKind:
+    if tensor.origin == "batch":
+        return "input" if op.phase == "forward" and not _is_target(op, tensor, found_trace) else "target"
+    return "weight" if tensor.origin == "weight" else "buffer"
+
+
+def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> bool:
+    """Tell whether a model that computes its own loss hands the tensor, moved or cast at most, to it as the target."""
+    name, before = tensor.name, op.order
+    for taker in found_trace.way_from(op.order):
+        name = next((taken.name for taken in taker.nonfinite_inputs if taken.producer == before), name)
+        if taker.op not in MOVES | CASTS:
+            return name == "target"
+        before = taker.order
+    return False
+
+
+def _is_stored_mask(stats: TensorStats) -> bool:
+    """An additive mask as it is stored: -inf, and zeros."""
+    return stats.counts is not None and stats.counts.kinds == ("-inf",) and not stats.absmax
+
+
+def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, low: FloatFormat) -> Iterator[_Found]:
+    """What the traced ops made, with the order of each op."""
+    # An infinity that was written down is meant, until it is what the loss is made of.
+    in_loss = trace.loss is not None and not trace.loss.finite
+    if in_loss and not found_trace.sources and not found_trace.written:
+        yield from _from_constants(found_trace)
+    for source in found_trace.sources or (found_trace.written if in_loss else ()):
+        if source.op.analysis is None:
+            continue
+        finding = finding_at(source, trace, reference, low)
+        absurd = _absurd_weights(finding, trace)
+        yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
+        if not absurd:
+            cause = find_cause("forward", finding)
+            diagnosis = Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause)
+            yield source.op.order, diagnosis, suspect(finding.op, finding, cause)
+
+
+def _from_constants(found_trace: NonfiniteTrace) -> Iterator[_Found]:
+    """Tensors that the code made of numbers, where the first op that computes with them takes them."""
+    for op, tensor in found_trace.outside:
+        if is_constant(tensor) and tensor.stats is not None:
+            computing = (later for later in found_trace.way_from(op.order) if later.op not in MOVES | CASTS)
+            taker = next(computing, op)
+            cause = find_cause("constant", OutsideTensor(name="", stats=tensor.stats))
+            yield taker.order, Diagnosis(origin=origin_taken(taker, tensor), cause=cause), None
+
+
+def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
+    """Weights that are finite and so large that no product with them can fit."""
+    found: list[Diagnosis] = []
+    for tensor in finding.op.inputs if finding.op.op in PRODUCTS else ():
+        if tensor.origin == "weight" and tensor.stats is not None:
+            found += diagnose_outside("weight", tensor.path, tensor.stats, trace)
+    return found
+
+
+def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
+    """The ops from the origin to the symptom, without those that only move values."""
+    carriers = tuple(_link(op, "propagated") for op in way[1:] if op.op not in MOVES)
+    return (_link(way[0], "created"), *carriers)
+
+
+def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:
+    went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
+    text = f"of {number(went_in)}" if event == "created" and went_in is not None else ""
+    return Link(place=op.place, op=op.op, event=event, text=text)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from nandoctor.causes.base import OutsideTensor
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.first_nonfinite import count_nonfinite
+from nandoctor.diagnosis.origin import count_nonfinite
 from nandoctor.evidence.report import Diagnosis, NonfiniteElements, Origin
 from nandoctor.evidence.trace import OptimizerSlot, OptimizerUpdate, Place, TensorStats, Trace
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.diagnosis.layer_comparison import NEAR_BITS
+from nandoctor.diagnosis.run_summary import NEAR_BITS
 from nandoctor.evidence.checkup import (
     CHECKED_FORMATS,
     CheckedStep,

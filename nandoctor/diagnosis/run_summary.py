@@ -1,33 +1,20 @@
-"""What the traces say, in the words of the report."""
+"""What the report shows of the runs: two of them side by side, call by call, and the source around an expression."""
 
 from __future__ import annotations
 
-from typing import Literal
+import ast
+import linecache
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-from nandoctor.diagnosis.first_nonfinite import NonfinitePlace, count_nonfinite
-from nandoctor.diagnosis.layer_comparison import align, first_unholdable
-from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import FirstNonfinite, Runs, RunSummary
-from nandoctor.evidence.trace import LOSS, Place, TensorStats, Trace
+import numpy as np
 
-_PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
-
-
-def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
-    """The first non-finite place as the report keeps it, with what fp32 has at the same place."""
-    owner, seen_in = nonfinite_place.owner, nonfinite_place.seen_in
-    return FirstNonfinite(
-        run="autocast",
-        phase=_PHASES.get(nonfinite_place.where, "forward"),
-        place=owner.place if owner else Place(module=LOSS if nonfinite_place.where == "loss" else "", type="", call=0),
-        where=nonfinite_place.where,
-        seen_in=seen_in.place if seen_in else None,
-        elements=count_nonfinite(nonfinite_place.value, trace),
-        inputs=owner.inputs if owner else (),
-        value=nonfinite_place.value,
-        would_be=_would_be(nonfinite_place, reference),
-        state=owner.state if owner else (),
-    )
+from nandoctor.evidence.exhibits import Excerpt
+from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
+from nandoctor.evidence.report import LayerRow, NearMiss, Runs, RunSummary
+from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace
+from nandoctor.source_files import parse
+from nandoctor.text import percent, relative_path
 
 
 def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
@@ -54,18 +41,6 @@ def _summarize(trace: Trace, other: Trace, low: FloatFormat) -> RunSummary:
     )
 
 
-def _would_be(nonfinite_place: NonfinitePlace, reference: Trace) -> float | None:
-    """The largest magnitude that fp32 has in the same tensor."""
-    call = nonfinite_place.seen_in or nonfinite_place.owner
-    if call is None:
-        return None
-    same = next((other for other in reference.calls if other.key == call.key), None)
-    if same is None:
-        return None
-    tensors: tuple[TensorStats, ...] = same.outputs if nonfinite_place.where == "output" else same.inputs
-    return next((stats.absmax for stats in tensors if stats.path == nonfinite_place.value.path), None)
-
-
 def tabulate(runs: Runs | None) -> list[dict[str, object]]:
     """One plain row per module call, both runs side by side, for a notebook or a spreadsheet."""
     if runs is None:
@@ -87,3 +62,174 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
         for row in runs.autocast.modules
         for other in [references.get(row.place.key)]
     ]
+
+
+WRONG = 0.1
+"""Values this far from fp32's (norm of the difference over norm) count as wrong.
+
+fp16 carries 11 bits and a deep network loses a few of them, so honest rounding stays below a few per cent."""
+
+NEAR_BITS = 1.0
+"""A layer within a factor of two of the limit is one unlucky batch away from it."""
+LARGE_ERROR = 0.05
+"""Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
+MADE_HERE = 5.0
+"""An error this many times that of the inputs was made by the call itself."""
+
+
+def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
+    """The calls of `trace` in the order in which they returned, each compared with the same call of `reference`.
+
+    Headroom is judged against `low`, whatever format the trace itself ran in. Calls that never returned come last.
+    """
+    others = {call.key: call for call in reference.calls}
+    returned = sorted(trace.calls, key=lambda call: math.inf if call.leave is None else call.leave)
+    return tuple(_row(call, others.get(call.key), low) for call in returned)
+
+
+def first_unholdable(reference: Trace, low: FloatFormat) -> ModuleCall | None:
+    """The first call, in the order of return, whose fp32 output `low` could not hold."""
+    return next(
+        (
+            call
+            for call in _returned(reference)
+            if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs)
+        ),
+        None,
+    )
+
+
+def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
+    """The calls that come within a factor of two of what `low` can hold, in the order of return: judged in fp32."""
+    found = []
+    for call in _returned(reference):
+        absmax = _absmax(call.outputs)
+        if absmax is not None and low.headroom_bits(absmax) <= NEAR_BITS:
+            went_in = _absmax(call.inputs)
+            found.append(
+                NearMiss(
+                    place=call.place,
+                    absmax=absmax,
+                    headroom_bits=low.headroom_bits(absmax),
+                    growth=absmax / went_in if went_in else None,
+                )
+            )
+    return tuple(found)
+
+
+def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
+    """A sentence on the first finite call that is far from fp32 while its inputs are near to it; none where none is."""
+    for row in rows:
+        if not row.finite or row.rel_err is None or row.inherited_err is None:
+            continue
+        if row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE:
+            return (
+                f"{row.place.with_type} is finite and {percent(row.rel_err)} away from fp32, its inputs "
+                f"{percent(row.inherited_err)}: the error is made there.",
+            )
+    return ()
+
+
+def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:
+    """||a - b|| / ||b|| over the sampled elements that are finite in both, None where there are none to compare.
+
+    What code writes for -inf is another number in each format, and left out.
+    """
+    by_path: Mapping[str, TensorStats] = {stats.path: stats for stats in references}
+    difference = norm = 0.0
+    compared = 0
+    for stats in tensors:
+        other = by_path.get(stats.path)
+        if other is None or other.shape != stats.shape or stats.sample is None or other.sample is None:
+            continue
+        a, b = stats.sample.astype(np.float64), other.sample.astype(np.float64)
+        meant = (np.abs(b) >= EDGE * other.dtype.max) & (np.abs(a) >= EDGE * FP16.max) & (np.sign(a) == np.sign(b))
+        both = np.isfinite(a) & np.isfinite(b) & ~meant
+        compared += int(both.sum())
+        difference += float(np.square(a[both] - b[both]).sum())
+        norm += float(np.square(b[both]).sum())
+    if not compared:
+        return None
+    if norm == 0:
+        return 0.0 if difference == 0 else math.inf
+    return math.sqrt(difference / norm)
+
+
+def differs(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
+    """Tell whether finite values are too far from fp32's for honest rounding."""
+    error = relative_error(tensors, references)
+    return error is not None and error > WRONG
+
+
+def _returned(trace: Trace) -> list[ModuleCall]:
+    return sorted((call for call in trace.calls if call.leave is not None), key=lambda call: call.leave or 0)
+
+
+def _absmax(tensors: tuple[TensorStats, ...]) -> float | None:
+    return max((stats.absmax for stats in tensors if stats.absmax is not None), default=None)
+
+
+def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerRow:
+    absmax = _absmax(call.outputs)
+    return LayerRow(
+        place=call.place,
+        depth=call.depth,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        headroom_bits=None if absmax is None else low.headroom_bits(absmax),
+        rel_err=relative_error(call.outputs, other.outputs) if other else None,
+        inherited_err=relative_error(call.inputs, other.inputs) if other else None,
+        state=call.state,
+    )
+
+
+CONTEXT = 3
+_TAB = 4
+_MAX_LINES = 40
+_LONGEST_LINE = 400
+
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def read_excerpt(source: SourceLine) -> Excerpt | None:
+    """The expression's lines with a few around them; None where the file is gone or holds another line there."""
+    lines = linecache.getlines(source.file)
+    if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
+        return None
+    end_line = min(source.end_line or source.line, len(lines), source.line + _MAX_LINES)
+    scopes = _enclosing(lines, source.line)
+    inner = next((scope for scope in reversed(scopes) if not isinstance(scope, ast.ClassDef)), None)
+    first = max(inner.lineno if inner else 1, source.line - CONTEXT)
+    last = min(inner.end_lineno or len(lines) if inner else len(lines), end_line + CONTEXT)
+    known = source.column is not None and source.end_column is not None and end_line == source.end_line
+    return Excerpt(
+        file=source.file,
+        path=relative_path(source.file),
+        function=".".join(scope.name for scope in scopes),
+        first=first,
+        lines=tuple(line.rstrip().expandtabs(_TAB)[:_LONGEST_LINE] for line in lines[first - 1 : last]),
+        line=source.line,
+        end_line=end_line,
+        column=_place(lines[source.line - 1], source.column) if known else None,
+        end_column=_place(lines[end_line - 1], source.end_column) if known else None,
+    )
+
+
+def _place(line: str, offset: int | None) -> int:
+    """The column of a byte of the line, in characters once its tabs are spaces."""
+    before = line.encode()[: offset or 0].decode(errors="replace")
+    return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
+
+
+def _enclosing(lines: list[str], line: int) -> list[_Scope]:
+    """The classes and functions around a line, outermost first; none where the file is no Python."""
+    tree = parse("".join(lines))
+    return [] if tree is None else list(_scopes(tree, line))
+
+
+def _scopes(tree: ast.AST, line: int) -> Iterator[_Scope]:
+    for node in ast.iter_child_nodes(tree):
+        if getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line):
+            if isinstance(node, _Scope):
+                yield node
+            yield from _scopes(node, line)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nandoctor.evidence.changes import FixCost
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.edits import Edit, FixCost
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import Effect, FloatFormat
 from nandoctor.evidence.serialization import INLINED

@@ -11,7 +11,7 @@ from torch import nn
 
 from nandoctor.causes.base import Candidate, ancestors, site_of
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
-from nandoctor.diagnosis.first_nonfinite import count_nonfinite
+from nandoctor.diagnosis.origin import count_nonfinite
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,

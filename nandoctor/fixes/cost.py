@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nandoctor.evidence.changes import FixCost
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SingleEdit, Together
+from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, Together
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.candidates import is_below

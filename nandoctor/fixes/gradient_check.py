@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-from nandoctor.evidence.changes import Snippet, SourcePatch
-from nandoctor.evidence.edits import KeepSamples, SetLossScale, UseFormat
+from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
 from nandoctor.fixes.variations import SURROGATES

@@ -9,8 +9,7 @@ from torch import nn
 
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.backward import conclude_backward
-from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
-from nandoctor.diagnosis.forward import conclude
+from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS

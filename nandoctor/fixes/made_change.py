@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nandoctor.evidence.changes import SourcePatch
-from nandoctor.evidence.edits import Edit, SetLossScale, Together
+from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.report import Check, TrialOutcome
 from nandoctor.fixes.agreement import Result
 from nandoctor.fixes.proof import Verifier

@@ -11,8 +11,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from nandoctor.evidence.changes import SourcePatch
-from nandoctor.evidence.edits import Edit, KeepSamples
+from nandoctor.evidence.edits import Edit, KeepSamples, SourcePatch
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,

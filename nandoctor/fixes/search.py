@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.changes import SourcePatch
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
@@ -21,6 +20,7 @@ from nandoctor.evidence.edits import (
     ScaleFirst,
     SetLossScale,
     SetOptimizerEps,
+    SourcePatch,
     Together,
     UseFormat,
 )

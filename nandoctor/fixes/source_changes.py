@@ -13,8 +13,8 @@ from pathlib import Path
 
 import libcst as cst
 
-from nandoctor.evidence.changes import ChangedFile, SourcePatch
 from nandoctor.evidence.edits import (
+    ChangedFile,
     ClampArgument,
     GuardArgument,
     KeepOp,
@@ -23,6 +23,7 @@ from nandoctor.evidence.edits import (
     SetArgument,
     SetFlag,
     SingleEdit,
+    SourcePatch,
     StableLog,
     UnmaskRows,
 )

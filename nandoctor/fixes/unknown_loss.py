@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nandoctor.diagnosis.coverage import Gap, doubt_gradients
+from nandoctor.diagnosis.conclusion import Gap
+from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.errors import LossError, ModelError
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.replaying.backward_pass import is_large

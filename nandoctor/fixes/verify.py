@@ -19,8 +19,7 @@ from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
-from nandoctor.evidence.changes import Snippet, SourcePatch
-from nandoctor.evidence.edits import KeepSamples, UseFormat
+from nandoctor.evidence.edits import KeepSamples, Snippet, SourcePatch, UseFormat
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.evidence.trace import Trace

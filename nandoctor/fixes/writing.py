@@ -12,16 +12,18 @@ from typing import Literal
 
 from torch import nn
 
-from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.edits import (
     Edit,
     FillMasked,
     KeepModule,
     KeepSamples,
+    PrintedChange,
     ResetBuffers,
     SetAttribute,
     SetLossScale,
     SingleEdit,
+    Snippet,
+    SourcePatch,
     Together,
     UseFormat,
     ZeroWeights,

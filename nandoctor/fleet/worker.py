@@ -74,7 +74,7 @@ def _replay(job: Job) -> Answer:
     from nandoctor.pipeline import add_fixes, replay_dump
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.page import report_page
-    from nandoctor.replaying.external_weights import take_weights
+    from nandoctor.replaying.weights import take_weights
 
     dump = take_weights(read_dump(job.path, trust=job.trust), job.settings)
     found = replay_dump(dump, None, job.settings)

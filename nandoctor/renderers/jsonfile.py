@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 
 from nandoctor.causes.registry import CAUSES
 from nandoctor.errors import ReportError
-from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.serialization import describe_schema, from_plain, to_plain
 from nandoctor.renderers.atomic_write import write_text
 
 _MAX_NBYTES = 1 << 30

@@ -21,7 +21,7 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.evidence.changes import ChangedFile, SourcePatch
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.verification import CodeChange, CodeState
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings

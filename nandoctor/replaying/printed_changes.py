@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.changes import ChangedFile, PrintedChange, Snippet, SourcePatch
+from nandoctor.evidence.edits import ChangedFile, PrintedChange, Snippet, SourcePatch
 
 _HOOKS = (
     "_forward_hooks",

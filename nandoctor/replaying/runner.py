@@ -18,9 +18,8 @@ from nandoctor.autocast.policy import EXACT, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError
-from nandoctor.evidence.changes import PrintedChange, Snippet, SourcePatch
 from nandoctor.evidence.dump_summary import SavedFlags
-from nandoctor.evidence.edits import Edit, SingleEdit
+from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files

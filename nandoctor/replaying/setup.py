@@ -22,15 +22,20 @@ from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, private_memory, return_freed_memory
-from nandoctor.replaying.approval import check_method, require_approval, state_to_load
 from nandoctor.replaying.backward_pass import LARGE_NBYTES
-from nandoctor.replaying.code_references import build_configured, describe_change, find_model
+from nandoctor.replaying.code_references import (
+    build_configured,
+    check_method,
+    describe_change,
+    find_model,
+    require_approval,
+    state_to_load,
+)
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
-from nandoctor.replaying.module_casts import add_casts, cast_weights
 from nandoctor.replaying.policy_choice import choose_policies, low_format
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
@@ -39,7 +44,7 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import SavedBatch, SavedOutputs, find_outputs, is_finite_array, read_batch
 from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.state_choice import fit_state
+from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import make_policy
-from nandoctor.causes.signs import is_nonnegative
+from nandoctor.causes.base import is_nonnegative
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_traces import INF, NAN, call, stats, trace
 
-from nandoctor.diagnosis.coverage import find_gaps, judge_unfailing
+from nandoctor.diagnosis.verdict import find_gaps, judge_unfailing
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.report import Reproduction
 

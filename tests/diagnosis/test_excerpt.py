@@ -6,7 +6,7 @@ import linecache
 
 import pytest
 
-from nandoctor.diagnosis.excerpt import read_excerpt
+from nandoctor.diagnosis.run_summary import read_excerpt
 from nandoctor.evidence.trace import SourceLine
 
 SOURCE = """import torch

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from made_traces import GOOD, INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places, needs_counts
+from nandoctor.diagnosis.origin import find_nonfinite_places, needs_counts
 from nandoctor.evidence.formats import FP16
 
 NONFINITE = stats(NAN, 1.0)

@@ -8,7 +8,7 @@ import math
 import pytest
 from made_traces import GOOD, INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.layer_comparison import align, first_unholdable, relative_error
+from nandoctor.diagnosis.run_summary import align, first_unholdable, relative_error
 from nandoctor.evidence.formats import BF16, FP16
 
 

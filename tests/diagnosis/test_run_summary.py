@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 
-from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
-from nandoctor.diagnosis.run_summary import describe_first, summarize_runs, tabulate
+from nandoctor.diagnosis.origin import describe_first, find_nonfinite_places
+from nandoctor.diagnosis.run_summary import summarize_runs, tabulate
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import Place
 

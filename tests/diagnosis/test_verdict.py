@@ -8,7 +8,7 @@ import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.conclusion import Conclusion
-from nandoctor.diagnosis.first_nonfinite import find_nonfinite_places
+from nandoctor.diagnosis.origin import find_nonfinite_places
 from nandoctor.diagnosis.verdict import advise, describe_nonfinite, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction

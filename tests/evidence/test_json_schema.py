@@ -12,9 +12,8 @@ import jsonschema
 import pytest
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.json_schema import describe_schema
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.serialization import INLINED, to_plain
+from nandoctor.evidence.serialization import INLINED, describe_schema, to_plain
 from nandoctor.renderers.jsonfile import report_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "report.schema.json"

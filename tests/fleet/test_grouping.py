@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nandoctor.diagnosis.grouping import find_recurring, group_results
 from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SampleId, TrainingMoment
+from nandoctor.fleet.triage import find_recurring, group_results
 
 
 def result(path, cause="eps-underflow", *, verdict="precision", samples=(), grade="exact", when=None, **place):

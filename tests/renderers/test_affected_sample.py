@@ -14,7 +14,7 @@ import torch
 from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.renderers.page import report_page
 from nandoctor.renderers.plots.affected_sample import caption, view_html
-from nandoctor.replaying.affected_sample import view_sample
+from nandoctor.replaying.saved_arrays import view_sample
 
 NAN = math.nan
 

@@ -12,7 +12,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded, read_recorded
 from nandoctor.errors import DumpError
-from nandoctor.replaying.module_casts import add_casts, cast_weights
+from nandoctor.replaying.weights import add_casts, cast_weights
 
 CASTS = ModuleCasts(
     parameters={"0.weight": "float16", "0.bias": "float16", "1.weight": "bfloat16", "1.bias": "bfloat16"},

@@ -9,7 +9,7 @@ from types import FunctionType
 import pytest
 from torch import nn
 
-from nandoctor.evidence.changes import ChangedFile
+from nandoctor.evidence.edits import ChangedFile
 from nandoctor.replaying.printed_changes import CannotRunError, swapped_code
 
 TEXT = """

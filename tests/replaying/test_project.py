@@ -19,8 +19,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.replaying.model_loading import find_attribute
-from nandoctor.replaying.project import Project
-from nandoctor.replaying.torch_settings import read_torch_settings
+from nandoctor.replaying.project import Project, read_torch_settings
 
 LAZY_MODEL = """
 import torch

@@ -9,7 +9,7 @@ from torch import nn
 from nandoctor import replay
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.summary import summarize
-from nandoctor.replaying.state_choice import fit_state
+from nandoctor.replaying.weights import fit_state
 
 
 class Generator(nn.Module):

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nandoctor.diagnosis.layer_comparison import LARGE_ERROR, MADE_HERE
+from nandoctor.diagnosis.run_summary import LARGE_ERROR, MADE_HERE
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers

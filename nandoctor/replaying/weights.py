@@ -1,22 +1,31 @@
-"""Weights from a checkpoint beside the dump, and whether they are those of the step that failed."""
+"""The weights of the step: from a checkpoint, or from the one state dict of the file that fits the model.
+
+What FSDP2's MixedPrecisionPolicy does in a training is repeated: weights, inputs and outputs are cast module by
+module. A reference widens the weights again, and inputs then follow them.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import strip_wrappers
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import WeightSample
+from nandoctor.dumps.recorded_format import ModuleCasts, Recorded, WeightSample
+from nandoctor.dumps.summary import count_nonfinite
 from nandoctor.dumps.weights import State, read_weights, sample_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
-from nandoctor.text import brief, dtype_name, number, plural
+from nandoctor.text import brief, dtype_name, join_first, number, plural
+from nandoctor.torch_compat import tree_map
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -139,3 +148,91 @@ def _describe_match(match: _Match, path: str) -> str:
         f"{path} is not of the failing step: {match.num_other} of {plural(match.num_compared, 'tensor')} that were "
         f"compared differ from the dump's{far}. What is replayed is this batch with those weights."
     )
+
+
+def fit_state(dump: Dump, model: nn.Module) -> Dump:
+    """The dump with the one of its state dicts that fits the model best; where several do alike, with its own."""
+    if not dump.other_states:
+        return dump
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    beside = {name: strip_wrappers(state)[0] for name, state in dump.other_states.items()}
+    states = {dump.state_name: dump.state, **beside}
+    num_fitting = {name: _count_fitting(state, own) for name, state in states.items()}
+    best = max(states, key=lambda name: num_fitting[name])
+    if num_fitting[best] == num_fitting[dump.state_name]:
+        return dump
+    note = f"The weights are those under {best!r}: those under {dump.state_name!r} do not fit the model as well."
+    others = {name: state for name, state in states.items() if name != best}
+    return replace(dump, state=states[best], state_name=best, other_states=others, notes=(*dump.notes, note))
+
+
+def nonfinite_state(dump: Dump) -> Dump:
+    """The dump with the first of its state dicts that holds something non-finite; where none does, with its own."""
+    for name, state in ((dump.state_name, dump.state), *dump.other_states.items()):
+        if any(any(count_nonfinite(tensor)) for tensor in state.values()):
+            return replace(dump, state=state, state_name=name)
+    return dump
+
+
+def _count_fitting(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
+    """How many weights of the model are in it, of the same shape."""
+    fitted, _ = fit_prefix(state, own)
+    return sum(name in fitted and fitted[name].shape == tensor.shape for name, tensor in own.items())
+
+
+def cast_weights(dump: Dump) -> Dump:
+    """The dump with its weights in the formats that they were cast to; a note names those that overflow by it."""
+    casts = dump.recorded.module_casts if dump.recorded is not None else None
+    if casts is None:
+        return dump
+    formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
+    cast = {name: cast_to_file(dump.state[name], dtype) for name, dtype in formats.items()}
+    lost = [name for name, tensor in cast.items() if not _keeps_finite(dump.state[name], tensor)]
+    notes = [f"FSDP's policy casts these weights to a format that they overflow: {join_first(lost, 3)}."] * bool(lost)
+    narrow = sorted({dtype for dtype in casts.gradients.values() if dtype in ("float16", "bfloat16")})
+    notes += [
+        f"FSDP's policy sums gradients over ranks in {dtype} (reduce_dtype). A replay has one rank's, and "
+        "does not repeat that: where they are finite here, try reduce_dtype=torch.float32."
+        for dtype in narrow
+    ]
+    return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
+
+
+def _keeps_finite(tensor: torch.Tensor, cast: torch.Tensor) -> bool:
+    return bool(cast.isfinite().all()) or not bool(tensor.isfinite().all())
+
+
+def add_casts(model: nn.Module, recorded: Recorded | None) -> None:
+    """Cast floating-point inputs and outputs of the modules that the policy was of."""
+    casts = recorded.module_casts if recorded is not None else None
+    if casts is None:
+        return
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for path, dtype in casts.inputs.items():
+        if path in modules:
+            format_of = _format(path, dtype, casts, parameters)
+            modules[path].register_forward_pre_hook(_cast_inputs(format_of), with_kwargs=True)
+    for path, dtype in casts.outputs.items():
+        if path in modules:
+            modules[path].register_forward_hook(_cast_output(_format(path, dtype, casts, parameters)))
+
+
+def _format(
+    path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]
+) -> Callable[[], torch.dtype]:
+    """What a module's values are cast to: the recorded format, or a wider one that its weights are in for this run."""
+    names = (name for name in casts.parameters if name in parameters and name.startswith(f"{path}." if path else ""))
+    weight, recorded = parameters.get(next(names, "")), getattr(torch, dtype)
+    return lambda: recorded if weight is None else torch.promote_types(recorded, weight.dtype)
+
+
+def _cast_inputs(format_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
+    return lambda _, args, kwargs: tree_map(lambda item: _to(item, format_of()), (args, kwargs))
+
+
+def _cast_output(format_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
+    return lambda _, __, output: tree_map(lambda item: _to(item, format_of()), output)
+
+
+def _to(item: Any, dtype: torch.dtype) -> Any:
+    return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
