@@ -7,6 +7,7 @@ numpy compares those of a CPU's five to ten times as fast as torch compares fp16
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,20 +20,21 @@ from nandoctor.torch_compat import plain_torch, unwrap
 from nandoctor.tracing.placement import MAX_SAMPLES, count_exponents, place_nonfinite
 
 MAX_SAMPLES_LISTED = 64
+_AT_ONCE = 1 << 16
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Limits = tuple[float, float]
 
 
 class _Stored(NamedTuple):
-    """A tensor's numbers as integers, with their signs and without; those above `infinity` are NaN.
+    """A tensor's numbers as integers, with their signs; those of a magnitude above `infinity` are NaN.
 
-    An array of numpy's for a tensor on the CPU, else a tensor: both have the operators that are used here.
+    An array of numpy's for a tensor on the CPU, else a tensor: both have the operators that are used here. `kind` are
+    the limits of the integers: the sign is the least of them.
     """
 
     signed: Any
-    magnitudes: Any
-    sign: int
+    kind: torch.iinfo
     infinity: int
     format: FloatFormat
 
@@ -45,8 +47,62 @@ class _Stored(NamedTuple):
             signed: Any = integers.numpy() if values.device.type == "cpu" else integers
         stored = FORMATS[dtype_name(values.dtype)]
         infinity = (stored.max_exponent - stored.min_exponent + 2) << stored.fraction_bits
-        limits = torch.iinfo(kind)
-        return _Stored(signed, signed & limits.max, limits.min, infinity, stored)
+        return _Stored(signed, torch.iinfo(kind), infinity, stored)
+
+    @property
+    def nonfinite(self) -> Any:
+        """Which are NaN or infinite."""
+        if isinstance(self.signed, torch.Tensor) or not self.signed.flags.c_contiguous:
+            return (self.signed & self.kind.max) >= self.infinity
+        mask = np.empty(self.signed.shape, bool)
+        for part, target in zip(self.parts(), _cut(mask), strict=True):
+            np.greater_equal(part.signed & self.kind.max, self.infinity, out=target)
+        return mask
+
+    def parts(self) -> Iterator[_Stored]:
+        """The same numbers in pieces that stay in the processor's cache: what is made of a whole large one does not."""
+        return (self._replace(signed=part) for part in _cut(self.signed))
+
+
+def _cut(numbers: Any) -> list[Any]:
+    """Flat pieces of an array in the order of its memory; a tensor whole."""
+    if isinstance(numbers, torch.Tensor):
+        return [numbers]
+    flat = numbers.ravel("K")
+    return [flat[start : start + _AT_ONCE] for start in range(0, flat.size, _AT_ONCE)]
+
+
+class _Tally(NamedTuple):
+    """Counts of one piece; the integers of its smallest magnitude above zero and of its limits, where it has them."""
+
+    num_bad: int
+    num_nan: int
+    num_posinf: int
+    num_zero: int
+    smallest: int
+    lowest: int
+    highest: int
+
+    @staticmethod
+    def of(stored: _Stored) -> _Tally:
+        """Count one piece."""
+        signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
+        magnitudes = signed & stored.kind.max
+        nonfinite = magnitudes >= infinity
+        num_bad = _count(nonfinite)
+        if num_bad == math.prod(signed.shape):  # what is finite has no smallest and no limits
+            num_nan = _count(magnitudes > infinity)
+            num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
+            return _Tally(num_bad, num_nan, num_posinf, 0, infinity, 0, 0)
+        num_nan = _count(magnitudes > infinity) if num_bad else 0
+        num_posinf = _count(signed == infinity) if num_bad > num_nan else 0
+        num_zero = _count(magnitudes == 0)
+        # What is not finite counts as zero, and so does whatever has the other sign.
+        finite = signed * ~nonfinite if num_bad else signed
+        lowest, highest = int((finite ^ sign).max()), int(finite.max())
+        magnitudes -= 1  # zero becomes the largest of all
+        magnitudes &= stored.kind.max
+        return _Tally(num_bad, num_nan, num_posinf, num_zero, int(magnitudes.min()) + 1, lowest, highest)
 
 
 def count_exactly(
@@ -64,19 +120,18 @@ def count_exactly(
     where non-finite elements are, `per_sample` for the samples and exponents of any tensor.
     """
     stored = _Stored.of(values)
-    nonfinite = stored.magnitudes >= stored.infinity
-    num_bad = _count(nonfinite)
+    columns = list(zip(*map(_Tally.of, stored.parts()), strict=True))
+    num_bad, num_nan, num_posinf, num_zero = map(sum, columns[:4])
+    smallest = _number(min(columns[4]), stored.format) if min(columns[4]) < stored.infinity else math.inf
     num_finite = values.numel() - num_bad
-    num_zero = _count(stored.magnitudes == 0) if num_finite else 0
-    num_nan = _count(stored.magnitudes > stored.infinity) if num_bad else 0
-    num_posinf = _count(stored.signed == stored.infinity) if num_bad > num_nan else 0
-    smallest = _smallest(stored) if num_finite > num_zero else math.inf
 
     def num_up_to(limit: float) -> int:
-        return _count(stored.magnitudes <= _last_up_to(limit, stored.format)) - num_zero if smallest <= limit else 0
+        if smallest > limit:
+            return 0
+        last = _last_up_to(limit, stored.format)
+        return sum(_count((part.signed & part.kind.max) <= last) for part in stored.parts()) - num_zero
 
-    mask = torch.as_tensor(nonfinite)
-    first_bad_index, nonfinite_samples = _locate(mask, everywhere=not num_finite) if num_bad else (None, ())
+    first_bad_index, nonfinite_samples = _locate(stored, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
@@ -87,17 +142,20 @@ def count_exactly(
         flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
         first_bad_index=first_bad_index,
         samples=nonfinite_samples if samples else (),
-        by_sample=_count_samples(stored, nonfinite) if samples and (num_bad or per_sample) else (),
+        by_sample=_count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else (),
         exponents=count_exponents(values.abs()) if per_sample else (),
-        grid=place_nonfinite(mask) if place and num_bad else None,
+        grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
     )
-    return counts, _finite_limits(values, stored, nonfinite, counts) if num_finite else None
+    if not num_finite:
+        return counts, None
+    highest, lowest = (_number(max(0, *column), stored.format) for column in (columns[6], columns[5]))
+    least = 0.0 if num_zero else smallest
+    return counts, (-lowest or least, highest or 0.0 - least)
 
 
 def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
     """The mask of what is NaN or infinite, many times as fast as `~torch.isfinite(values)`."""
-    stored = _Stored.of(values)
-    return torch.as_tensor(stored.magnitudes >= stored.infinity)
+    return torch.as_tensor(_Stored.of(values).nonfinite)
 
 
 def _count(mask: Any) -> int:
@@ -119,47 +177,32 @@ def _last_up_to(limit: float, stored: FloatFormat) -> int:
     return steps + ((exponent - stored.min_exponent) << stored.fraction_bits)
 
 
-def _smallest(stored: _Stored) -> float:
-    """The smallest magnitude that is not zero: less one, zero is the largest of all."""
-    less = stored.magnitudes - 1
-    less &= ~stored.sign
-    smallest = int(less.min()) + 1
-    return _number(smallest, stored.format) if smallest < stored.infinity else math.inf
-
-
-def _finite_limits(values: torch.Tensor, stored: _Stored, nonfinite: Any, counts: NonfiniteCounts) -> Limits:
-    """Smallest and largest of the finite elements."""
-    if not counts.num_bad:
-        limits = torch.aminmax(values)
-        return float(limits.min), float(limits.max)
-    # What is not finite counts as zero, and so does whatever has the other sign.
-    finite = ~nonfinite
-    highest = int((stored.signed * finite).max())
-    lowest = int(((stored.signed ^ stored.sign) * finite).max())
-    high, low = _number(max(highest, 0), stored.format), -_number(max(lowest, 0), stored.format)
-    smallest = 0.0 if counts.num_zero or counts.smallest is None else counts.smallest
-    return low or smallest, high or 0.0 - smallest
-
-
-def _count_samples(stored: _Stored, nonfinite: Any) -> tuple[SampleStats, ...]:
+def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, ...]:
     """The non-finite elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
-    if nonfinite.ndim < 2:
+    if stored.signed.ndim < 2:
         return ()
+    rows = stored.signed[:MAX_SAMPLES]
+    size = math.prod(rows.shape[1:])
+    if everywhere:
+        return (SampleStats(num_bad=size, absmax=None),) * len(rows)
     counted = []
-    for mask, magnitudes in zip(nonfinite[:MAX_SAMPLES], stored.magnitudes[:MAX_SAMPLES], strict=True):
-        num_bad, size = _count(mask), math.prod(mask.shape)
-        kept = magnitudes * ~mask if num_bad else magnitudes
-        absmax = _number(int(kept.max()), stored.format) if num_bad < size else None
-        counted.append(SampleStats(num_bad=num_bad, absmax=absmax))
+    for row in rows:
+        parts = [part & stored.kind.max for part in _cut(row)]
+        num_finite = sum(_count(part < stored.infinity) for part in parts)
+        largest = max(int((part * (part < stored.infinity)).max()) for part in parts)
+        absmax = _number(largest, stored.format) if num_finite else None
+        counted.append(SampleStats(num_bad=size - num_finite, absmax=absmax))
     return tuple(counted)
 
 
-def _locate(nonfinite: torch.Tensor, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The index of the first True, and the indices along dimension 0 that hold one."""
-    if nonfinite.dim() == 0:
+def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The index of the first non-finite element, and the indices along dimension 0 that hold one."""
+    shape = tuple(stored.signed.shape)
+    if not shape:
         return (), ()
     if everywhere:
-        return (0,) * nonfinite.dim(), tuple(range(min(len(nonfinite), MAX_SAMPLES_LISTED)))
+        return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
+    nonfinite = torch.as_tensor(stored.nonfinite)
     bytes_ = nonfinite.view(torch.uint8)  # which are reduced many times as fast as truth values
     rows = bytes_.flatten(1).amax(1) if nonfinite.dim() > 1 else bytes_
     nonfinite_rows = rows.nonzero().flatten()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine, TensorStats
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
@@ -20,7 +20,7 @@ from nandoctor.tracing.exact_counts import find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.placement import place_nonfinite
-from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, numbers_in
+from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, is_finite, measure, numbers_in
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -97,7 +97,9 @@ class GradientTracer:
         """The records of the backward pass; `forward` are the traced ops that the nodes were claimed for."""
         counts: Counter[_Claim] = Counter()
         calls = []
-        for order, recording in enumerate(self._recordings):
+        readings = (group for recording in self._recordings for group in (recording.incoming, recording.outgoing))
+        stats = iter(collect_all([[("", reading) for reading in group] for group in readings]))
+        for order, (recording, incoming, outgoing) in enumerate(zip(self._recordings, stats, stats, strict=True)):
             claim = recording.claim
             origin = None if claim.forward is None else forward[claim.forward]
             module, type_name, call = (origin.module, origin.type, origin.call) if origin else claim.owner
@@ -111,8 +113,8 @@ class GradientTracer:
                     nth=origin.nth if origin else counts[claim],
                     phase="backward",
                     source=origin.source if origin else claim.source,
-                    inputs=tuple(OpTensor(name="grad_output", stats=stats) for stats in _collect(recording.incoming)),
-                    outputs=_collect(recording.outgoing),
+                    inputs=tuple(OpTensor(name="grad_output", stats=taken) for taken in incoming),
+                    outputs=outgoing,
                     scalars=origin.scalars if origin else (),
                     analysis=recording.analysis,
                     forward=claim.forward,
@@ -197,7 +199,3 @@ def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _checkpoint_patch = Shared(lambda: patched([Patch(CHECKPOINT_APPLY, _apply_opened)]))
-
-
-def _collect(readings: Sequence[Reading]) -> tuple[TensorStats, ...]:
-    return collect([("", reading) for reading in readings])
