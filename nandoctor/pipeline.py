@@ -51,13 +51,12 @@ from nandoctor.fixes.unknown_loss import find_doubts
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
-from nandoctor.replaying.policy_choice import choose_policies
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
-from nandoctor.replaying.reproduction import Replayed, reproduce
+from nandoctor.replaying.reproduction import Preparation, Replayed, choose_policies, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import view_sample
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import ModelSource, Preparation, prepare
+from nandoctor.replaying.setup import ModelSource, prepare
 from nandoctor.replaying.weights import nonfinite_state
 from nandoctor.text import are, join_first, part_of
 from nandoctor.tracing.dispatch_hook import observer_registered

@@ -89,7 +89,12 @@ def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
         return None
     if data is None:
         return None
-    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), lines="".join(_hash_lines(data)) if lines else "")
+    return SourceHash(
+        sha256=hashlib.sha256(data).hexdigest(),
+        lines="".join([hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in data.splitlines()])
+        if lines
+        else "",
+    )
 
 
 def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:
@@ -115,7 +120,3 @@ def count_changes(before: Sequence[str], after: Sequence[str]) -> tuple[int, int
 
 def _split_digits(lines: str) -> list[str]:
     return [lines[place : place + _LINE_DIGITS] for place in range(0, len(lines), _LINE_DIGITS)]
-
-
-def _hash_lines(data: bytes) -> list[str]:
-    return [hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in data.splitlines()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, fallthrough_kernel
+from torch.library import fallthrough_kernel
 
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
@@ -54,14 +54,10 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
         with warnings.catch_warnings():
             # The dispatcher's remark that the device's own list is overridden, which is the purpose.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            _register(library, device_type)
+            key = torch_compat.autocast_key(device_type)
+            for name, kernel in _make_kernels(device_type).items():
+                library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
-
-
-def _register(library: Library, device_type: str) -> None:
-    key = torch_compat.autocast_key(device_type)
-    for name, kernel in _make_kernels(device_type).items():
-        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -8,7 +8,7 @@ from nandoctor.diagnosis.conclusion import Gap
 from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.errors import LossError, ModelError
 from nandoctor.fixes.variations import surrogate_loss
-from nandoctor.replaying.backward_pass import is_large
+from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.runner import FailingStep, Watch
 
 _SCALE = 2.0**-10

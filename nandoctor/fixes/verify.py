@@ -37,8 +37,8 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.backward_pass import is_large
 from nandoctor.replaying.interventions import flatten
+from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch
 from nandoctor.tracing.tensor_stats import all_finite

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +66,11 @@ class Store:
         """What names the result of this file's content under these settings. Raises OSError."""
         if path not in self._hashes:
             self._hashes[path] = identify(path)
-        told = json.dumps([__version__, trust, _plain(settings)], sort_keys=True, default=str)
+        told = json.dumps(
+            [__version__, trust, {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}],
+            sort_keys=True,
+            default=str,
+        )
         return f"{self._hashes[path][:32]}-{hashlib.sha256(told.encode()).hexdigest()[:_KEY_DIGITS]}"
 
     def find(self, key: str) -> DumpResult | None:
@@ -114,7 +117,3 @@ def identify(path: Path) -> str:
         file.seek(-_END_NBYTES, os.SEEK_END)
         digest.update(file.read(_END_NBYTES))
     return digest.hexdigest()
-
-
-def _plain(settings: Settings) -> Mapping[str, object]:
-    return {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}

@@ -27,8 +27,7 @@ from nandoctor.evidence.edits import (
     ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
-from nandoctor.replaying.backward_pass import is_large
-from nandoctor.replaying.module_state import state_in
+from nandoctor.replaying.module_state import is_large, state_in
 from nandoctor.replaying.op_edits import OpEdits, widen
 from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner

@@ -14,7 +14,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
 from nandoctor.machine import available_memory, memory_of
-from nandoctor.replaying.backward_pass import LARGE_NBYTES
+from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.text import byte_size, number
 from nandoctor.torch_compat import TorchDispatchMode
 

@@ -42,22 +42,6 @@ def _write_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-def _read_determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _write_determinism(setting: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
-
-
-def _read_anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _write_anomaly(setting: tuple[bool, bool]) -> None:
-    torch.set_anomaly_enabled(*setting)
-
-
 def _flushes_denormals() -> bool:
     """Torch can set this and not tell it: the smallest normal double, halved, is subnormal."""
     return float(torch.tensor(torch.finfo(torch.float64).tiny, dtype=torch.float64, device="cpu") / 2) == 0
@@ -113,8 +97,14 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default device": (torch.get_default_device, _write_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
-    "deterministic algorithms": (_read_determinism, _write_determinism),
-    "anomaly detection": (_read_anomaly, _write_anomaly),
+    "deterministic algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda setting: torch.use_deterministic_algorithms(setting[0], warn_only=setting[1]),
+    ),
+    "anomaly detection": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda setting: torch.set_anomaly_enabled(*setting),
+    ),
     "flushed denormals": (_flushes_denormals, torch.set_flush_denormal),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "precision of fp32 products": (_read_products, _write_products),

@@ -1,22 +1,27 @@
-"""Brings the failing step back: the call, mode and seed under which the replay agrees with the saved output."""
+"""Brings the failing step back: the precision, mode and seed under which the replay agrees with the saved output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_plain_policy, make_policy
 from nandoctor.dumps.array_roles import is_loss
-from nandoctor.dumps.numpy_pickle import is_dense, widened
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.numpy_pickle import is_dense, stored_values, widened
+from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.errors import ModelError
-from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
+from nandoctor.evidence.formats import BF16, EDGE, FORMATS, FP16, FP32, FloatFormat
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted
-from nandoctor.replaying.setup import Preparation
+from nandoctor.replaying.saved_arrays import SavedOutputs, is_finite_array
+from nandoctor.replaying.settings import Settings
+from nandoctor.tracing.tensor_stats import format_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 CLOSE_ENOUGH = 0.02
@@ -105,6 +110,36 @@ def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> floa
 def _is_edge(values: torch.Tensor) -> torch.Tensor:
     magnitude = values.abs()
     return ((magnitude >= EDGE * FP16.max) & (magnitude <= FP16.max)) | (magnitude >= EDGE * FP32.max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
+
+    `dump` has the one of its state dicts that the model took.
+    The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
+    random state, and `policies` the precisions. `other_weights`: they are not known to be those of the failing step,
+    and a replay is then never `exact`.
+    """
+
+    dump: Dump
+    steps: tuple[FailingStep, ...]
+    modes: tuple[bool, ...]
+    seeds: tuple[int | None, ...]
+    policies: tuple[Policy, ...]
+    outputs: SavedOutputs
+    notes: tuple[str, ...]
+    other_weights: bool
+
+    @property
+    def saved_nonfinite(self) -> bool:
+        """Whether the saved output is non-finite, so that a failure is to be expected."""
+        return self.outputs.graded is not None and not is_finite_array(self.outputs.graded[1])
+
+    def without_loss(self, note: str) -> Preparation:
+        """The same without its loss, for the reason that the note gives."""
+        steps = tuple(replace(step, loss=None) for step in self.steps)
+        return replace(self, steps=steps, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,3 +277,56 @@ def _shows_half(trace: Trace) -> bool:
     """Tell whether anything in half precision was seen, so that its limits matter."""
     seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
     return any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
+
+
+_ENOUGH = 8
+"""So many values that all fit a format tell that they were computed in it."""
+
+
+def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
+    """The user's word; else what the recorder saw; else what there is to try, by the weights and the `saved` output."""
+    recorded = dump.recorded.autocast if dump.recorded is not None else None
+    weights = low_format(dump.state)
+    if settings.amp_dtype is not None or settings.policy is not None:
+        told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
+        ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
+        return (make_policy(settings.policy or _op_lists(recorded), told, ambient=ambient),)
+    if recorded is not None:
+        if not recorded.enabled:
+            return (make_plain_policy(weights, _op_lists(recorded)),)
+        return (make_policy(_op_lists(recorded), _recorded_format(recorded) or weights or FP16),)
+    low = weights or (None if saved is None else _computed_in(saved)) or FP16
+    autocast = [make_policy("cuda", low), make_policy("cuda", BF16 if low is FP16 else FP16)]
+    without = make_plain_policy(weights)
+    return (without, *autocast) if weights is not None else (*autocast, without)
+
+
+def low_format(state: Mapping[str, torch.Tensor]) -> FloatFormat | None:
+    """The half-precision format that all weights were saved in; None where some are in another."""
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
+    return format_of(next(iter(dtypes))) if len(dtypes) == 1 and dtypes <= set(LOW_DTYPES) else None
+
+
+def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
+    """Whose op lists a recorded autocast followed; those of CUDA where nothing is known."""
+    return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
+
+
+def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
+    if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
+        return None
+    return FORMATS[autocast.dtype]
+
+
+def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
+    """The half-precision format of a saved output, or the one that all its values fit in, as `.float()` leaves them."""
+    if saved.dtype in LOW_DTYPES:
+        return format_of(saved.dtype)
+    if saved.dtype is not torch.float32:
+        return None
+    values = stored_values(saved.detach()).flatten()
+    values = values[torch.isfinite(values) & (values != 0)]
+    if values.numel() < _ENOUGH:
+        return None
+    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
+    return next(map(format_of, fitting), None)

@@ -26,10 +26,16 @@ from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions
-from nandoctor.replaying.backward_pass import is_large, run_backward
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
-from nandoctor.replaying.module_state import known_tensors, state_widened, widened, with_nonfinite_state
+from nandoctor.replaying.module_state import (
+    is_large,
+    known_tensors,
+    run_backward,
+    state_widened,
+    widened,
+    with_nonfinite_state,
+)
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
@@ -248,10 +254,6 @@ class _Observers:
                 stack.enter_context(open_checkpoints())
             yield
 
-    def begin_loss(self) -> None:
-        if self.ops is not None:
-            self.ops.phase = "loss"
-
 
 def _run(run: _Run) -> Outcome:
     for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
@@ -380,7 +382,8 @@ def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result
     with observers.watching_forward(), torch.set_grad_enabled(run.grad):
         result.output = step.forward(batch)
         if step.loss is not None:
-            observers.begin_loss()
+            if observers.ops is not None:
+                observers.ops.phase = "loss"
             with interventions.loss_in_fp32(run.edits, step.device) as widen:
                 result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
 

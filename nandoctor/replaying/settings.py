@@ -43,25 +43,14 @@ class Option:
 _AMP_DTYPES = ("float16", "bfloat16")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, str) or callable(value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-
-
 def _about(group: Group, flag: str, text: str, **more: Any) -> dict[str, Option]:
     """The metadata of a field of `Settings`."""
-    return {"option": Option(group=group, flag=flag, help=text, **{"holds": "a name", "accepts": _is_text, **more})}
+    plain = {"holds": "a name", "accepts": lambda value: isinstance(value, str)}
+    return {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
 
 
 def _spec(group: Group, flag: str, text: str) -> dict[str, Option]:
@@ -69,7 +58,14 @@ def _spec(group: Group, flag: str, text: str) -> dict[str, Option]:
 
 
 def _function(flag: str, text: str) -> dict[str, Option]:
-    return _about("step", flag, text, metavar="SPEC", holds="a SPEC or a function", accepts=_is_source)
+    return _about(
+        "step",
+        flag,
+        text,
+        metavar="SPEC",
+        holds="a SPEC or a function",
+        accepts=lambda value: isinstance(value, str) or callable(value),
+    )
 
 
 def _choice(flag: str, text: str, *choices: str) -> dict[str, Option]:
@@ -105,7 +101,7 @@ _INPUTS = _about(
     "Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict.",
     metavar="A,B",
     holds="a list of names",
-    accepts=_is_names,
+    accepts=lambda value: isinstance(value, tuple) and all(isinstance(item, str) for item in value),
 )
 _LOSS_SCALE = _about(
     "step",

@@ -22,7 +22,6 @@ from nandoctor.dumps.trees import fill, slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, private_memory, return_freed_memory
-from nandoctor.replaying.backward_pass import LARGE_NBYTES
 from nandoctor.replaying.code_references import (
     build_configured,
     check_method,
@@ -36,48 +35,19 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_ca
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
-from nandoctor.replaying.policy_choice import choose_policies, low_format
+from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import bind_calls
+from nandoctor.replaying.reproduction import Preparation, choose_policies, low_format
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.saved_arrays import SavedBatch, SavedOutputs, find_outputs, is_finite_array, read_batch
+from nandoctor.replaying.saved_arrays import SavedBatch, find_outputs, read_batch
 from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
-
-    `dump` has the one of its state dicts that the model took.
-    The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
-    random state, and `policies` the precisions. `other_weights`: they are not known to be those of the failing step,
-    and a replay is then never `exact`.
-    """
-
-    dump: Dump
-    steps: tuple[FailingStep, ...]
-    modes: tuple[bool, ...]
-    seeds: tuple[int | None, ...]
-    policies: tuple[Policy, ...]
-    outputs: SavedOutputs
-    notes: tuple[str, ...]
-    other_weights: bool
-
-    @property
-    def saved_nonfinite(self) -> bool:
-        """Whether the saved output is non-finite, so that a failure is to be expected."""
-        return self.outputs.graded is not None and not is_finite_array(self.outputs.graded[1])
-
-    def without_loss(self, note: str) -> Preparation:
-        """The same without its loss, for the reason that the note gives."""
-        steps = tuple(replace(step, loss=None) for step in self.steps)
-        return replace(self, steps=steps, notes=(*self.notes, note))
 
 
 NUM_EXTRA_SEEDS = 3

@@ -16,7 +16,7 @@ from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import Shared
-from nandoctor.replaying.backward_pass import run_backward
+from nandoctor.replaying.module_state import run_backward
 from nandoctor.text import brief
 
 _WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)

@@ -14,7 +14,7 @@ from torch import nn
 
 from nandoctor import file_memory
 from nandoctor.case import replay
-from nandoctor.replaying import backward_pass, module_state
+from nandoctor.replaying import module_state
 from nandoctor.replaying import setup as replay_setup
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import load_state
@@ -26,7 +26,7 @@ BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
 def all_are_large(monkeypatch):
     def make():
         monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
-        monkeypatch.setattr(backward_pass, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(module_state, "LARGE_NBYTES", 0)
         monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
 
     return make
@@ -71,7 +71,7 @@ def test_fixes_are_the_same(tmp_path, all_are_large):
 
 def test_gradients_are_kept_in_files_and_let_go():
     model = nn.Linear(4, 4)
-    released = backward_pass.ReleasedGradients(model, keep=True, loss_scale=8.0)
+    released = module_state.ReleasedGradients(model, keep=True, loss_scale=8.0)
     with released.watching():
         (8.0 * model(torch.ones(2, 4)).square().sum()).backward()
     assert model.weight.grad is None
