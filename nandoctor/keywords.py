@@ -41,7 +41,10 @@ def takes_options(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            signature.bind(*args, **kwargs)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
             return function(*args, **kwargs)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
