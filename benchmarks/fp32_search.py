@@ -14,7 +14,8 @@ from torch import nn
 from nandoctor.autocast.policy import make_policy
 from nandoctor.evidence.edits import KeepModule
 from nandoctor.evidence.formats import FP16
-from nandoctor.fixes.verify import TrialBudget, Trials
+from nandoctor.fixes.budget import TrialBudget
+from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.replaying.runner import FailingStep
 

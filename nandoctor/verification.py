@@ -18,8 +18,8 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
+from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.fixes.made_change import MadeChange, verify_made
-from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes

@@ -29,7 +29,7 @@ from nandoctor.evidence.edits import (
     ZeroWeights,
 )
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.evidence.trace import LOSS, Trace
+from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES
@@ -106,7 +106,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """The op in fp32, or its line; a cast before it; else the code of the block's forward, or the block."""
-    for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.trace)):
+    for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.ops)):
         yield (kept,)
         if trials.passes(kept):
             return
@@ -146,10 +146,10 @@ def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
     return KeepOp(site=lead.site), KeepOp(site=line_of(lead.site))
 
 
-def _casts_before(lead: Suspect, trace: Trace) -> Iterator[KeepOp]:
+def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
     """The casts to a low precision, as the code asks for them, that what the op takes has passed: `x.half()`."""
-    ops = {op.order: op for op in trace.ops}
-    for made in (op for op in trace.ops if site_of(op) == lead.site):
+    ops = {op.order: op for op in seen}
+    for made in (op for op in seen if op.phase != "backward" and site_of(op) == lead.site):
         behind = chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs)
         for op in behind:
             narrowed = any(stats.dtype in (FP16, BF16) for stats in op.outputs)

@@ -10,8 +10,9 @@ from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS
+from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.fixes.candidates import join, line_of
-from nandoctor.fixes.verify import BudgetSpent, Trials
+from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 

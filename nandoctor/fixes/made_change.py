@@ -9,8 +9,9 @@ import torch
 from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.report import Check, TrialOutcome
 from nandoctor.fixes.agreement import Result
+from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import TrialBudget, Trials
+from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying.runner import FailingStep
 

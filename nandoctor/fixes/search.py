@@ -37,14 +37,16 @@ from nandoctor.evidence.report import (
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import by_lines, guilty_samples, is_below, join, propose, rows_hit, without_guilty
 from nandoctor.fixes.cost import cost_of
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
+from nandoctor.fixes.early_end import find_lost_call
 from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
-from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
+from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
@@ -186,6 +188,7 @@ class _Search:
             numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
             backward=findings.trace.finite,  # a forward that fails is searched on by itself
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
+            lost_at=find_lost_call(findings),
         )
         self._guilty = guilty_samples(findings)
         self._writer = ChangeWriter(step.model, findings.ops)

@@ -6,10 +6,8 @@ Nothing is run twice.
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -35,6 +33,8 @@ from nandoctor.fixes.agreement import (
     keep,
     values_of,
 )
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.early_end import Call, TrialEnded, ending_where_lost
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import flatten
@@ -52,10 +52,6 @@ MOST_FP64_PARAMETERS = 250_000_000
 Precision = Literal["autocast", "fp32"]
 
 
-class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
-    """No further trial may be run."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """The outcome of a trial, and whether it passes: finite, and in agreement with fp32."""
@@ -64,54 +60,30 @@ class Judgement:
     passes: bool
 
 
-class TrialBudget:
-    """How much may still be tried of one step: at most `max_trials` runs, in at most `time_s` seconds from now on.
-
-    `out_of_memory`: a run did not fit into memory, and none was tried after it.
-    """
-
-    def __init__(self, max_trials: int | None = None, time_s: float | None = None) -> None:
-        self.max_trials, self._time_s = max_trials, time_s
-        self._started = time.monotonic()
-        self.num_run = 0
-        self.out_of_memory = False
-
-    def spend(self) -> None:
-        """Pay for one more run; raise BudgetSpent where that is too much."""
-        elapsed_s = time.monotonic() - self._started
-        too_many = self.max_trials is not None and self.num_run >= self.max_trials
-        if too_many or (self._time_s is not None and elapsed_s > self._time_s):
-            raise BudgetSpent
-        self.num_run += 1
-
-    @contextmanager
-    def holding_back(self, share: float) -> Iterator[None]:
-        """A context that may spend all that is left but this share of it."""
-        whole = self.max_trials, self._time_s
-        if self.max_trials is not None:
-            self.max_trials -= int(share * max(self.max_trials - self.num_run, 0))
-        if self._time_s is not None:
-            self._time_s -= share * max(self._time_s - (time.monotonic() - self._started), 0.0)
-        try:
-            yield
-        finally:
-            self.max_trials, self._time_s = whole
-
-
 class Trials:
     """The trials of one failing step; whatever runs one raises `BudgetSpent` where nothing more may be run.
 
     With `numerics` the step fails in fp32 as well: an edit is then judged against float64 where that is sound, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
     be finite where the reference's are; with a loss scale they have to agree too, which is asked too much where none
-    keeps fp16's from underflowing. `fails`: the unchanged step was seen to give NaN or Inf, fp32 not.
+    keeps fp16's from underflowing. `fails`: the unchanged step was seen to give NaN or Inf, fp32 not; `lost_at` is the
+    module call after which it had nothing but NaN left, and a run that comes there with no more is ended.
     """
 
     def __init__(
-        self, step: FailingStep, budget: TrialBudget, *, numerics: bool, backward: bool = True, fails: bool = False
+        self,
+        step: FailingStep,
+        budget: TrialBudget,
+        *,
+        numerics: bool,
+        backward: bool = True,
+        fails: bool = False,
+        lost_at: Call | None = None,
     ) -> None:
         self.step = step
         self.numerics = numerics
+        self._lost_at = lost_at
+        self._is_varied = False
         self._budget = budget
         self._backward = backward and step.loss is not None
         self._is_own_batch = step.loss not in SURROGATES
@@ -126,7 +98,9 @@ class Trials:
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
         stand_in = squared_surrogate if self.numerics else surrogate_loss
-        return self.on(self.step if self.step.loss is not None else replace(self.step, loss=stand_in))
+        made = self.on(self.step if self.step.loss is not None else replace(self.step, loss=stand_in))
+        made._lost_at = self._lost_at
+        return made
 
     def on(self, step: FailingStep) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
@@ -143,6 +117,7 @@ class Trials:
         made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
         made._shares_references = False
         made._writes_infinities = self._writes_infinities
+        made._lost_at, made._is_varied = self._lost_at, True
         return made
 
     @cached_property
@@ -320,21 +295,8 @@ class Trials:
         self._budget.spend()
         if _is_too_large(self.step.model, edits):
             return keep(None)
-        gradients = self._backward
-        watch = Watch(
-            stage=f"trial {self.num_run}",
-            statistics="none",
-            backward=gradients,
-            keep=gradients,
-            worth_backward=partial(self._may_pass, edits),
-        )
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a batch or a format that the code never ran with
-                outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
-            self._end_if(out_of_memory=outcome.out_of_memory)
-            # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
-            made = keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
-            return self._forgive(made, edits, precision)
+            return self._forgive(self._run(edits, precision), edits, precision)
         except LossError:
             # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
             if self._is_own_batch and not selects(edits):
@@ -349,6 +311,31 @@ class Trials:
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             self._end_if(out_of_memory=is_out_of_memory(error))
             return keep(None)  # a changed model may not run at all
+
+    def _run(self, edits: tuple[Change, ...], precision: Precision) -> Result:
+        """One run; NaN alone where it was ended because it came to where the failing step had nothing else left."""
+        gradients = self._backward
+        watch = Watch(
+            stage=f"trial {self.num_run}",
+            statistics="none",
+            backward=gradients,
+            keep=gradients,
+            worth_backward=partial(self._may_pass, edits),
+        )
+        lost_at = self._lost_at if self._may_end(edits, precision) else None
+        try:
+            # Warnings are of a batch or a format that the code never ran with.
+            with warnings.catch_warnings(action="ignore"), ending_where_lost(self.step.model, lost_at):
+                outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
+        except TrialEnded:
+            return Result(values={"output": torch.tensor(math.nan)}, gradients={}, ran=True)
+        self._end_if(out_of_memory=outcome.out_of_memory)
+        # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
+        return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
+
+    def _may_end(self, edits: tuple[Change, ...], precision: Precision) -> bool:
+        """Tell whether only the failure itself may be left to see: other values are asked of the step as it failed."""
+        return precision == "autocast" and bool(edits or self._is_varied) and not selects(edits)
 
     def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
         """The same; infinities that the unchanged step has in fp32 too are left to a known loss to judge."""

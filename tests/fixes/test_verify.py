@@ -12,7 +12,8 @@ from nandoctor.autocast.policy import make_policy
 from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamples, OpSite, SetArgument, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
-from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.verify import Trials
 from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FP16_AUTOCAST = make_policy("cuda", FP16)
