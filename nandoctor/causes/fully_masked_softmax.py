@@ -9,7 +9,7 @@ Why it happens
     A sample is all padding, or a causal mask and a padding mask together leave nothing.
 Fix
     Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax hides the NaN in
-    the forward and leaves NaN gradients.
+    the forward; the gradients of scores that a mask was added to are NaN all the same.
 When it is wrong
     A row that is masked on purpose, and whose NaN is replaced later, is not reported: only what reaches the output,
     the loss or a gradient is.

@@ -10,8 +10,8 @@ Why it happens
     that low precision rounds to 1, however small its range.
 Fix
     Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
-    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1); torch.linalg.vector_norm and F.normalize have
-    a finite gradient at zero.
+    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1); torch.linalg.vector_norm, whose
+    gradient at zero is 0 (that of F.normalize is 1 / eps = 1e12, which fp16 does not hold).
 When it is wrong
     Where a `where` hides the value at that point, where-gradient-trap says so first.
 """

@@ -7,7 +7,7 @@ How nandoctor tells
     Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. For any other
     function: no finite value in float64 either.
 Why it happens
-    Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.0005), or
+    Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.001), or
     nothing bounds it.
 Fix
     Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in

@@ -6,8 +6,9 @@ What it is
 How nandoctor tells
     The op computed again in float64: finite there, and past the format's limit; the number of terms.
 Why it happens
-    Each term fits, and there are many. Autocast runs `sum` and `norm` in fp32, but not `var`, `std` or a pooling that
-    is written as a matmul, and not an `einsum` or a linear attention that sums over all positions.
+    Each term fits, and there are many; or the terms are squares, as in a variance. Autocast runs `sum` and `norm` in
+    fp32, but not `var`, a pooling that is written as a matmul, an `einsum`, or a linear attention that sums over all
+    positions.
 Fix
     Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.
 When it is wrong

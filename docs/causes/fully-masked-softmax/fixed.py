@@ -1,4 +1,4 @@
-"""A sample without a single position keeps its scores, and its row is set to 0 afterwards."""
+"""A sample that is all padding is not masked: its row is finite, and can be left out of the loss."""
 
 import torch
 from torch import nn
