@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 
 Batch = dict[str, torch.Tensor]
 BATCHES = ("as it failed", "in another order", "noisy", "halved", "doubled", "other seed")

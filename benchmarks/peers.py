@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import nandoctor
 from nandoctor.autocast import kernels
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import PRODUCTS
 

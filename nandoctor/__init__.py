@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nandoctor.autocast.region import cuda_autocast as cuda_autocast
+    from nandoctor.autocast.policy import cuda_autocast as cuda_autocast
     from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
     from nandoctor.case import describe as describe
@@ -32,7 +32,7 @@ _HOMES = {
     "Recorder": "nandoctor.capture.recorder",
     "TriageOptions": "nandoctor.fleet.triage",
     "checkup": "nandoctor.margins",
-    "cuda_autocast": "nandoctor.autocast.region",
+    "cuda_autocast": "nandoctor.autocast.policy",
     "describe": "nandoctor.case",
     "load": "nandoctor.case",
     "replay": "nandoctor.case",

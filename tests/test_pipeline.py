@@ -10,7 +10,7 @@ import torch
 from tiny_models import Chain, Drops, Overflowing, Prediction, Returns
 from torch import nn
 
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.report import Report

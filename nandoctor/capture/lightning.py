@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from nandoctor.capture.recorder import Recorder
-from nandoctor.replaying.script_import import stop_import
+from nandoctor.replaying.project import stop_import
 from nandoctor.torch_compat import read_loss_scale
 
 

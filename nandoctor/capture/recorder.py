@@ -27,7 +27,7 @@ from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.trees import pack
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
-from nandoctor.replaying.script_import import stop_import
+from nandoctor.replaying.project import stop_import
 
 LOG = logging.getLogger("nandoctor")
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from nandoctor.capture.recorder import Recorder
-from nandoctor.replaying.script_import import stop_import
+from nandoctor.replaying.project import stop_import
 
 
 class RecorderCallback(TrainerCallback):

@@ -27,8 +27,7 @@ from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
-from nandoctor.replaying.project import Project, folder_of, in_project
-from nandoctor.replaying.script_import import importing, program_arguments, stopped
+from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_memory, kept_running, place_of
 from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of

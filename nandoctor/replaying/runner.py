@@ -29,6 +29,7 @@ from nandoctor.replaying import interventions
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.module_state import (
+    drawn_in_fp32,
     is_large,
     known_tensors,
     run_backward,
@@ -39,7 +40,6 @@ from nandoctor.replaying.module_state import (
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
-from nandoctor.replaying.random_draws import drawn_in_fp32
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
 from nandoctor.torch_compat import plain_torch

@@ -37,12 +37,11 @@ from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import RunProgress
-from nandoctor.replaying.project import Project
+from nandoctor.replaying.project import Project, arguments_of
 from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.reproduction import Preparation, choose_policies, low_format
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import SavedBatch, find_outputs, read_batch
-from nandoctor.replaying.script_import import arguments_of
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first

@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.autocast.nan_keeping import keep_nonfinite
-from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, cuda_autocast, make_policy
 from nandoctor.evidence.formats import BF16, FP16
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nandoctor.autocast import op_lists
-from nandoctor.autocast.policy import REFERENCE, apply_policy
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 

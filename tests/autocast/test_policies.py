@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import cuda_code
-from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, make_policy, torch_dtype
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast, make_policy, torch_dtype
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FORMATS, FP8_E4M3, FP16, FP32, FP64, TF32
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast, make_policy
 from nandoctor.evidence.formats import FP16
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nandoctor.autocast.literals import cuda_code
-from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast, make_policy
 from nandoctor.evidence.formats import FP16
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
-from nandoctor.replaying.script_import import arguments_of, program_arguments
+from nandoctor.replaying.project import arguments_of, program_arguments
 
 ROOT = Path(nandoctor.__file__).parent.parent
 SCRIPT = """

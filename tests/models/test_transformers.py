@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nandoctor
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 
 pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 PICTURES = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)

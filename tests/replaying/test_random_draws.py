@@ -6,7 +6,7 @@ from torch import nn
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
 from nandoctor.evidence.formats import FP16
-from nandoctor.replaying.random_draws import drawn_in_fp32
+from nandoctor.replaying.module_state import drawn_in_fp32
 from nandoctor.replaying.runner import FailingStep
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nandoctor.autocast.region import cuda_autocast
+from nandoctor.autocast.policy import cuda_autocast
 from sick_models.case import LOSS, Batch, Case
 
 HERE = Path(__file__).parent
