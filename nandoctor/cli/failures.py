@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141  # 128 + SIGPIPE: what a shell says of any program whose pipe was closed, as by `| head`
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # a closed pipe, a full device
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full device
 
 
 def tell(message: str) -> None:
@@ -49,6 +50,9 @@ def failures_told() -> Iterator[None]:
     except KeyboardInterrupt:
         tell("nandoctor: interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(EXIT_READER_GONE)
     except Exception as error:
         from nandoctor.machine import is_out_of_memory
 
@@ -78,7 +82,8 @@ def exit_code_answers(*files: Path) -> Iterator[None]:
         discard_output()
         from nandoctor.text import printable
 
-        tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
+        if not isinstance(error, BrokenPipeError):  # whoever reads has gone, and wants to hear nothing
+            tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
         for file in files:
             tell(f"Not written: {file}")
         sys.exit(EXIT_CANNOT_TELL)
