@@ -115,7 +115,7 @@ def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = 
         counterfactuals=search.counterfactuals,
         fp32_sets=search.fp32_sets,
         also=(*found.report.also, *search.also),
-        notes=(*found.report.notes, *search.notes),
+        search_notes=search.notes,
     )
 
 
@@ -383,6 +383,6 @@ def _report_weights(dump: Dump, low: FloatFormat) -> Report:
         runs=None,
         dump=summary,
         environment=describe_environment(torch.device("cpu")),
-        notes=("The file holds no batch, so nothing was run.",),
+        search_notes=("The file holds no batch, so nothing was run or tried.",),
         next_steps=advise("state", summary),
     )

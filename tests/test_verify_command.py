@@ -137,7 +137,7 @@ def test_the_changed_line_is_told_by_the_recorders_hashes(project):
     result = run("verify", dump)
     assert result.exit_code == 0
     assert "changed net.py:17 (1 line) since the dump was written" in words(result.stdout)
-    assert "gradients of the loss: finite at loss scale" in words(result.stdout)
+    assert "gradients of the loss finite at loss scale" in words(result.stdout)
 
 
 def test_a_replay_of_changed_code_says_that_it_passes(project):

@@ -370,6 +370,7 @@ class Report:
     """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it ran.
 
     `arguments` replay it again on the command line; empty where the model or a function was given as an object.
+    `search_notes` tell why the search has found no fix, or what it left untried.
     """
 
     schema: str = SCHEMA
@@ -388,6 +389,7 @@ class Report:
     chain: tuple[Link, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     fixes: tuple[Fix, ...] = ()
+    search_notes: tuple[str, ...] = ()
     counterfactuals: tuple[Counterfactual, ...] = ()
     fp32_sets: Fp32SetSearch | None = None
     headroom: tuple[NearMiss, ...] = ()

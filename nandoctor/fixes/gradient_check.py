@@ -22,7 +22,7 @@ from nandoctor.replaying.runner import Change
 from nandoctor.text import number, percent
 
 Said = tuple[Literal["passed", "failed", "not-checked"], str]
-"""A status, and the sentence that gives its reason."""
+"""A status, and the sentence that gives its reason; an aside comes after a semicolon, where a screen has no room."""
 
 GROWTH = 4.0
 """GradScaler doubles its scale every 2,000 steps: room for two of these."""
@@ -67,7 +67,7 @@ class GradientCheck:
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
         """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's."""
-        of = "a stand-in loss only" if self._trials.step.loss in SURROGATES else "the loss"
+        of = "a stand-in loss" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
             return "not-checked", "no weight has a gradient"
         if scale is None:
@@ -75,19 +75,19 @@ class GradientCheck:
         norm, before = gradient_norm(made), self._trials.sound_reference(())
         if norm > LARGEST_SQUARED and not before.finite:
             return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, whose square overflows fp32"
-        told = f"gradients of {of}: finite at loss scale {number(scale)}"
+        told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
             excused = scale < highest and self._overflows_anyway(highest)
-            told += self._describe_unknown(scale, highest, excused=excused)
+            aside = self._describe_unknown(scale, highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
-                return "failed", told
+                return "failed", told + aside
         if scale < 1 and self._loses_small_gradients(scale):
             return "failed", f"{told}, where those of the samples that were fine are rounded away"
         error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
-        told += "" if norm or before.finite else "; all are 0, so this batch teaches nothing"
-        return "passed" if error is None or error <= allowed else "failed", told
+        told += "" if norm or before.finite else " (all are 0, so this batch teaches nothing)"
+        return "passed" if error is None or error <= allowed else "failed", told + aside
 
     @staticmethod
     def _describe_unknown(scale: float, highest: float, *, excused: bool) -> str:
@@ -95,8 +95,8 @@ class GradientCheck:
         if scale == highest:
             return ""  # what fits at this scale fits at all below it
         if excused:
-            return f" (at {number(highest)} they overflow without the failure too)"
-        return f", not at {number(highest)}, with which GradScaler begins"
+            return f"; at {number(highest)} they overflow without the failure too"
+        return f"; not at {number(highest)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
         """Say whether the gradients stay finite where GradScaler doubles its scale twice."""
@@ -171,7 +171,7 @@ class GradientCheck:
 def _describe_error(error: float | None, allowed: float) -> str:
     """What to say of the difference from the nearest sound gradients, None where there are none."""
     if error is None:
-        return "; there are no others to compare them with"
+        return ", with nothing to compare them with"
     honest = ", within what rounding costs here" if GRADIENT_TOLERANCE < error <= allowed else ""
     return f", {percent(error)} off fp32{honest}"
 

@@ -84,7 +84,9 @@ def search_fixes(
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
-        return FixSearch(fixes=tuple(_fix_optimizer_eps(findings)))
+        fixes = tuple(_fix_optimizer_eps(findings))
+        none = "No eps was found that keeps the step of every parameter within its bound."
+        return FixSearch(fixes=fixes, notes=() if fixes else (none,))
     listener = listener or Listener()
     search = _Search(step, findings, budget, listener)
     with suppress(BudgetSpent), _ending_gently(listener):

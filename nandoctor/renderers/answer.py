@@ -21,10 +21,16 @@ _MOST_CARETS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptLine:
-    """A line of source with its number, or the carets below one. The text is printable."""
+    """A line of source with its number, or the carets below one and what is said beside them. The text is printable."""
 
     text: str
     kind: Literal["context", "marked", "caret"]
+    remark: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The line as plain text."""
+        return f"{self.text} {self.remark}" if self.remark else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +132,11 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
             line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(seen, room)}"
             yield ExcerptLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start, seen)):
-            notes = [printable(remark)] if remark and number == excerpt.end_line else []
-            if notes and (room is None or cell_width(f"{caret} {notes[0]}") <= room):
-                caret = f"{caret} {notes.pop()}"
-            for below in (caret, *notes):
-                yield ExcerptLine(text=f"  {'':>{gutter}} | {below}", kind="caret")
+            note, blank = printable(remark) if number == excerpt.end_line else "", f"  {'':>{gutter}} |"
+            fits = room is None or cell_width(f"{caret} {note}") <= room
+            yield ExcerptLine(text=f"{blank} {caret[:room]}", kind="caret", remark=note if fits else "")
+            if note and not fits:
+                yield ExcerptLine(text=blank, kind="caret", remark=note)
 
 
 def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:

@@ -102,9 +102,13 @@ def unbroken(line: str, style: str = "") -> Text:
     return text
 
 
+_LABEL_WIDTH = 12
+"""As wide as the longest of a report, so that the sentences of all its parts stand in one column."""
+
+
 def fact_rows(facts: Sequence[Fact], indent: str = "") -> Iterator[RenderableType]:
-    """Labels and sentences, those of neighbours aligned; a command stands on a line of its own."""
-    width = max((len(fact.label) for fact in facts), default=0)
+    """Labels and sentences, all aligned; a command stands on a line of its own."""
+    width = max((_LABEL_WIDTH, *(len(fact.label) for fact in facts)))
     before = ""
     for fact in facts:
         label = "" if fact.label == before else fact.label

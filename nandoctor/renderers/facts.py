@@ -83,8 +83,14 @@ def detail_facts(report: Report) -> list[Fact]:
         facts.append(Fact(label="extent", text=_describe_extent(report.first_nonfinite)))
     if report.reproduction.attempts and report.reproduction.grade not in ("exact", "same-mask"):
         attempts = "; ".join(map(_describe_attempt, report.reproduction.attempts))
-        facts.append(Fact(label="tried", text=attempts))
+        facts.append(Fact(label="replays", text=attempts))
     return facts
+
+
+def note_facts(report: Report) -> list[Fact]:
+    """What else there is to say; of the search for fixes where it has found one, else that stands with the fixes."""
+    of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
+    return [Fact(label="note", text=printable(note)) for note in (*report.notes, *of_search)]
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:

@@ -36,11 +36,10 @@ from nandoctor.text import (
 )
 
 _MAX_LISTED = 3
-_MAX_NAMED_CHECKS = 2
 _MAX_PATCH_LINES = 40
 _TOLD_IN_FULL = ("output", "gradients")
 """Of the loss and of variations of the batch the names say enough."""
-_MAX_SKIPPED = 2
+_REASONS_ON_A_SCREEN = 2
 _SHOWN_BESIDE = 1
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _VISIBLE_ERROR = 0.01
@@ -72,16 +71,19 @@ class ShownFix:
         return self.state == "verified"
 
 
-def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """The verified fixes first, smallest change first; then those that are off, then those that failed."""
-    fixes = [_show_fix(fix, report) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
+def list_fixes(report: Report, *, brief: bool = False) -> tuple[ShownFix, ...]:
+    """The verified fixes first, smallest change first; then those that are off, then those that failed.
+
+    In `brief`, for a screen, what was checked takes two lines.
+    """
+    fixes = [_show_fix(fix, report, brief=brief) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
     return tuple(sorted(fixes, key=lambda fix: _STATES.index(fix.state)))
 
 
 _STATES: tuple[FixState, ...] = ("verified", "off", "failed")
 
 
-def _show_fix(fix: Fix, report: Report) -> ShownFix:
+def _show_fix(fix: Fix, report: Report, *, brief: bool) -> ShownFix:
     state, result = _judge(fix, report)
     return ShownFix(
         kind=fix.kind,
@@ -90,7 +92,7 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
-        facts=(*_how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)),
+        facts=(*_how_to_apply(fix, report), *_check_facts(fix, brief=brief), *reason_facts(fix)),
     )
 
 
@@ -112,22 +114,22 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     return "off", "finite when tried, but not written as code"
 
 
-def _check_facts(fix: Fix) -> Iterator[Fact]:
+def _check_facts(fix: Fix, *, brief: bool) -> Iterator[Fact]:
+    """What was checked and what was not; in `brief` no asides, a number of the variations, and fewer reasons."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
         told = [_describe_check(check) for check in passed if check.name in _TOLD_IN_FULL]
         names = [name_check(check) for check in passed if check.name not in _TOLD_IN_FULL]
-        told += [join_first(names, _MAX_NAMED_CHECKS)] if names else []
-        yield Fact(label="checked", text="; ".join(told))
+        if brief:
+            told = [text.partition("; ")[0] for text in told]
+            names = names if len(names) < 2 else [f"{len(names)} more checks"]
+        yield Fact(label="checked", text="; ".join([*told, *([", ".join(names)] if names else [])]))
     if skipped:
-        told = [_describe_check(check) for check in skipped]
-        yield Fact(label="not checked", text=f"{'; '.join(told[:_MAX_SKIPPED])}{_more(told)}")
-
-
-def _more(told: Sequence[str]) -> str:
-    left = len(told) - _MAX_SKIPPED
-    return f"; {left} more" if left > 0 else ""
+        reasons = _REASONS_ON_A_SCREEN if brief else len(skipped)
+        told = [_describe_check(check) for check in skipped[:reasons]]
+        names = [name_check(check) for check in skipped[reasons:]]
+        yield Fact(label="not checked", text="; ".join([*told, *([", ".join(names)] if names else [])]))
 
 
 def name_check(check: Check) -> str:
@@ -187,15 +189,14 @@ class FixSummary:
 
 
 def summarize_fixes(report: Report) -> FixSummary | None:
-    """The first verified fix, or what was tried where none is; None where nothing was tried."""
-    fixes = list_fixes(report)
-    if not fixes:
-        return None
+    """The first verified fix, or what was tried where none is and why; None where none was looked for."""
+    fixes = list_fixes(report, brief=True)
     verified = [fix for fix in fixes if fix.verified]
     if not verified:
         tried = tuple(Fact(label="tried", text=f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
         more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
-        return FixSummary(heading=f"No fix was verified{more}", patch=(), facts=tried)
+        heading = no_fix_heading(report)
+        return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
     where = " on this batch alone" if first.kind == "data" else ""
@@ -207,6 +208,16 @@ def summarize_fixes(report: Report) -> FixSummary | None:
         patch=_shorten_patch(first.patch),
         facts=(*first.facts, *alternatives, *refused),
     )
+
+
+def no_fix_heading(report: Report) -> str:
+    """What to head the section of fixes with where none is verified; "" where none was looked for."""
+    return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
+
+
+def why_facts(report: Report) -> Iterator[Fact]:
+    """Why there is no verified fix."""
+    yield from (Fact(label="why", text=printable(note)) for note in report.search_notes)
 
 
 def _describe_alternatives(others: Sequence[ShownFix]) -> str:

@@ -13,13 +13,15 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import (
     ShownFix,
     fp32_facts,
     list_fixes,
     list_small_constants,
     list_variations,
+    no_fix_heading,
+    why_facts,
 )
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
@@ -69,7 +71,7 @@ def _answer(report: Report) -> Iterator[str]:
         yield from ("", ", ".join(parts))
     if answer.code:
         yield ""
-        yield from _fenced([line.text for line in answer.code], "text")
+        yield from _fenced([line.whole for line in answer.code], "text")
     yield ""
     yield from _facts(answer.facts)
 
@@ -80,8 +82,9 @@ def _fixes(report: Report) -> Iterator[str]:
     others = [fix for fix in fixes if fix not in open_fixes]
     for fix in open_fixes:
         yield from _fix(fix)
-    if fixes and not open_fixes:
-        yield from ("", "**No fix was verified**")
+    if not open_fixes and (heading := no_fix_heading(report)):
+        yield from ("", f"**{heading}**", "")
+        yield from _facts(list(why_facts(report)))
     if others:
         yield from _fold(f"{plural(len(others), 'other change')} tried", (line for fix in others for line in _fix(fix)))
 
@@ -166,6 +169,6 @@ def _notes(report: Report) -> Iterator[str]:
     yield from _facts(
         [
             *(Fact(label=name, text=text) for name, text in versions),
-            *(Fact(label="note", text=note) for note in report.notes),
+            *note_facts(report),
         ]
     )

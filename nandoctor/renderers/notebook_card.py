@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import make_table
 from nandoctor.renderers.templating import render
@@ -29,7 +29,7 @@ def report_html(report: Report) -> str:
         table=make_table(report),
         last=[
             *detail_facts(report),
-            *(Fact(label="note", text=note) for note in report.notes),
+            *note_facts(report),
             *next_facts(report, page=False),
             Fact(label="more", text='case.save("report.html")', is_command=True),
         ],

@@ -17,8 +17,15 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
-from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_small_constants, list_variations
+from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.fix_facts import (
+    fp32_facts,
+    list_fixes,
+    list_small_constants,
+    list_variations,
+    no_fix_heading,
+    why_facts,
+)
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.kinds import PLOTS, draw
@@ -54,8 +61,10 @@ def report_page(report: Report) -> str:
         tone=VERDICTS[report.verdict].tone,
         fixes=[fix for fix in fixes if fix.verified],
         others=[fix for fix in fixes if not fix.verified],
+        no_fix=no_fix_heading(report),
+        why=list(why_facts(report)),
         evidence=[fact for fact in evidence_facts(report) if fact.label != "path"],  # shown link by link below
-        details=[*detail_facts(report), *(Fact(label="note", text=note) for note in report.notes)],
+        details=[*detail_facts(report), *note_facts(report)],
         next_facts=next_facts(report, page=False),
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         kept_in_fp32=list(fp32_facts(report)),

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
-from nandoctor.text import number, part_of, printable
+from nandoctor.text import number, part_of, percent, printable
 
 LAYERS_BEFORE = 5
 LAYERS_AFTER = 2
@@ -102,7 +102,7 @@ def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
 
 
 def _error(error: float | None) -> str:
-    return "-" if error is None else number(error)
+    return "-" if error is None else percent(error)
 
 
 def _headroom(pair: LayerPair) -> float | None:

@@ -14,7 +14,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, plain_table, print_parts, unbroken
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS
@@ -31,7 +31,7 @@ _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
 _GAP = 2
-_NUMBERS_WIDTH = 2 * (8 + _GAP) + (7 + _GAP) + 6 + _BAR_WIDTH  # "8.12e+06" and "NaN ±Inf", "rel err", "-12.3 " and bar
+_HEADROOM_WIDTH = 6 + _BAR_WIDTH  # "-12.3 " and the bar
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 12, 10
 
 
@@ -61,7 +61,7 @@ def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
         comma = ", " if answer.place and answer.where else ""
         yield Padding(Text.assemble(place, comma, answer.where), (0, 0, 0, len(_INDENT)), expand=False)
     for line in answer.code:
-        text = unbroken(f"{_INDENT}{line.text}", _CODE_STYLES[line.kind])
+        text = unbroken(f"{_INDENT}{line.whole}", _CODE_STYLES[line.kind])
         if line.kind == "caret":
             text.stylize("not bold dim default", 0, text.plain.index("|") + 1)
         yield text
@@ -86,9 +86,8 @@ def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[Re
     left_out = _TOLD_BY_A_FIX if solved else _LESS_THAN_A_FIX if report.fixes else frozenset()
     if _names_the_layer(report):
         left_out |= {"layers"}
-    notes = [Fact(label="note", text=note) for note in report.notes]
     evidence = [*evidence_facts(report), *trial_facts(report)]
-    last = [*detail_facts(report), *_capped(notes), *next_facts(report, page=not has_page)]
+    last = [*detail_facts(report), *_capped(note_facts(report)), *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:
         evidence, last = [], [*evidence, *last]
@@ -123,10 +122,13 @@ def _capped(notes: Sequence[Fact]) -> Iterator[Fact]:
 
 def _layers(layers: LayerTable, width: int) -> Table:
     """The table, fitted to `width`: names lose the path they share, then their middle."""
-    room = width - _NUMBERS_WIDTH - 2 * _GAP - len("> ")
-    type_width = min(max(len(row.type) for row in layers.rows), max(_MIN_TYPE_WIDTH, room // 3))
+    numbers = [layers.headings[2:5], *((row.autocast, row.fp32, row.rel_err) for row in layers.rows)]
+    numbers_width = sum(max(map(len, column)) + _GAP for column in zip(*numbers, strict=True)) + _HEADROOM_WIDTH
+    room = width - numbers_width - 2 * _GAP - len("> ")
+    names, types = max(len(row.layer) for row in layers.rows), max(len(row.type) for row in layers.rows)
+    common = layers.common if names + types > room else ""
+    type_width = min(types, max(_MIN_TYPE_WIDTH, room // 3, room - (names - len(common))))
     name_width = max(_MIN_NAME_WIDTH, room - type_width)
-    common = layers.common if any(len(row.layer) > name_width for row in layers.rows) else ""
     table = plain_table(_GAP)
     name_heading = shorten(f"in {common[:-1]}", name_width) if common else layers.headings[0]
     for heading, justify in zip((f"  {name_heading}", *layers.headings[1:]), _JUSTIFY, strict=True):

@@ -76,5 +76,5 @@ def test_a_search_without_a_fix_says_by_how_much(tmp_path):
     torch.save({"state_dict": {"lift.weight": torch.eye(2)}, "x": torch.tensor([[1.0, 1.5]])}, tmp_path / "dump.pth")
     report = nandoctor.replay(tmp_path / "dump.pth", Ratio).report
     assert not any(fix.verified for fix in report.fixes)
-    (note,) = [note for note in report.notes if note.startswith("No change helped")]
+    (note,) = [note for note in report.search_notes if note.startswith("No change helped")]
     assert "off; 1 % is allowed." in note

@@ -137,9 +137,9 @@ def test_a_budget_ends_it(step, budget):
 
 def test_a_spent_budget_is_told(tmp_path):
     report = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=5).report
-    assert any("budget" in note for note in report.notes)
+    assert any("budget" in note for note in report.search_notes)
     unspent = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=0).report
-    assert not any("No change was found" in note for note in unspent.notes)  # nobody looked
+    assert not any("No change was found" in note for note in unspent.search_notes)  # nobody looked
     assert nandoctor.replay("sample_dumps/residual_stream.pth", fixes=False).report.fixes == ()
 
 

@@ -12,7 +12,7 @@ from nandoctor.renderers.answer import describe_verdict, make_answer
 
 def shown(excerpt, **options):
     answer = make_answer(replace(factory.fixable(), excerpt=excerpt), **options)
-    return [line.text for line in answer.code]
+    return [line.whole for line in answer.code]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_without_columns_the_line_alone_is_marked(excerpt):
 def test_names_in_the_source_cannot_move_the_cursor(excerpt):
     hostile = replace(excerpt, path="\x1b[2J.py", function="\u202ef", lines=("\x1b[2J", "x", ""))
     answer = make_answer(replace(factory.fixable(), excerpt=hostile))
-    told = " ".join([answer.place, answer.where, *(line.text for line in answer.code)])
+    told = " ".join([answer.place, answer.where, *(line.whole for line in answer.code)])
     assert told.isprintable()
 
 

@@ -77,10 +77,10 @@ def test_a_grade_without_numbers_still_reads():
 
 
 def test_what_was_replays_were_tried_is_told_at_the_end():
-    assert facts(factory.not_reproduced())["tried"].startswith("train mode, seed 0: finite; train mode, seed 1")
+    assert facts(factory.not_reproduced())["replays"].startswith("train mode, seed 0: finite; train mode, seed 1")
     made = factory.not_reproduced()
     same = replace(made, reproduction=replace(made.reproduction, grade="exact"))
-    assert "tried" not in facts(same)
+    assert "replays" not in facts(same)
 
 
 def test_a_value_between_modules():

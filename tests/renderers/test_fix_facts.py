@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import factory
 import pytest
+from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
@@ -19,6 +21,10 @@ from nandoctor.renderers.fix_facts import (
     summarize_fixes,
     trial_facts,
 )
+from nandoctor.renderers.markdown import report_markdown
+from nandoctor.renderers.notebook_card import report_html
+from nandoctor.renderers.page import report_page
+from nandoctor.renderers.terminal import print_report
 
 
 def facts(report):
@@ -41,6 +47,52 @@ def test_the_first_fix_is_told_in_full_and_the_others_counted():
         ("not checked", "small noise on the inputs: the budget was spent"),
         ("or", "encoder.blocks.2.attention in fp32 (finite, within 0.062 % of fp32); 1 more in the report"),
     ]
+
+
+def report_text(report):
+    console = Console(file=io.StringIO(), width=80)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def checks(*texts):
+    return tuple(Check(name=name, status="passed", text=text) for name, text in texts)
+
+
+def test_what_was_checked_takes_two_lines_on_a_screen():
+    long = "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; at 65,536 they overflow anyway"
+    others = [(f"variation {place}", "output and gradients finite") for place in range(6)]
+    skipped = [
+        Check(name=name, status="not-checked", text="not known") for name in ("loss", "loss scale", "other seed")
+    ]
+    made = factory.fixable()
+    passed = checks(("output", "finite, 0.44 % off fp32"), ("gradients", long), *others)
+    made = replace(made, fixes=(replace(made.fixes[0], checks=(*passed, *skipped)),))
+    brief = {fact.label: fact.text for fact in summarize_fixes(made).facts}
+    assert brief["checked"] == (
+        "output finite, 0.44 % off fp32; "
+        "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; 6 more checks"
+    )
+    assert len(brief["checked"]) < 2 * 62
+    assert brief["not checked"] == "loss: not known; loss scale: not known; other seed"
+    whole = {fact.label: fact.text for fact in list_fixes(made)[0].facts}
+    assert long in whole["checked"]
+    assert all(name in whole["checked"] for name, _ in others)
+    assert whole["not checked"].endswith("other seed: not known")
+
+
+@pytest.mark.parametrize("surface", [report_text, report_markdown, report_page, report_html])
+def test_where_nothing_was_found_every_surface_says_why(surface):
+    none = replace(factory.precision(), search_notes=("No change was found to try.",))
+    told = surface(none)
+    assert told.index("No fix was found") < told.index("No change was found to try.")
+    tried = replace(factory.fixable(), fixes=factory.fixable().fixes[-1:], search_notes=("The step is as before.",))
+    told = surface(tried)
+    assert "No fix was verified" in told
+    assert told.count("The step is as before.") == (2 if surface is report_page else 1)  # as Markdown on the page
+    solved = replace(factory.fixable(), search_notes=("The budget was spent.",))
+    assert "The budget was spent." in surface(solved)
+    assert "No fix was" not in surface(solved)
 
 
 def test_only_one_fix_is_not_counted():

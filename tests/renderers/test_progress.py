@@ -104,7 +104,7 @@ def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, dump, monkey
     monkeypatch.setattr(notebook.NotebookProgress, "tell", lambda *_: None)
     case = nandoctor.replay(*dump)
     assert case.cause is not None
-    assert any("interrupt" in note.lower() for note in case.report.notes)
+    assert any("interrupt" in note.lower() for note in case.report.search_notes)
     assert output.shown[-1] == {"text/plain": ""}
 
 

@@ -52,7 +52,7 @@ def test_the_table_shows_five_layers_before_and_two_after():
         "encoder.blocks.2.project",
         "encoder.blocks.2.mlp",
     ]
-    assert rows["encoder.blocks.2.norm"] == ["ChannelNorm", "34.7", "34.7", "0.0003", "10.9 ███░░"]
+    assert rows["encoder.blocks.2.norm"] == ["ChannelNorm", "34.7", "34.7", "0.03 %", "10.9 ███░░"]
     assert rows["encoder.blocks.2.attention"] == ["MultiheadAttention", "NaN", "22.6", "-", "11.5 ████░"]
 
 
@@ -84,7 +84,7 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
     runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
     text = printed(replace(made, runs=runs, first_nonfinite=seen))
     assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("Largest magnitudes") :]
-    assert "  in back….encoder.blocks " in text
+    assert "  in back…r.encoder.blocks " in text
     assert "> 2.attention " in text
     assert "> backbone.transformer.encoder.blocks.2.attention " in printed(
         replace(made, runs=runs, first_nonfinite=seen), width=130

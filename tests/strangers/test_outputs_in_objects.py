@@ -65,7 +65,7 @@ def test_an_overflow_in_what_cannot_be_read_is_found(examine, name):
     report = examine(Head(UNREAD[name], sick=True), BATCH, fixes=True)
     assert blamed(report)[:3] == ("precision", "", "mul")
     assert not report.fixes
-    assert "No fix was tried" in report.notes[-1]
+    assert "No fix was tried" in report.search_notes[-1]
 
 
 @QUIETLY

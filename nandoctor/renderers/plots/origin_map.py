@@ -22,7 +22,7 @@ from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.plots.figures import figure_width, new_figure, write_finding, write_legend
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
-from nandoctor.text import brief, shape_text
+from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
 _HEIGHT_IN, _NARROW_HEIGHT_IN = 4.6, 3.0
@@ -54,7 +54,7 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
         write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
-        legend = [Patch(color=_SHARES(share), label=f"{share:.0%} non-finite") for share in (0.01, 0.5, 1.0)]
+        legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
         write_legend(figure, legend, _describe_source(report, origin, picture), narrow=narrow)
     return figure
 
