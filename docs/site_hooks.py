@@ -17,7 +17,10 @@ def on_page_markdown(markdown, page, **_):
     def follow(match):
         target = match["target"]
         outside = str(folder).count("/") + (folder != PurePosixPath("."))
-        inside = target.count("../") <= outside and target.endswith(_PAGES)
-        return match[0] if inside else f"{match['text']} (`{target.replace('../', '')}`)"
+        if target.count("../") <= outside and target.endswith(_PAGES):
+            return match[0]
+        path, text = target.replace("../", ""), match["text"].strip("`")
+        longer, shorter = sorted((path, text), key=len, reverse=True)
+        return f"`{longer}`" if longer.endswith(shorter) else f"{match['text']} (`{path}`)"
 
     return _LINK.sub(follow, markdown)

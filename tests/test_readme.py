@@ -142,6 +142,16 @@ def test_setup_commands_are_two_and_ci_runs_them():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tables_and_fences_are_such_that_the_site_knows(document):
+    """A table without a header, and a fence with more than a language and a title, come out as text."""
+    outside, *fenced = re.split(r"^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    heads = [text.partition("\n")[0] for text in fenced[::2]]
+    assert [head for head in heads if not re.fullmatch(r'\w*( title="[^"]+")?', head)] == []
+    tables = re.findall(r"(?:^\|.*\n)+", outside + "".join(fenced[1::2]), flags=re.MULTILINE)
+    assert [table for table in tables if not re.match(r"\|.*\n\|[-|]+\n", table)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_file_that_is_linked_to_is_there(document):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []

@@ -333,10 +333,9 @@ def options_markdown() -> str:
     """All settings as a table in Markdown, for the docs."""
     lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():
-        metavar = option.metavar or "|".join(option.choices)
-        flag = f"{option.flag} {metavar}".rstrip().replace("|", "\\|")
-        text = option.help.replace("|", "\\|")
-        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {text} |")
+        metavar = option.metavar.replace("|", "/") or "/".join(option.choices)
+        flag = f"{option.flag} {metavar}".rstrip()
+        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {option.help} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adding_a_cause.md"
-BLOCK = re.compile(r"```python (?P<path>\S+)\n(?P<code>.*?)```", re.DOTALL)
+BLOCK = re.compile(r'```python title="(?P<path>[^"]+)"\n(?P<code>.*?)```', re.DOTALL)
 REGISTRY = "nandoctor/causes/registry.py"
 
 ASK = """
@@ -70,7 +70,7 @@ def test_page_shows_the_module_as_it_is():
     real = (ROOT / path).read_text(encoding="utf-8")
     if os.environ.get("UPDATE_README"):
         text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(text.replace(f"```python {path}\n{code}```", f"```python {path}\n{real}```"), encoding="utf-8")
+        PAGE.write_text(text.replace(code, real), encoding="utf-8")
         code = real
     assert code == real
 
