@@ -69,7 +69,7 @@ def _cut(numbers: Any) -> list[Any]:
     if isinstance(numbers, torch.Tensor):
         return [numbers]
     flat = numbers.ravel("K")
-    return [flat[start : start + _AT_ONCE] for start in range(0, flat.size, _AT_ONCE)]
+    return [flat[start : start + _AT_ONCE] for start in range(0, max(flat.size, 1), _AT_ONCE)]
 
 
 class _Tally(NamedTuple):

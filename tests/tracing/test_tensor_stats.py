@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
+from nandoctor.tracing import exact_counts
 from nandoctor.tracing.exact_counts import MAX_SAMPLES_LISTED
 from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, all_finite, collect, format_of, measure
 
@@ -101,6 +103,22 @@ def test_the_limits_beside_counts_are_of_what_is_finite(dtype, values):
     stats = stats_of(tensor, counts_for=FP16)
     finite = [value for value in tensor.tolist() if math.isfinite(value)]
     assert (stats.min, stats.max) == (min(finite, default=None), max(finite, default=None))
+
+
+@pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x.expand(2, 6, 7)])
+@settings(max_examples=25)
+@given(values=st.lists(SPECIAL | st.floats(width=32), min_size=42, max_size=42))
+def test_counts_in_pieces_are_those_of_the_whole(layout, values):
+    tensor = layout(torch.tensor(values, dtype=torch.float64).to(torch.float16).reshape(6, 7))
+    whole = exact_counts.count_exactly(tensor, FP16, FP16, place=True, per_sample=True)
+    with mock.patch.object(exact_counts, "_AT_ONCE", 4):
+        assert exact_counts.count_exactly(tensor, FP16, FP16, place=True, per_sample=True) == whole
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_of_no_numbers_nothing_is_counted(shape):
+    counts, limits = exact_counts.count_exactly(torch.zeros(shape), FP32, FP16, per_sample=True)
+    assert (counts.num_bad, counts.num_zero, counts.smallest, limits) == (0, 0, None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
