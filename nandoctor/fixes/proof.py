@@ -5,13 +5,13 @@ A change of the batch holds for that batch alone, so it is not tried on variatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
 import torch
 
-from nandoctor.evidence.edits import Edit, KeepSamples, SourcePatch
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, KeepSamples, SourcePatch
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,
@@ -24,7 +24,7 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
-from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, VARIATIONS, extreme
+from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
@@ -86,7 +86,7 @@ class Verifier:
             checks.append(Check(name=name, status=status, text=text))
         for name in self._variations:
             failed = any(check.status == "failed" for check in checks)
-            checks.append(_not_run(name) if failed else self._check_variation(name, judge_varied))
+            checks.append(_not_run(name) if failed else self._check_variation(name, edit, judge_varied))
         passes = all(check.status != "failed" for check in checks)
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
 
@@ -186,12 +186,23 @@ class Verifier:
         return self._trials.on(step)
 
     @cached_property
-    def _first_variations(self) -> Mapping[str, Trials | None]:
-        """What is run first, and does where it passes: on a few samples, all at once what changes values little."""
-        step, at_once = self._step_of_few, [name for name in NEARLY_THE_SAME if self._variations[name] is not None]
-        joined = self._varied(at_once, step)
-        others = {name: self._varied((name,), step) for name in self._variations if name not in at_once}
-        return {**dict.fromkeys(at_once, joined), **others}
+    def _joined(self) -> Mapping[tuple[str, ...], Trials | None]:
+        """Several variations at once, on a few samples: all that change values little, alone and with each scaling."""
+        alike = tuple(name for name in NEARLY_THE_SAME if self._variations[name] is not None)
+        scaled = ((name, *alike) for name in SCALED if self._variations[name] is not None)
+        # Scaled first: noise leaves no flags of 0 and 1, which are not scaled.
+        return {names: self._varied(names, self._step_of_few) for names in (alike, *scaled)}
+
+    def _first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
+        """Joined variations that are run before one is by itself, and do where all of a try pass.
+
+        A change that only `widens` formats fails of nothing but the size of values: what changes them little does no
+        harm at their own size if it does none at half and at double of it. Of a guard around 1 that would not be true.
+        """
+        scaled = [names for names in self._joined if name in names and names[0] in SCALED]
+        if len(scaled) == (1 if name in SCALED else len(SCALED)) and (widens or name in SCALED):
+            yield scaled
+        yield from ([names] for names in self._joined if name in names and names not in scaled)
 
     @cached_property
     def _few(self) -> tuple[int, ...] | None:
@@ -208,11 +219,15 @@ class Verifier:
     def _step_of_few(self) -> FailingStep:
         return self._trials.step if self._few is None else self._step_with(self._few)
 
-    def _check_variation(self, name: str, judge: Callable[[Trials | None], Said]) -> Check:
-        """Judge the first variations; what does not pass there is run by itself, on the whole batch."""
-        said = status, text = judge(self._first_variations[name])
-        if status == "passed" and said != _AS_FP32:
-            return Check(name=name, status=status, text=text, samples=self._few)
+    def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:
+        """Judge it among others at once; what does not pass so is run by itself, on the whole batch."""
+        widens = all(isinstance(single, KeepModule | KeepOp) for single in interventions.flatten((edit,)))
+        for tried in self._first_tries(name, widens=widens):
+            said = [judge(self._joined[names]) for names in tried]
+            if all(status == "passed" for status, _ in said) and _AS_FP32 not in said:
+                others = dict.fromkeys(other for names in tried for other in names if other != name)
+                text = f"{said[-1][1]}, along with {', '.join(others)}" if others else said[-1][1]
+                return Check(name=name, status="passed", text=text, samples=self._few)
         status, text = judge(self._variations[name])
         return Check(name=name, status=status, text=text)
 

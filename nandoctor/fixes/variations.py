@@ -94,7 +94,8 @@ VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tenso
 """By name, batches that a fix has to hold on as well; None where the batch has no such neighbour."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
-"""Those that leave the values nearly as they are, and are tried in one run."""
+"""Those that leave the values nearly as they are, and are tried in one run, with each of the others."""
+SCALED = ("inputs halved", "inputs doubled")
 
 
 def extreme(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:

@@ -277,3 +277,33 @@ def test_what_fails_for_few_samples_is_run_on_the_whole_batch(tmp_path):
     checks = {check.name: check for check in replay(tmp_path, CountsSamples, x=x.half()).fixes[0].checks}
     assert checks["inputs doubled"].status == "passed"
     assert checks["inputs doubled"].samples is None
+
+
+class Gap(nn.Module):
+    """The inverse distance to 1, at which fp32 is infinite too, [n, 2] -> [n, 2]."""
+
+    def forward(self, x):
+        return 1 / (x - 1)
+
+
+def along_with(checks):
+    return {check.name: check.text.partition(", along with ")[2] for check in checks if check.status == "passed"}
+
+
+def test_noise_at_its_own_size_is_asked_of_a_guard(tmp_path):
+    """At half and double of 1 there is nothing near the pole, whatever the guard does next to it."""
+    x = torch.rand(8, 2, generator=torch.Generator().manual_seed(0)) + 2
+    x[3, 0] = 1.0
+    tried = [fix for fix in replay(tmp_path, Gap, x=x).fixes if fix.edit.kind in ("clamp", "guard")]
+    assert tried
+    for fix in tried:
+        found = along_with(fix.checks)
+        assert "inputs" not in found.get("small noise on the inputs", ""), fix.title
+
+
+def test_noise_is_tried_at_half_and_double_beside_fp32(tmp_path):
+    fix = replay_squares(tmp_path, 100.0)[0]
+    assert fix.edit.kind == "keep-op"
+    found = along_with(fix.checks)
+    assert found["small noise on the inputs"] == "inputs halved, samples in another order, inputs doubled"
+    assert found["inputs doubled"] == "samples in another order, small noise on the inputs"
