@@ -52,8 +52,8 @@ from nandoctor.fixes.unknown_loss import find_doubts
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
-from nandoctor.replaying.reproduction import Preparation, Replayed, choose_policies, reproduce
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted, Watch
+from nandoctor.replaying.reproduction import Preparation, Replayed, choose_policies, reproduce, run_whole
+from nandoctor.replaying.runner import CLOSELY, FailingStep, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, prepare
@@ -155,8 +155,9 @@ def audit_dump(
 
 
 def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
-    step = reproduce(preparation).step
-    ops = step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
+    replayed = reproduce(preparation)
+    step = replayed.step
+    ops = replayed.trace.ops or step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
     return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))
 
 
@@ -278,8 +279,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
         trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
-    closely = trace.unread or not trace.finite
-    reference = step.run(REFERENCE, replace(CLOSELY, stage="replay") if closely else MODULES_ONLY).trace
+    reference = _run_reference(step, trace)
     conclusion = Conclusion()
     if trace.finite and reference.finite and not is_silently_wrong(trace, reference):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
@@ -297,6 +297,14 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     )
 
 
+def _run_reference(step: FailingStep, trace: Trace) -> Trace:
+    """The step in fp32, as closely as what went wrong in its replay asks for."""
+    closely = replace(CLOSELY, stage="replay")
+    if trace.unread or not trace.finite:
+        return step.run(REFERENCE, closely).trace
+    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+
+
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """The trace, with exact counts wherever it asks for them."""
     if not needs_counts(trace, step.low):
@@ -308,7 +316,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     """The backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
     sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
     watch = Watch(stage="backward", ops=True, backward=True)
-    trace = step.run(watch=watch).trace
+    trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
     loss = findings.trace.loss
     if loss is not None and not loss.finite and not trace.bad_gradients:
@@ -316,7 +324,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         return replace(findings, notes=(note,))
     if not sound or not trace.bad_gradients:
         return replace(findings, notes=describe_removed(trace) if sound else ())
-    reference = step.run(REFERENCE, watch).trace
+    reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     fixed = step.loss_factor > 1 and not _gradients_at_scale_one(step, watch)
     return replace(
         findings,

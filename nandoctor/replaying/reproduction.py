@@ -18,10 +18,10 @@ from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FORMATS, FP16, FP32, FloatFormat
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, RunInterrupted
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import SavedOutputs, is_finite_array
 from nandoctor.replaying.settings import Settings
-from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.tracing.tensor_stats import all_finite, format_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 CLOSE_ENOUGH = 0.02
@@ -217,7 +217,8 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
         if seed != preparation.seeds[0] and not any(replayed.random for replayed in tried):
             break
         with _leaving(tried[0] if tried else None):
-            tried.append(_replay([replace(step, training=training, seed=seed) for step in calls], preparation))
+            set_up = [replace(step, training=training, seed=seed) for step in calls]
+            tried.append(_replay(set_up, preparation, is_first=not tried))
         calls = (tried[0].step,)
         if tried[-1].accepted or calls[0].progress.interrupted:
             break
@@ -245,27 +246,61 @@ def _settings(preparation: Preparation) -> Iterator[tuple[bool, int | None]]:
     yield from ((preparation.modes[0], seed) for seed in more)
 
 
-def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
-    """Replay the first of `steps`, or the next where the model rejects the arguments themselves."""
+def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
+    """Replay the first of `steps`, or the next where the model rejects the arguments themselves.
+
+    The `is_first` setting that is tried may well be that of the failing step: where output and loss agree and the loss
+    is finite, its backward pass, which is looked at as well, follows at once.
+    """
     step, *others = steps
     try:
-        outcome = step.run(watch=replace(CLOSELY, stage="replay") if preparation.saved_nonfinite else MODULES_ONLY)
+        outcome = _run(step, preparation, backward=is_first and step.loss is not None and step.policy.ambient)
     except ModelError as error:
         if others and isinstance(error.__cause__, _WRONG_CALL):
             with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
-                return _replay(others, preparation)
+                return _replay(others, preparation, is_first=is_first)
         raise
     if not step.policy.ambient and step.low in _HALF and not _shows_half(outcome.trace):
-        return _replay([replace(step, policy=replace(step.policy, format=FP32))], preparation)
-    output = outcome.output
+        plain = replace(step, policy=replace(step.policy, format=FP32))
+        return _replay([plain], preparation, is_first=is_first)
+    reproduction = _grade_all(preparation, outcome.output, outcome.loss)
+    return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+
+
+def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
+    watch = replace(CLOSELY, stage="replay") if preparation.saved_nonfinite else MODULES_ONLY
+    if not backward:
+        return step.run(watch=watch)
+
+    def agrees(output: Any, loss: torch.Tensor) -> bool:
+        reproduction = _grade_all(preparation, output, loss)
+        return all_finite(loss) and (reproduction.grade == "no-reference" or _agrees(reproduction))
+
+    return run_whole(step, None, replace(watch, worth_backward=agrees))
+
+
+def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome:
+    """Forward, loss and backward pass op by op in one run; as `watch` has it where the backward pass cannot be run.
+
+    Raises as `FailingStep.run` does.
+    """
+    with suppress(ModelError):
+        outcome = step.run(policy, replace(watch, statistics="counts", ops=True, backward=True))
+        if outcome.trace.raised is None and outcome.trace.blinded is None:
+            return outcome
+    return step.run(policy, watch)
+
+
+def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:
+    """The grade of the saved output, or of the array beside it that agrees where that does not."""
     saved = preparation.outputs
-    if saved.graded is not None and outcome.loss is not None and is_loss(saved.graded[0]):
-        output = {saved.graded[0]: outcome.loss}
+    if saved.graded is not None and loss is not None and is_loss(saved.graded[0]):
+        output = {saved.graded[0]: loss}
     grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
     reproduction = next(filter(_agrees, grades), grades[0])
     if preparation.other_weights and reproduction.grade == "exact":
-        reproduction = replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
-    return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+        return replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
+    return reproduction
 
 
 def _agrees(reproduction: Reproduction) -> bool:
