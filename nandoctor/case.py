@@ -22,11 +22,11 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
+from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import build_model
 from nandoctor.replaying.progress import Listener, Progress, Told
-from nandoctor.replaying.project_settings import read_settings
 from nandoctor.replaying.settings import (
     MEANINGS,
     ReplayOptions,
@@ -34,8 +34,8 @@ from nandoctor.replaying.settings import (
     StepOptions,
     anchor,
     anchored,
-    command_arguments,
     override,
+    read_settings,
 )
 from nandoctor.replaying.setup import ModelSource
 from nandoctor.replaying.weights import take_weights
@@ -120,9 +120,9 @@ def _diagnose(
     found = replay_dump(dump, anchor(model), settings, progress=progress)
     arguments = command_arguments(dump.path, {"model": model, **options})
     found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
-    report = tell_if_changed(found, dump, settings)
-    found = dataclasses.replace(found, report=report)
-    return Case(report, _Asked(dump=dump, model=model, settings=settings, found=found))
+    if found.report.verdict == "not-reproduced":
+        found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
+    return Case(found.report, _Asked(dump=dump, model=model, settings=settings, found=found))
 
 
 def _add_fixes(case: Case, listener: Listener) -> Case:

@@ -90,11 +90,10 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Report:
-    """The report of a replay; where the saved failure did not come back, with what the code's changes say to that."""
-    report = found.report
-    if report.verdict != "not-reproduced" or found.step is None:
-        return report
-    return _retell(report, _conclude(found, _Asked(dump=dump, settings=settings)))
+    """The report of a replay in which the saved failure did not come back, with what the code's changes say to that."""
+    if found.step is None:
+        return found.report
+    return _retell(found.report, _conclude(found, _Asked(dump=dump, settings=settings)))
 
 
 def _retell(report: Report, verification: Verification) -> Report:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
 
+import nandoctor
 from nandoctor.cli import VERBS, find_verb, main
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +83,55 @@ def test_a_call_is_in_the_file_that_is_linked(call, file):
 
 def test_the_table_has_the_whole_way():
     assert len(ROW.findall(TEXT)) > 12
+
+
+def stacks_of(names, run):
+    """The package's frames, as (file, function) from the outermost on, at the first call of each of these functions."""
+    stacks = {}
+
+    def watch(frame, event, _):
+        if event != "call" or frame.f_code.co_qualname not in names or frame.f_code.co_qualname in stacks:
+            return
+        stack, name = [], frame.f_code.co_qualname
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                stack.append((Path(frame.f_code.co_filename).relative_to(PACKAGE), frame.f_code.co_qualname))
+            frame = frame.f_back
+        stacks[name] = stack[::-1]
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return stacks
+
+
+def layer_of(file):
+    """The layer of a file of the package, counted from the top of the house."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    return next(n for n, rooms in enumerate(contracts[0]["layers"]) if Path(file.parts[0]).stem in rooms.split(" | "))
+
+
+def test_a_dump_crosses_few_files_and_goes_down():
+    """What a reader opens who follows a dump from `replay` to its report, along the calls that lead to the table's.
+
+    The calls are those of a real replay. None climbs, from a lower room of the house into a higher one.
+    """
+    names = {CALL.fullmatch(call.replace("\\", ""))["name"] for call, _ in ROW.findall(TEXT)}
+    dump, cases = ROOT / "sample_dumps" / "unet_blank_tile.pth", []
+    model = f"{dump.with_suffix('.py')}:UNet"
+    stacks = stacks_of(names, lambda: cases.append(nandoctor.replay(dump, model, fixes=False)))
+    missed = {"tell_if_changed", "search_fixes", "Verifier.verify", "save_report"}  # of other replays than this one
+    assert names - stacks.keys() == missed
+    ways = [stack[stack.index((Path("case.py"), "replay")) :] for stack in stacks.values()]
+    files = {file for way in ways for file, _ in way}
+    files.add(Path("causes", f"{cases[0].cause.code.replace('-', '_')}.py"))
+    assert len(files) <= 25, sorted(map(str, files))
+    calls = {call for way in ways for call in pairwise(way)}
+    assert [(a, b) for a, b in calls if layer_of(b[0]) < layer_of(a[0])] == []
 
 
 @pytest.mark.parametrize("name", [code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from wording import words
 
-from nandoctor.replaying.settings import options_markdown
+from nandoctor.replaying.settings import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -113,6 +113,16 @@ def run_each(body, workplace):
             assert code in (0, 1, 3), (command, printed)
             assert "Traceback" not in printed, (command, printed)
             assert "nandoctor: " not in printed, (command, printed)
+
+
+def options_markdown():
+    """All settings as a table in Markdown."""
+    lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]
+    for name, option in OPTIONS.items():
+        metavar = option.metavar.replace("|", "/") or "/".join(option.choices)
+        flag = f"{option.flag} {metavar}".rstrip()
+        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {option.help} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_table_of_options_is_made_from_the_settings():

@@ -213,7 +213,8 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
     """The arguments that replay the step as it was replayed here, where it failed: in this mode, with this seed."""
-    from nandoctor.replaying.settings import OPTIONS, command_arguments
+    from nandoctor.renderers.commands import command_arguments
+    from nandoctor.replaying.settings import OPTIONS
 
     given = {name: value for name, value in options.items() if name in OPTIONS}
     runs = case.report.runs

@@ -30,8 +30,7 @@ from nandoctor.fleet.worker import Answer, Job, run_job
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.triage import triage_lines, triage_page
-from nandoctor.replaying.project_settings import read_settings
-from nandoctor.replaying.settings import Settings, anchored, override
+from nandoctor.replaying.settings import Settings, anchored, override, read_settings
 from nandoctor.text import are, plural
 
 DUMP_ENDINGS = (".pth", ".pt")

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from nandoctor.dumps.option_text import as_option
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.facts import Fact
+from nandoctor.replaying.settings import OPTIONS
 from nandoctor.text import printable
 
 _COMMAND = re.compile(r"(.*?)(?:(?:^|(?<=:) )(nandoctor [a-z]+ .+))?$", re.DOTALL)
+
+
+def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a person types to replay the dump with these settings: its path, then the flags.
+
+    Empty where a setting was given as an object, which no command line can name.
+    """
+    arguments = [str(dump)]
+    for name, value in given.items():
+        option = OPTIONS[name]
+        if value is None or option.group not in ("model", "step"):
+            continue
+        if isinstance(value, Mapping):
+            texts = {key: as_option(item) for key, item in value.items()}
+            if None in texts.values():
+                return ()
+            for key, text in texts.items():
+                arguments += [option.flag, f"{key}={text}"]
+        elif isinstance(value, bool):
+            arguments += [option.flag] if value != option.flag.startswith("--no-") else []
+        elif isinstance(value, str | int | float | os.PathLike):
+            arguments += [option.flag, str(value)]
+        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            arguments += [option.flag, ",".join(value)]
+        else:
+            return ()
+    return tuple(arguments)
 
 
 def explain_command(report: Report) -> str | None:

@@ -6,18 +6,21 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from nandoctor.dumps.option_text import as_option
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import dtype_name, parse_size
+from nandoctor.text import brief, dtype_name, parse_size
 
 if TYPE_CHECKING:
     import torch
+
 
 Group = Literal["model", "step", "machine", "statistics", "fixes"]
 """What a setting is about; a verb offers the groups that it acts on."""
@@ -302,43 +305,6 @@ def anchor(spec: Any) -> Any:
     return f"{Path(location).absolute()}{separator}{attribute}" if location.endswith(".py") else spec
 
 
-def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a person types to replay the dump with these settings: its path, then the flags.
-
-    Empty where a setting was given as an object, which no command line can name.
-    """
-    arguments = [str(dump)]
-    for name, value in given.items():
-        option = OPTIONS[name]
-        if value is None or option.group not in ("model", "step"):
-            continue
-        if isinstance(value, Mapping):
-            texts = {key: as_option(item) for key, item in value.items()}
-            if None in texts.values():
-                return ()
-            for key, text in texts.items():
-                arguments += [option.flag, f"{key}={text}"]
-        elif isinstance(value, bool):
-            arguments += [option.flag] if value != option.flag.startswith("--no-") else []
-        elif isinstance(value, str | int | float | os.PathLike):
-            arguments += [option.flag, str(value)]
-        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            arguments += [option.flag, ",".join(value)]
-        else:
-            return ()
-    return tuple(arguments)
-
-
-def options_markdown() -> str:
-    """All settings as a table in Markdown, for the docs."""
-    lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]
-    for name, option in OPTIONS.items():
-        metavar = option.metavar.replace("|", "/") or "/".join(option.choices)
-        flag = f"{option.flag} {metavar}".rstrip()
-        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {option.help} |")
-    return "\n".join(lines) + "\n"
-
-
 def _plain(name: str, value: Any) -> Any:
     """The value as `Settings` keeps it. A torch dtype or device is known by its `str`, so that torch is not needed."""
     if name == "inputs" and isinstance(value, (str, list)):
@@ -351,3 +317,71 @@ def _plain(name: str, value: Any) -> Any:
         with suppress(ValueError):
             return parse_size(value)
     return value
+
+
+def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
+    """Defaults for this dump from `[tool.nandoctor]` in the nearest pyproject.toml at or above `start`.
+
+    Tables in `[[tool.nandoctor.dumps]]` whose `pattern` matches the dump's path (as the project sees it, or its bare
+    name) override the general ones, the last match last. Keys are the fields of `Settings`, with "-" or "_".
+
+    Raises:
+        NanDoctorError: the file is not TOML, or holds a key or value that means nothing.
+    """
+    project = _find_project((start or Path.cwd()).resolve())
+    if project is None:
+        return Settings()
+    table = _read_table(project)
+    for matching in _matching_tables(Path(os.path.realpath(dump)), table.pop("dumps", []), project):
+        table |= matching
+    options = {key.replace("-", "_"): value for key, value in table.items()}
+    try:
+        return override(Settings(directory=project.parent), options)
+    except NanDoctorError as error:
+        raise NanDoctorError(f"{project}, [tool.nandoctor]: {error.message}", remedy=error.remedy) from error
+
+
+def _find_project(start: Path) -> Path | None:
+    """The nearest pyproject.toml that has a `[tool.nandoctor]` table."""
+    for folder in (start, *start.parents):
+        path = folder / "pyproject.toml"
+        if path.is_file() and not _may_be_anybodys(path) and _read_table(path):
+            return path
+    return None
+
+
+def _may_be_anybodys(path: Path) -> bool:
+    """Tell whether another user wrote a file where everyone may write, as in /tmp: its settings name code to run."""
+    if not hasattr(os, "geteuid") or not path.parent.stat().st_mode & stat.S_IWOTH:
+        return False
+    return path.stat().st_uid not in (0, os.geteuid())
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # ValueError: no TOML, no UTF-8, a number too long
+        raise NanDoctorError(
+            f"{path} cannot be read as TOML: {brief(str(error))}", remedy="Correct the file and run again."
+        ) from error
+    for key in ("tool", "nandoctor"):
+        table = table.get(key, {})
+        if not isinstance(table, dict):
+            raise NanDoctorError(f"{path}: {key} is no table.", remedy="Write the settings under [tool.nandoctor].")
+    return dict(table)
+
+
+def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[str, Any]]:
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
+            raise NanDoctorError(
+                f"{project}: a table of dumps has no pattern.",
+                remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
+            )
+        if _matches(dump, entry["pattern"], project.parent):
+            yield {key: value for key, value in entry.items() if key != "pattern"}
+
+
+def _matches(dump: Path, pattern: str, root: Path) -> bool:
+    seen = str(dump.relative_to(root)) if dump.is_relative_to(root) else str(dump)
+    return fnmatch(seen, pattern) or fnmatch(dump.name, pattern)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.replaying.project_settings import read_settings
-from nandoctor.replaying.settings import OPTIONS, Settings, check_setting, override
+from nandoctor.replaying.settings import OPTIONS, Settings, check_setting, override, read_settings
 
 
 @pytest.fixture
