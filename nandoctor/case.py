@@ -249,13 +249,13 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Describe a tensor in one line: "fp16 [4, 8], -3.2 to 14.8, NaN in 8 of 32 (sample 2)".
+    """Describe a tensor in one line.
 
     Args:
-        tensor: of any shape, dtype and device; samples are the indexes along its dimension 0.
+        tensor: of any shape, dtype and device.
 
     Returns:
-        Dtype, shape, smallest and largest finite value, and how many elements are non-finite in which samples.
+        Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32 (index 2 of dimension 0)".
     """
     from nandoctor.renderers.tensors import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all

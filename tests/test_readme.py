@@ -14,9 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from wording import words
 
+from nandoctor.cli import main
 from nandoctor.replaying.settings import OPTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +137,17 @@ def test_the_table_of_options_is_made_from_the_settings():
         )
         path.write_text(text, encoding="utf-8")
     assert options_markdown() in path.read_text(encoding="utf-8")
+
+
+def test_every_option_of_every_command_is_in_the_page():
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    context = click.Context(main)
+    commands = [main.get_command(context, name) for name in main.list_commands(context)]
+    shown = (param for command in commands for param in command.params if not getattr(param, "hidden", False))
+    options = {option for param in shown for option in param.opts}
+    flags = sorted(option for option in options if option.startswith("-"))
+    assert len(flags) > 30
+    assert [flag for flag in flags if not re.search(rf"`{flag}[ `]", text)] == []
 
 
 def test_every_layer_of_the_house_is_in_its_picture():
