@@ -167,6 +167,16 @@ def test_without_a_loss_gradients_are_not_checked(tmp_path, x):
     assert nandoctor.checkup(save(tmp_path, x=x), Net).steps[0].loss_scale is None
 
 
+def test_the_loss_is_given_the_batch_of_the_other_file(tmp_path, x):
+    torch.save({"x": x, "target": torch.zeros(2)}, tmp_path / "batch.pth")
+
+    def distance(output, batch):
+        return (output - batch["target"]).square().mean()
+
+    found = nandoctor.checkup(save(tmp_path, step=7), Net, batch=tmp_path / "batch.pth", loss=distance)
+    assert (found.steps[0].step, found.steps[0].loss_scale is not None) == (7, True)
+
+
 def test_a_run_is_followed_to_the_end_of_fp16(tmp_path, x):
     torch.save({"x": x}, tmp_path / "batch.pth")
     files = [save(tmp_path, gain=2.0**bits, step=1000 * bits, name=f"{bits}.pth") for bits in (8, 6, 7)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from wording import words
 
+import nandoctor
 from nandoctor.cli import main
 from nandoctor.replaying.settings import OPTIONS
 
@@ -84,6 +87,24 @@ def test_commands_print_what_the_document_shows(document, workplace):
             document.write_text(now.replace(block[0], f"```console\n$ {command}\n{printed}```"), encoding="utf-8")
         else:
             assert words(printed) == words(shown), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkup", "fixing", "gpu", "report", "triage"])
+def test_python_of_the_document_runs(name, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    script = (ROOT / "docs" / "tutorial" / "train.py").read_text(encoding="utf-8") + "\nmake_model = Net\n"
+    (workplace / "train.py").write_text(script)
+    with pytest.raises(SystemExit, match="non-finite output"):
+        runpy.run_path("train.py", run_name="__main__")
+    names = {"nandoctor": nandoctor, **runpy.run_path("train.py")}
+    weights = {"state_dict": names["Net"]().state_dict()}
+    torch.save(weights, "step9000.pth")
+    torch.save(names["make_batch"](0), "batch.pth")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, names)  # the document's own code
 
 
 def letters(text):

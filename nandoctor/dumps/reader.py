@@ -94,7 +94,7 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
     except DumpError as error:
         raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
     scalars = {**contents.scalars, **dump.scalars}
-    return replace(dump, arrays=contents.arrays, scalars=scalars, recorded=None, layout="plain")
+    return replace(dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=None, layout="plain")
 
 
 def _open(path: Path, *, trust: bool) -> tuple[Container, Any, Provenance]:
