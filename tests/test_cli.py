@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from tiny_models import Overflowing
 from torch import nn
 
+from nandoctor import cli
 from nandoctor.cli import find_verb, main
 from nandoctor.replaying.settings import OPTIONS
 
@@ -165,8 +167,21 @@ VERBS = {
 def test_a_verb_offers_the_settings_that_it_acts_on(verb):
     offered = {flag for parameter in find_verb(verb).params for flag in parameter.opts}
     flags = {option.flag for option in OPTIONS.values() if option.group in VERBS[verb]}
+    flags -= {"--no-fixes"} if verb == "fix" else set()
     assert flags <= offered
     assert offered.isdisjoint({option.flag for option in OPTIONS.values()} - flags)
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_examples_of_a_verb_are_understood_by_it(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = find_verb(verb)
+    assert command.examples
+    for example in command.examples:
+        name, *words = shlex.split(example.partition(" | ")[0])
+        assert name == verb
+        command.make_context(verb, words)
+        assert f"  nandoctor {example}\n" in run(verb, "--help").stdout
 
 
 def test_every_setting_can_be_given_by_its_flag(monkeypatch):
@@ -241,6 +256,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["plot", "sick.pth", "--max-trials", "1"], "No such option '--max-trials'"),
         (["diff", "sick.pth", "well.pth", "--per-sample"], "No such option '--per-sample'"),
         (["repro", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
+        (["fix", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["repro", "sick.pth", "-o", "nowhere/repro.py"], "there is no folder nowhere"),
         (["eps", "--model", "models_of_the_test.py:healthy", "--mode", "eval"], "--mode needs --dump"),
         (["eps", "0"], "0.0 is not an eps"),

@@ -91,7 +91,7 @@ def _explain_written(finding: Finding, what: str) -> Cause:
         code=CODE,
         title=TITLE,
         headline=f"{subject(finding.op)} writes {kinds_text(finding.analysis.kinds)}, which {what}",
-        explanation=f"The {' or '.join(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
+        explanation=f"The {kinds_text(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
         evidence=(
             Evidence(name="num_infinite", value=num_bad, text=f"it writes {plural(num_bad, 'non-finite value')}"),
         ),

@@ -13,8 +13,8 @@ from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code
 from nandoctor.cli.options import (
     MODEL_AND_STEP,
     GroupedCommand,
-    check_files,
     check_replaceable,
+    file_option,
     force_option,
     settings_options,
 )
@@ -40,34 +40,35 @@ EXIT_NOT_REPRODUCED = 3
 OUTPUT_FORMATS = ("full", "concise", "github", "json")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=[
+        "replay nan.pth --model train.py:make_model",
+        "replay nan.pth --model train.py:make_model --loss train.py:loss -o report.html",
+    ],
+)
 @click.argument("dump", type=DumpPath, is_eager=True)
 @force_option
-@click.option(
-    "-o",
-    "outputs",
-    metavar="FILE",
-    type=DumpPath,
-    multiple=True,
-    callback=check_files(*ENDINGS),
-    help="Also write .html (a page), .md (for an issue), .json, .png, .svg or .pdf.",
+@file_option(
+    "outputs", ENDINGS, "Also write .html (a page), .md (for an issue), .json, .png, .svg or .pdf.", multiple=True
 )
 @json_option
 @click.option(
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
-@click.option("--quiet", is_flag=True, help="One line.")
+@click.option("--quiet", is_flag=True, help="Print one line.")
 @click.option(
     "--output-format",
     "form",
     type=click.Choice(OUTPUT_FORMATS),
     default="full",
+    show_default=True,
     help="concise: file:line: code: message. github: an annotation for Actions.",
 )
 @trust_option
 @settings_options(*MODEL_AND_STEP, "statistics", "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
-    """Replay DUMP under CUDA's autocast and in fp32, and name the first non-finite layer.
+    """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
@@ -105,17 +106,13 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     return verification.exit_code
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=["plot nan.pth --model train.py:make_model --kind exponents", "plot report.json -o ranges.svg"],
+)
 @click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
 @force_option
-@click.option(
-    "-o",
-    "file",
-    metavar="FILE",
-    type=DumpPath,
-    callback=check_files(*PICTURE_ENDINGS),
-    help="Default: the source's name with .KIND.png, in the working directory.",
-)
+@file_option("file", PICTURE_ENDINGS, "Default: the source's name with .KIND.png, in the working directory.")
 @click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
 @trust_option
 @settings_options(*MODEL_AND_STEP)
@@ -137,7 +134,10 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=["diff before.json after.json", "diff epoch3.pth epoch9.pth --model train.py:make_model"],
+)
 @click.argument("before", metavar="A", type=DumpPath)
 @click.argument("after", metavar="B", type=DumpPath)
 @json_option
@@ -160,7 +160,7 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
         print_comparison(comparison, console())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
 @click.argument("dump", type=DumpPath)
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
@@ -178,7 +178,7 @@ def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[s
     return [page.code for page in list_pages() if page.code.startswith(begun)]
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
 @click.argument("code", required=False, shell_complete=_complete_codes)
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
@@ -191,17 +191,10 @@ def explain(code: str | None) -> None:
         print_page(find_page(code), console())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
 @click.argument("dump", type=DumpPath, is_eager=True)
 @force_option
-@click.option(
-    "-o",
-    "file",
-    metavar="FILE",
-    type=DumpPath,
-    callback=check_files(".py"),
-    help="Write the script there instead of printing it.",
-)
+@file_option("file", (".py",), "Write the script there instead of printing it.")
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:
@@ -230,20 +223,22 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
     return values
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=["eps 1e-8 1e-5", "eps --model train.py:make_model", "eps --model train.py:make_model --dump nan.pth"],
+)
 @click.argument("values", metavar="[VALUE]...", type=float, nargs=-1, callback=_check_constants)
-@click.option("--dump", type=DumpPath, help="Replay this dump, and show what every small constant was really used in.")
+@click.option(
+    "--dump",
+    type=DumpPath,
+    metavar="DUMP",
+    help="Replay this dump, and show what every small constant was really used in.",
+)
 @json_option
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
-    """Show what becomes of a small constant: a VALUE in each format, or every eps of a model.
-
-    \b
-    nandoctor eps 1e-8 1e-5
-    nandoctor eps --model train.py:make_model
-    nandoctor eps --model train.py:make_model --dump dump.pth
-    """  # noqa: D301
+    """Show what becomes of a small constant: a VALUE in each format, or every eps of a model."""
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
     if dump is None:

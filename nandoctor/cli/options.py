@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,18 @@ class SettingOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its own options first, then the settings of a replay by what they are about."""
+    """A command whose help has examples, then its own options, then the settings of a replay by what they are about."""
+
+    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the verb does, and commands to copy."""
+        super().format_help_text(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section for each group."""
@@ -54,12 +65,12 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def settings_options(*groups: Group) -> Callable[[Verb], Verb]:
+def settings_options(*groups: Group, without: str = "") -> Callable[[Verb], Verb]:
     """Add the options of these groups to a verb; it gets each by its name in `Settings`, None where it is not given."""
 
     def decorate(verb: Verb) -> Verb:
         for name, option in reversed(tuple(OPTIONS.items())):
-            if option.group in groups:
+            if option.group in groups and name != without:
                 verb = _make_option(name, option)(verb)
         return verb
 
@@ -141,8 +152,8 @@ def check_replaceable(file: Path) -> None:
         raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or add --force.")
 
 
-def check_files(*endings: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """What refuses a file that could not be written, or should not be, before the replay and not after."""
+def file_option(name: str, endings: Sequence[str], about: str, *, multiple: bool = False) -> Callable[[Verb], Verb]:
+    """The option -o, which refuses before the replay what could not be written after it, or should not be."""
 
     def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
         for file in files if isinstance(files, tuple) else filter(None, [files]):
@@ -155,4 +166,5 @@ def check_files(*endings: str) -> Callable[[click.Context, click.Parameter, Any]
                 raise click.BadParameter(f"there is no folder {file.parent}.")
         return files
 
-    return check
+    path = click.Path(path_type=Path)
+    return click.option("-o", name, metavar="FILE", type=path, multiple=multiple, callback=check, help=about)

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from nandoctor.fleet.triage import Progress
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=[
+        "triage runs/ --model train.py:make_model",
+        "triage 'runs/*/nan-*.pth' --model train.py:make_model --jobs 8",
+    ],
+)
 @click.argument("patterns", metavar="DIR|GLOB...", nargs=-1, required=True)
 @click.option(
     "-o",
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
-    default=1800.0,
+    default=1800,
     show_default=True,
     metavar="SECONDS",
     help="How long one file may take.",

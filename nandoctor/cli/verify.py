@@ -40,7 +40,7 @@ _WITHOUT_DIFF = {
 }
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=["verify nan.pth --model train.py:make_model"])
 @click.argument("dump", type=DumpPath)
 @json_option
 @click.option(
@@ -90,15 +90,24 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
         return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=[
+        "fix nan.pth --model train.py:make_model",
+        "fix nan.pth --model train.py:make_model --write",
+        "fix nan.pth --model train.py:make_model --diff | git apply",
+    ],
+)
 @click.argument("dump", type=DumpPath)
-@click.option("--pick", type=click.IntRange(min=1), default=1, show_default=True, help="Which of the verified fixes.")
+@click.option(
+    "--pick", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Which of the verified fixes."
+)
 @click.option("--diff", "only_diff", is_flag=True, help="Print the diff alone, for git apply.")
 @click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undone where it fails.")
 @click.option("--allow-installed", is_flag=True, help="With --write: also to a package in site-packages.")
 @json_option
 @trust_option
-@settings_options(*MODEL_AND_STEP, "fixes")
+@settings_options(*MODEL_AND_STEP, "fixes", without="fixes")
 def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
     """Print the smallest change that was verified on the failing step of DUMP, as a diff; or make it.
 
@@ -136,13 +145,14 @@ def _choose(case: Case, pick: int) -> FixChoice:
     """The fix of that number among those that were verified, from 1."""
     from nandoctor.evidence.verification import FixChoice
     from nandoctor.renderers.commands import page_command
+    from nandoctor.renderers.fix_facts import no_fix_heading
 
     verified = [item for item in case.fixes if item.verified]
     if not verified:
-        tried = len(case.fixes)
+        why = " ".join(map(printable, case.report.search_notes))
         raise NanDoctorError(
-            f"No change was verified on this step ({tried} tried)." if tried else "No change was found to try.",
-            remedy=f"What was tried, and how it failed: {page_command(case.report)}",
+            f"{no_fix_heading(case.report)}. {why}".rstrip(),
+            remedy="\n".join(case.report.next_steps) or f"Every layer, on one page: {page_command(case.report)}",
         )
     if pick > len(verified):
         known = plural(len(verified), "fix was", "fixes were")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal
 
 from nandoctor.evidence.formats import FP64
@@ -120,27 +120,30 @@ def _check_facts(fix: Fix, *, brief: bool) -> Iterator[Fact]:
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
         told = [_describe_check(check) for check in passed if check.name in _TOLD_IN_FULL]
-        names = [name_check(check) for check in passed if check.name not in _TOLD_IN_FULL]
+        others = [check for check in passed if check.name not in _TOLD_IN_FULL]
         if brief:
             told = [text.partition("; ")[0] for text in told]
-            names = names if len(names) < 2 else [f"{len(names)} more checks"]
-        yield Fact(label="checked", text="; ".join([*told, *([", ".join(names)] if names else [])]))
+        names = f"{len(others)} more checks" if brief and len(others) > 1 else name_checks(others)
+        yield Fact(label="checked", text="; ".join(filter(None, [*told, names])))
     if skipped:
         reasons = _REASONS_ON_A_SCREEN if brief else len(skipped)
         told = [_describe_check(check) for check in skipped[:reasons]]
-        names = [name_check(check) for check in skipped[reasons:]]
-        yield Fact(label="not checked", text="; ".join([*told, *([", ".join(names)] if names else [])]))
+        yield Fact(label="not checked", text="; ".join(filter(None, [*told, name_checks(skipped[reasons:])])))
 
 
-def name_check(check: Check) -> str:
-    """The name of a check, with the number of samples where it was not asked of the whole batch."""
-    of = f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else ""
-    return f"{printable(check.name)}{of}"
+def name_checks(checks: Iterable[Check]) -> str:
+    """The names of checks, with the number of samples where they were not asked of the whole batch."""
+    named = []
+    for samples, group in groupby(checks, key=lambda check: check.samples):
+        names = [printable(check.name) for check in group]
+        each = " each" if len(names) > 1 else ""
+        named.append(", ".join(names) + (f" ({plural(len(samples), 'sample')}{each})" if samples is not None else ""))
+    return ", ".join(named)
 
 
 def _describe_check(check: Check) -> str:
     """What was found, under the name of the check where the sentence does not begin with it."""
-    name, text = name_check(check), printable(check.text)
+    name, text = name_checks([check]), printable(check.text)
     if text.startswith(name):
         return text
     return f"{name} {text}" if check.status == "passed" else f"{name}: {text}"
@@ -311,7 +314,7 @@ def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
 def describe_setting(setting: StepSetting) -> str:
     """What was set: "bf16", "eval mode", "without sample 2", "loss scale 1,024", "seed 3"."""
     if setting.dtype is not None:
-        return setting.dtype.label
+        return "float64" if setting.dtype is FP64 else setting.dtype.label
     if setting.training is not None:
         return f"{'train' if setting.training else 'eval'} mode"
     if setting.only is not None:

@@ -11,15 +11,24 @@ from nandoctor.text import join_first, kinds_text, number, part_of, percent, pri
 
 
 def list_operands(origin: Origin) -> list[tuple[str, str]]:
-    """The tensors of an operation, each by its text in the code or by its place, and in one line; the result last."""
-    op, alone = origin.op or "", len(origin.inputs) == 1
-    expression = origin.source.expression if origin.source is not None and origin.phase != "backward" else ""
+    """The tensors of an operation, each by its text in the code or by its place, and in one line; the result last.
+
+    Of a saved array that is to blame there is the array alone.
+    """
+    if origin.op is None:
+        return [] if origin.output is None else [("as saved", describe_tensor(origin.output))]
+    op, alone, backward = origin.op, len(origin.inputs) == 1, origin.phase == "backward"
+    expression = origin.source.expression if origin.source is not None and not backward else ""
     operands = []
     for stats in origin.inputs:
         text = find_operand(expression, op, stats.path, alone=False)
-        name = text or place_of_operand(op, stats.path, alone=alone)
+        name = text or place_of_operand(op, stats.path, alone=alone) or "incoming gradient"
         operands.append((name, describe_tensor(replace(stats, path=""))))
-    result = [("result", describe_tensor(origin.output))] if origin.output is not None else []
+    result = (
+        [("outgoing gradient" if backward else "result", describe_tensor(origin.output))]
+        if origin.output is not None
+        else []
+    )
     return [*dict.fromkeys(operands), *result]  # x * x reads one tensor
 
 

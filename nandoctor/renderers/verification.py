@@ -29,7 +29,8 @@ def print_verification(verification: Verification, console: Console) -> None:
     word, tone = _SHOWN[verification.outcome]
     badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
     headline = Text.assemble(badge, " ", literal(verification.headline))
-    print_parts([headline, Text(), *fact_rows(list(_facts(verification)))], console, crop=False)
+    facts = list(_facts(verification))
+    print_parts([headline, *[Text()] * bool(facts), *fact_rows(facts)], console, crop=False)
 
 
 def one_line(verification: Verification) -> str:

@@ -30,6 +30,7 @@ ROOM_BITS = 4.0
 _BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _NONFINITE = range(6)
 _COLORS = ("#FFFFFF", "#F0F0F0", "#D3EAF8", SKY, ORANGE, NONFINITE_COLOR)
 _NAMES = {
+    _BLANK: "not counted by sample",
     _FINITE: "finite",
     _ROOM: f"more than {ROOM_BITS:.0f} bits of room",
     _CLOSE: f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room",
