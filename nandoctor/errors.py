@@ -5,8 +5,6 @@ The command line prints them without a traceback.
 
 from __future__ import annotations
 
-from nandoctor.text import printable
-
 
 class NanDoctorError(Exception):
     """Something that the user can put right; the base of all errors that nandoctor raises on purpose.
@@ -21,6 +19,8 @@ class NanDoctorError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str) -> None:
+        from nandoctor.text import printable  # noqa: PLC0415 - `--help` needs it not
+
         self.message, self.remedy = ("\n".join(map(printable, text.split("\n"))) for text in (message, remedy))
         super().__init__(self.message)
 

@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
-from io import BytesIO
-from mmap import mmap
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -248,19 +246,9 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
-def sparse_indices(tensor: Tensor) -> Tensor:
-    """The indices of a tensor in COO layout as they are stored."""
-    return tensor._indices()
-
-
-def unpickle_weights(pickled: bytes | mmap, read_storage: Callable[[Any], object]) -> object:
-    """Unpickle as `torch.load(weights_only=True)` does; `read_storage` gives the storage of a persistent id."""
-    unpickler = _find("torch._weights_only_unpickler.Unpickler")(BytesIO(pickled), encoding="utf-8")
-    unpickler.persistent_load = read_storage
-    try:
-        return unpickler.load()
-    finally:
-        _find("torch._utils._validate_loaded_sparse_tensors")()
+def rebuild_function(name: str) -> Callable[..., Any]:
+    """The function of that name that pickles of torch.save call to make a tensor of a storage."""
+    return cast(Callable[..., Any], _find(f"torch._utils.{name}"))
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:

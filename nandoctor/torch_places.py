@@ -39,11 +39,10 @@ NEEDED: dict[str, str] = {
     # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
     "torch._C.DisableTorchFunctionSubclass": "keeping the state of models with tensors of a subclass",
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
-    # `torch.serialization.safe_globals` changes what every thread's torch.load accepts meanwhile.
-    "torch._weights_only_unpickler._get_user_allowed_globals": "reading dumps beside other calls of torch.load",
     # `torch.load` looks up an archive's members by rules of its own, and so might read others than were checked.
-    "torch._weights_only_unpickler.Unpickler": "reading dumps from the bytes that were checked",
-    "torch._utils._validate_loaded_sparse_tensors": "reading dumps with sparse tensors",
+    "torch._utils._rebuild_tensor_v2": "reading dumps from the bytes that were checked",
+    "torch._utils._rebuild_tensor_v3": "reading dumps from the bytes that were checked",
+    "torch._utils._rebuild_qtensor": "reading dumps from the bytes that were checked",
     # `torch.set_printoptions` has no counterpart that reads.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # `TorchFunctionMode`, its public sister, misses the tensors that initialisers make from within C++.
@@ -85,6 +84,5 @@ AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
 DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
 HIGHER_ORDER_KEYS = "torch._ops._compute_keyset"
-ALLOWED_GLOBALS = "torch._weights_only_unpickler._get_user_allowed_globals"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"

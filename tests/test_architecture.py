@@ -96,7 +96,7 @@ def test_heavy_libraries_are_imported_only_when_needed(code):
 
 def test_help_imports_no_verb_and_no_room():
     rooms = {name.split(".")[1] for name in imported_by(HELP) if name.startswith("nandoctor.")}
-    assert rooms == {"cli", "errors", "text"}
+    assert rooms == {"cli", "errors"}
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from nandoctor.capture.source_info import ProjectSources, class_of, describe_sou
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult
 from nandoctor.capture.step_tracker import StepTracker
-from nandoctor.dumps.numpy_pickle import is_dense
-from nandoctor.dumps.trees import pack
+from nandoctor.dumps.packing import pack
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.project import stop_import
 

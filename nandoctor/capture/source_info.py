@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.code_request import is_transformers_config
-from nandoctor.dumps.trees import pack
+from nandoctor.dumps.packing import pack
 from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
 from nandoctor.torch_compat import fsdp_policy

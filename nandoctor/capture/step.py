@@ -14,7 +14,7 @@ from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import RandomStates
 from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
-from nandoctor.dumps.trees import Packed, copied, pack
+from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.text import join_first
 from nandoctor.torch_compat import unwrap
 

@@ -18,7 +18,7 @@ from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
-from nandoctor.dumps.trees import Packed, copied, pack
+from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import read_loss_scale
 

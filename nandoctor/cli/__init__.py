@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -57,8 +56,11 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and (near := get_close_matches(args[0], VERBS, n=1)):
-            context.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
+        if args and args[0] not in VERBS:
+            from difflib import get_close_matches
+
+            if near := get_close_matches(args[0], VERBS, n=1):
+                context.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
         return super().resolve_command(context, args)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:

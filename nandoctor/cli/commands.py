@@ -165,11 +165,11 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
     """Show what is in DUMP, without running any code of it."""
-    from nandoctor.dumps.reader import read_dump
+    from nandoctor.dumps.reader import look_at_dump
     from nandoctor.dumps.summary import summarize
     from nandoctor.renderers.inspect_dump import print_inspection
 
-    print_inspection(summarize(read_dump(dump, trust=trust)), console())
+    print_inspection(summarize(look_at_dump(dump, trust=trust)), console())
 
 
 def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[str]:

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
-from nandoctor.dumps.numpy_pickle import (
-    COMPUTED_DTYPES,
-    PickledArray,
-    is_array,
-    is_dense,
-    stored_values,
-    to_tensor,
-)
+from nandoctor.dumps.numpy_pickle import PickledArray
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
-from nandoctor.dumps.recorded_format import Recorded, check_state, get, read_recorded
+from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
+from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, is_array, is_bytes, is_tensor, types_of
 from nandoctor.dumps.trees import KIND, MAX_NAME, Slot, name_tensors
 from nandoctor.errors import DumpError
-from nandoctor.text import brief, brief_list, byte_size
+from nandoctor.text import brief, brief_list, byte_size, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from nandoctor.dumps.unpickle import Arrays
 
 # What DataParallel and torch.compile put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -58,6 +55,7 @@ class Contents:
     """
 
     nbytes: int
+    values: Arrays
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -70,37 +68,37 @@ class Contents:
     claimed_nbytes: int = 0
 
 
-def sort_contents(saved: object, nbytes: int) -> Contents:
+def sort_contents(saved: object, nbytes: int, values: Arrays) -> Contents:
     """Sort the saved object.
 
     Raises:
         DumpError: it is no mapping of names, nests without end, or holds names or tensors that cannot be meant.
     """
-    if not isinstance(saved, (Mapping, nn.Module)):
+    if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
         raise DumpError(
             f"it holds {_describe(saved)}, where a dump is a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    contents = Contents(nbytes=nbytes)
+    contents = Contents(nbytes=nbytes, values=values)
     contents.tree = _sort(contents, "", saved, depth=0)
     return contents
 
 
-def sort_recorded(saved: Mapping[str, Any], nbytes: int) -> tuple[Contents, Recorded]:
+def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Arrays) -> tuple[Contents, Recorded]:
     """Sort what the recorder wrote: nothing has to be guessed, everything is checked.
 
     Raises:
         DumpError: a part of it is not what the format says, or the weights were left out.
     """
-    contents = Contents(nbytes=nbytes)
+    contents = Contents(nbytes=nbytes, values=values)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     contents.states["state_dict"] = _take_recorded_state(contents, saved)
     shelf = _Shelf(contents)
-    recorded = read_recorded(saved, shelf.take)
+    recorded = read_recorded(saved, shelf.take, values.check_state)
     name_tensors(saved.get("output"), "output", shelf.take)
     for name, state in get(saved, "rng", dict, {}).items():
-        if is_dense(state) and state.dtype == torch.uint8:
-            contents.rng_states[str(name)] = check_state(state)
+        if is_bytes(state):
+            contents.rng_states[str(name)] = contents.values.check_state(state)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
@@ -121,13 +119,13 @@ def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[s
     return _take_state(contents, "state_dict", state)
 
 
-def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, torch.Tensor]:
+def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Arrays) -> dict[str, torch.Tensor]:
     """The state dict, its names and tensors checked as those of a file of `nbytes` bytes.
 
     Raises:
         DumpError: a name or a tensor in it cannot be meant, or its weights are the empty ones that ZeRO leaves.
     """
-    checked = _take_state(Contents(nbytes=nbytes), "weights", state)
+    checked = _take_state(Contents(nbytes=nbytes, values=values), "weights", state)
     if is_stub(checked):
         raise stub_error(Path())
     return checked
@@ -154,7 +152,7 @@ class _Shelf:
                 remedy="Take the file as the recorder wrote it.",
             )
         tensor = _take_tensor(self._contents, _check_name(name), value)
-        is_plain = tensor.layout is torch.strided and tensor.numel() > 0
+        is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
         first = self._names.setdefault(place, name)
         self._contents.arrays.setdefault(first, tensor)
@@ -201,12 +199,12 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
             "it nests without end, or holds more values than any step of training.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
-    if isinstance(value, nn.Module):
+    if isinstance(value, types_of("nn.Module")):
         value = value.state_dict()
     if isinstance(value, Mapping):
         return _sort_mapping(contents, name, dict(value), depth)
-    if is_random_state(name) and is_dense(value) and value.dtype == torch.uint8:
-        contents.rng_states[name] = check_state(value)
+    if is_random_state(name) and is_bytes(value):
+        contents.rng_states[name] = contents.values.check_state(value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):
@@ -283,7 +281,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         raise DumpError(f"two values in it are called {name!r}.", remedy="Give each a name of its own.")
     if is_array(value):
         tensor = _take_tensor(contents, name, value)
-        if tensor.dim() or tensor.layout is not torch.strided:
+        if tensor.dim() or str(tensor.layout) != "torch.strided":
             contents.arrays[name] = tensor
             return Slot(name=name)
         contents.scalars[name] = tensor.item()
@@ -292,7 +290,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         contents.scalars[name] = value
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents.scalars[name] = list(value)
-    elif isinstance(value, (torch.dtype, torch.device)):
+    elif isinstance(value, types_of("dtype", "device")):
         contents.scalars[name] = str(value)
     else:
         contents.left_out.append(f"{name} ({_describe(value)})")
@@ -301,7 +299,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
 
 
 def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
-    tensor = to_tensor(value)
+    tensor: torch.Tensor = contents.values.adopt(value)
     if tensor.is_meta:
         raise DumpError(
             f"{name!r} is on the meta device: it has a shape and no values.",
@@ -312,12 +310,12 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
             f"{name!r} has {tensor.dim()} dimensions, more than {_MAX_DIMS}, which every numpy knows.",
             remedy="Save it in fewer dimensions.",
         )
-    if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
+    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES and not tensor.is_quantized:
         raise DumpError(
             f"{name!r} is of {tensor.dtype}, which torch stores and does not compute with.",
             remedy="Save it in the format that the model computes in.",
         )
-    contents.claimed_nbytes += stored_values(tensor).numel() * tensor.element_size()
+    contents.claimed_nbytes += contents.values.num_stored(tensor) * tensor.element_size()
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
             f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, where the file has "
@@ -347,7 +345,7 @@ def _describe(value: object) -> str:
         return f"an array of {brief(str(value.code))}"
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype}"
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return "one tensor"
     kind = brief(type(value).__name__)
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

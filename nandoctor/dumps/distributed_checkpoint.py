@@ -22,9 +22,10 @@ import torch
 
 from nandoctor.dumps.classify import check_weights, choose_state
 from nandoctor.dumps.file_type import regular_size
-from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.pickle_scan import named_globals
 from nandoctor.dumps.reader import read_part
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.tensors import TorchValues
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import map_empty
@@ -100,7 +101,7 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
             remedy="Put the files of all ranks into one directory.",
         )
     state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
-    return check_weights(state, files.nbytes)
+    return check_weights(state, files.nbytes, TorchValues)
 
 
 def _is_tensor(item: object) -> bool:

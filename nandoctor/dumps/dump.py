@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.evidence.dump_summary import Layout, SavedFlags
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

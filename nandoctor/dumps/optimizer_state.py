@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from nandoctor.dumps.stored_tensor import is_dense, is_tensor
+from nandoctor.text import dtype_name
 
-from nandoctor.dumps.numpy_pickle import is_dense
+if TYPE_CHECKING:
+    import torch
 
 # What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
 # there is the one under the root.
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 _NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -80,12 +83,12 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
 
 def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
     first = slots.get("exp_avg")
-    return first if is_dense(first) and first.shape == like.shape and first.dtype in _DTYPES else None
+    return first if is_dense(first) and first.shape == like.shape and dtype_name(first.dtype) in _DTYPES else None
 
 
 def _step(slots: Mapping[str, object]) -> int:
     step = slots.get("step")
-    if isinstance(step, torch.Tensor):
+    if is_tensor(step):
         step = step.item() if is_dense(step) and step.numel() == 1 and not step.is_complex() else 1
     return max(int(step), 1) if isinstance(step, (int, float)) and math.isfinite(step) else 1
 
@@ -102,5 +105,5 @@ def _decays(group: Mapping[object, object]) -> tuple[float, float]:
 def _second_moment(slots: object) -> torch.Tensor | None:
     if not isinstance(slots, Mapping):
         return None
-    found = [slots[name] for name in _NAMES if isinstance(slots.get(name), torch.Tensor)]
-    return found[-1] if found and is_dense(found[-1]) and found[-1].dtype in _DTYPES else None
+    found = [slots[name] for name in _NAMES if is_tensor(slots.get(name))]
+    return found[-1] if found and is_dense(found[-1]) and dtype_name(found[-1].dtype) in _DTYPES else None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import IO, cast
-
-import torch
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
@@ -18,7 +17,7 @@ from nandoctor.errors import DumpError
 
 # The number, the protocol version, the system info, the dump itself, the list of storages.
 _NUM_LEGACY_PICKLES = 5
-# torch.load(weights_only=True) reads what this protocol writes, torch.save's default.
+# torch.save's default, and what torch.load(weights_only=True) reads.
 _PROTOCOL = 2
 
 # torch's own allow-list less what lets a few bytes claim gigabytes (bytearray(n), nested tensors, conversions of
@@ -33,14 +32,26 @@ _TORCH_GLOBALS = frozenset(
     torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
     """.split()
 )
-_STORAGE_ITEM_NBYTES = {
-    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
-    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
-    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
-    **dict.fromkeys(("CharStorage", "ByteStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
-    **dict.fromkeys(("QUInt4x2Storage", "QUInt2x4Storage", "UntypedStorage"), 1),
-    "ComplexDoubleStorage": 16,
+STORAGE_DTYPES = {
+    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
+    **{"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8"},
+    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
+    **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
+    **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
 }
+# By name, for torch is not imported to look at a file.
+_TORCH_VALUES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *"bfloat16 float16 float32 float64 complex32 complex64 complex128 bool".split(),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
+        *"float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2".split(),
+        *"bits1x8 bits2x4 bits4x2 bits8 bits16 qint8 qint32 quint8 quint4x2 quint2x4".split(),
+        *"per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split(),
+        "per_channel_affine_float_qparams",
+    )
+)
 # Protocol 2 writes the names that Python 2 knew.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -88,30 +99,45 @@ class _Value:
     odd: int = 0
 
 
-def unknown_globals(container: Container) -> list[str]:
-    """The classes and functions that the pickle names and that weights and arrays do not need, sorted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What a file says that it holds.
 
-    This comes before `torch.load(weights_only=True)`, which runs no foreign code but names only the first such global,
-    and which a file of a few hundred bytes can make fill the memory.
+    `unknown` are the classes and functions that its pickles name and that weights and arrays do not need, sorted;
+    `storages` the elements and bytes of tensors' data by their keys; `ends` where each pickle ends, after a 0.
+    """
+
+    unknown: tuple[str, ...]
+    storages: Mapping[str, tuple[int, int]]
+    ends: tuple[int, ...]
+
+
+def scan_pickle(container: Container) -> Scan:
+    """Read the pickles of a file without building anything.
+
+    It comes before they are built, which runs no foreign code, but could be made to fill the memory by a file of a few
+    hundred bytes.
 
     Raises:
-        DumpError: the pickle is damaged, of another protocol, or a bomb.
+        DumpError: a pickle is damaged, of another protocol, or a bomb.
     """
-    machines = []
+    machines, ends = [], [0]
+    storages: dict[str, tuple[int, int]] = {}
     num_left = _MAX_INSTRUCTIONS
     try:
         for stream in _pickles(container):
             machine = _Machine(len(container.pickle or container.data) * _WORK_PER_BYTE + _WORK_FLOOR)
             machines.append(machine)
             num_left -= _run(machine, stream, num_left)
-            _check_storages(machine.storages, container)
+            storages |= _check_storages(machine.storages, container)
+            ends.append(stream.tell())
     except (ValueError, LookupError, EOFError) as error:
         raise damaged("its table of contents breaks off or makes no sense") from error
     unknown = sorted({name for machine in machines for name in machine.globals if not _is_known(name)})
     others = {machine.protocol for machine in machines} - {_PROTOCOL}
     if others and not unknown:
         raise _unreadable(max(others))
-    return unknown
+    return Scan(unknown=tuple(unknown), storages=storages, ends=tuple(ends))
 
 
 def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
@@ -172,29 +198,31 @@ def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, o
 
 
 def _is_known(name: str) -> bool:
-    if name in _TORCH_GLOBALS or name in STAND_INS or is_container(name):
-        return True
     module, _, attribute = name.rpartition(".")
-    if module not in ("torch", "torch.cuda"):
-        return False
-    is_type = isinstance(getattr(torch, attribute, None), (torch.dtype, torch.qscheme))
-    return is_type or attribute in _STORAGE_ITEM_NBYTES
+    is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
+    return is_storage or name in _TORCH_GLOBALS | _TORCH_VALUES or name in STAND_INS or is_container(name)
 
 
-def _check_storages(used: list[_Value], container: Container) -> None:
+def _item_nbytes(storage: str) -> int:
+    """The bytes of an element, told by the bits in the dtype's name; 0 for what is no storage."""
+    bits = re.search(r"\d+", STORAGE_DTYPES.get(storage, "0"))
+    return max(int(bits[0]) // 8, int(storage in STORAGE_DTYPES)) if bits else 1  # a bool's
+
+
+def _check_storages(used: list[_Value], container: Container) -> dict[str, tuple[int, int]]:
     """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
-    sizes: dict[str | None, int] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     members = container.storages
     for storage in used:
         _, kind, key, _, numel, *_ = storage.items or ()
-        item_nbytes = _STORAGE_ITEM_NBYTES.get(str(kind.global_name).rpartition(".")[2], 0)
-        nbytes = (numel.number or 0) * item_nbytes
+        nbytes = (numel.number or 0) * _item_nbytes(str(kind.global_name).rpartition(".")[2])
         member = members.get(str(key.text)) if container.members is not None else None
         if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
             raise damaged("the data of a tensor is missing or of another size")
-        sizes[key.text] = nbytes
-    if sum(sizes.values()) > container.nbytes:
+        sizes[str(key.text)] = numel.number or 0, nbytes
+    if sum(nbytes for _, nbytes in sizes.values()) > container.nbytes:
         raise damaged("the data of a tensor is missing or of another size")
+    return sizes
 
 
 class _Machine:
@@ -288,9 +316,9 @@ class _Machine:
 def _describe(opcode: str, operands: list[_Value], argument: object, size: int) -> _Value:
     """The value that an opcode makes out of its operands and the literal beside it."""
     if opcode in ("GLOBAL", "INST"):
-        return _Value(size, global_name=_join(*str(argument).split(" ", 1)))
+        return _Value(size, global_name=join_name(*str(argument).split(" ", 1)))
     if opcode == "STACK_GLOBAL":
-        return _Value(size, global_name=_join(*(operand.text or "?" for operand in operands)))
+        return _Value(size, global_name=join_name(*(operand.text or "?" for operand in operands)))
     if opcode in _TUPLES:
         return _Value(size, items=tuple(operands), odd=1 + sum(operand.odd for operand in operands))
     if isinstance(argument, str):
@@ -316,7 +344,8 @@ def _begins_with_rebuild(arguments: _Value) -> bool:
     return function is not None and function.startswith(_REBUILDS)
 
 
-def _join(module: str, name: str) -> str:
+def join_name(module: str, name: str) -> str:
+    """The name of a global, as Python 3 knows it."""
     return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
 

@@ -13,7 +13,7 @@ from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
 
 
-class _Fields(dict[str, Any]):
+class ContainerFields(dict[str, Any]):
     """Stands for an object whose state is the mapping of its attributes."""
 
     kind = ""
@@ -30,7 +30,7 @@ class _Fields(dict[str, Any]):
         return state
 
 
-class _UserDict(_Fields):
+class _UserDict(ContainerFields):
     """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
 
     def _fields_in(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -38,7 +38,7 @@ class _UserDict(_Fields):
         return data if isinstance(data, Mapping) else {}
 
 
-class _PackedSequence(_Fields):
+class _PackedSequence(ContainerFields):
     """Stands for torch's named tuple of that name, called with its fields."""
 
     def __new__(cls, *values: Any) -> _PackedSequence:
@@ -48,7 +48,7 @@ class _PackedSequence(_Fields):
         return made
 
 
-def _of_kind(base: type[_Fields], kind: str) -> type[_Fields]:
+def _of_kind(base: type[ContainerFields], kind: str) -> type[ContainerFields]:
     return type(base.__name__, (base,), {"kind": kind})
 
 
@@ -63,25 +63,17 @@ CONTAINERS: dict[str, Callable[..., object]] = {
     "transformers.tokenization_utils_base.BatchEncoding": _of_kind(_UserDict, "transformers.BatchEncoding"),
     "transformers.feature_extraction_utils.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
-    "tokenizers.Encoding": _Fields,
-    "types.SimpleNamespace": _of_kind(_Fields, "types.SimpleNamespace"),
+    "tokenizers.Encoding": ContainerFields,
+    "types.SimpleNamespace": _of_kind(ContainerFields, "types.SimpleNamespace"),
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
-    "a model's output": _make_output,  # a name that no pickle can ask for; the callable has to be among the values
 }
+
+
+def find_container(name: str) -> Callable[..., object] | None:
+    """What rebuilds the class of this name; every class of a model's output is known."""
+    return _make_output if _MODEL_OUTPUT.fullmatch(name) else CONTAINERS.get(name)
 
 
 def is_container(name: str) -> bool:
     """Whether a class of this name is rebuilt here."""
-    return name in CONTAINERS or _MODEL_OUTPUT.fullmatch(name) is not None
-
-
-class StandIns(dict[str, Callable[..., object]]):
-    """The names that a pickle may ask for with what stands for each; every class of a model's output is one."""
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and is_container(name))
-
-    def __missing__(self, name: str) -> Callable[..., object]:
-        if not is_container(name):
-            raise KeyError(name)
-        return _make_output
+    return find_container(name) is not None

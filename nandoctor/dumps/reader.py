@@ -1,34 +1,38 @@
 """Reads a dump from a file that nobody vouches for.
 
 Three checks run before anything is built: the container must be plain (nothing compressed, nothing twice, nothing
-beyond its end), the pickle must name nothing unknown and multiply nothing, and torch's weights-only unpickler builds
-the rest from the bytes that were checked, with stand-ins for numpy.
+beyond its end), the pickle must name nothing unknown and multiply nothing, and the bytes that were checked are built
+from a table of what each name stands for.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container, open_part
-from nandoctor.dumps.numpy_pickle import is_dense
-from nandoctor.dumps.pickle_scan import unknown_globals
+from nandoctor.dumps.pickle_scan import Scan, scan_pickle
 from nandoctor.dumps.recorded_format import is_recorded
-from nandoctor.dumps.shards import join_shards
 from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief, brief_list, byte_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from nandoctor.dumps.tensors import TorchValues
+    from nandoctor.dumps.unpickle import Values
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
 
@@ -47,11 +51,34 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
             holds no weights.
     """
     location = Path(path)
-    try:
+    with _named(location):
         refuse_part(location)
         return _read(location, trust=trust)
+
+
+def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+    """Read the file for `summarize` alone; what stands for its tensors takes no torch, as long as all are dense.
+
+    Raises:
+        DumpError: as `read_dump`.
+    """
+    location = Path(path)
+    with _named(location):
+        refuse_part(location)
+        container, scan = _open(location, trust=trust)
+        if scan is not None:
+            with suppress(DumpError):  # torch knows better what is wrong
+                return _make_dump(container, scan, StoredValues(container.data))
+        return _make_dump(container, scan, _torch_values(container))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A context whose errors tell the path."""
+    try:
+        yield
     except DumpError as error:
-        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
+        raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error
 
 
 def read_state(path: Path) -> Mapping[str, torch.Tensor]:
@@ -74,9 +101,7 @@ def read_part(path: Path, offset: int, nbytes: int) -> object:
         OSError: the file cannot be read.
     """
     container = open_part(path, offset, nbytes)
-    if unknown := unknown_globals(container):
-        raise _refuse(unknown)
-    return _load(container, trust=False)[0]
+    return _load(container, _scan(container), _torch_values(container))[0]
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
@@ -86,30 +111,45 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
         DumpError: as `read_dump`, or there are no arrays in the file.
     """
     location = Path(path)
-    try:
-        container, saved, _ = _open(location, trust=False)
-        contents = sort_contents(saved, container.nbytes)
+    with _named(location):
+        container, scan = _open(location, trust=False)
+        values = _torch_values(container)
+        contents = sort_contents(_load(container, scan, values)[0], container.nbytes, values)
         if not contents.arrays:
             raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
-    except DumpError as error:
-        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
     scalars = {**contents.scalars, **dump.scalars}
     return replace(dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=None, layout="plain")
 
 
-def _open(path: Path, *, trust: bool) -> tuple[Container, Any, Provenance]:
-    """What was saved, after the checks that nothing runs before."""
+def _open(path: Path, *, trust: bool) -> tuple[Container, Scan | None]:
+    """The file, after the checks that nothing runs before; none are made of one that is trusted."""
     container = open_container(path)
-    if not trust and (unknown := unknown_globals(container)):
-        raise _refuse(unknown)
-    return container, *_load(container, trust=trust)
+    return container, None if trust else _scan(container)
+
+
+def _scan(container: Container) -> Scan:
+    scan = scan_pickle(container)
+    if scan.unknown:
+        raise _refuse(scan.unknown)
+    return scan
+
+
+def _torch_values(container: Container) -> TorchValues:
+    from nandoctor.dumps.tensors import TorchValues
+
+    return TorchValues(container.data)
 
 
 def _read(path: Path, *, trust: bool) -> Dump:
-    container, saved, provenance = _open(path, trust=trust)
+    container, scan = _open(path, trust=trust)
+    return _make_dump(container, scan, _torch_values(container))
+
+
+def _make_dump(container: Container, scan: Scan | None, values: Values) -> Dump:
+    saved, provenance = _load(container, scan, values)
     if is_recorded(saved):
-        return _make_recorded(container, saved, provenance)
-    contents = sort_contents(saved, container.nbytes)
+        return _make_recorded(container, saved, provenance, values)
+    contents = sort_contents(saved, container.nbytes, values)
     if not (contents.states or contents.arrays):
         names = [*contents.scalars, *contents.left_out]
         raise DumpError(
@@ -119,9 +159,9 @@ def _read(path: Path, *, trust: bool) -> Dump:
     state_name = choose_state(contents.states) if contents.states else ""
     state, prefix = strip_wrappers(contents.states.get(state_name, {}))
     if is_stub(state):
-        raise stub_error(path.parent)
+        raise stub_error(container.path.parent)
     return Dump(
-        path=path,
+        path=container.path,
         nbytes=container.nbytes,
         layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
         state=state,
@@ -138,9 +178,9 @@ def _read(path: Path, *, trust: bool) -> Dump:
     )
 
 
-def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> Dump:
-    whole = join_shards(saved, container.path, _load_recorded)
-    contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved))
+def _make_recorded(container: Container, saved: Any, provenance: Provenance, values: Values) -> Dump:
+    whole = _join_shards(saved, container.path, values)
+    contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved), values)
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
@@ -158,6 +198,17 @@ def _make_recorded(container: Container, saved: Any, provenance: Provenance) -> 
     )
 
 
+def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:
+    """The contents with the weights whole."""
+    if saved.get("shards") is None:
+        return cast(Mapping[str, Any], saved)
+    if isinstance(values, StoredValues):
+        raise NeedsTorchError("whole weights of parts")
+    from nandoctor.dumps.shards import join_shards
+
+    return join_shards(saved, path, _load_recorded)
+
+
 def _num_bytes(saved: Mapping[str, Any]) -> int:
     """What the weights take; those joined of several files are larger than the one that was asked for."""
     state = saved.get("state_dict")
@@ -167,7 +218,8 @@ def _num_bytes(saved: Mapping[str, Any]) -> int:
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:
     """What another rank recorded of the step; nothing that it says is run, and so nothing has to vouch for it."""
-    _, saved, _ = _open(path, trust=False)
+    container, scan = _open(path, trust=False)
+    saved, _ = _load(container, scan, _torch_values(container))
     if not is_recorded(saved):
         raise DumpError(
             f"{brief(path.name)} beside it was not written by the recorder.",
@@ -177,10 +229,12 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:
+def _load(container: Container, scan: Scan | None, values: Values) -> tuple[object, Provenance]:
     try:
-        if not trust:
-            return load_pickle(container)
+        if scan is not None:
+            return load_pickle(container, scan, values)
+        import torch
+
         mapped = container.members is not None
         return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False), Provenance()
     except DumpError:
@@ -192,14 +246,16 @@ def _load(container: Container, *, trust: bool) -> tuple[object, Provenance]:
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
                 remedy="Read it where there is more memory, or end what else runs there.",
             ) from error
-        if trust:
+        if scan is None:
             raise DumpError(
                 f"torch.load failed, although the file was trusted ({detail}).",
                 remedy="Run where the file's own classes can be imported, with the versions that wrote it.",
             ) from error
+        from importlib.metadata import version
+
         raise DumpError(
             f"torch cannot rebuild its tensors ({detail}).",
-            remedy=f"The file is damaged, then copy it again; or a torch newer than {torch.__version__} wrote it.",
+            remedy=f"The file is damaged, then copy it again; or a torch newer than {version('torch')} wrote it.",
         ) from error
 
 
@@ -209,7 +265,7 @@ def _first_line(error: Exception) -> str:
     return brief(": ".join([type(error).__name__, *message.splitlines()[:1]]))
 
 
-def _refuse(unknown: list[str]) -> DumpError:
+def _refuse(unknown: Sequence[str]) -> DumpError:
     listed = brief_list(unknown)
     if any(name.startswith("torch.distributed.") for name in unknown):
         return DumpError(

@@ -8,17 +8,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from nandoctor.dumps.numpy_pickle import is_dense
+from nandoctor.dumps.stored_tensor import StoredTensor, is_bytes, is_dense, is_tensor
 from nandoctor.dumps.trees import check_depth, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.source_files import SourceHash
-from nandoctor.text import brief
+from nandoctor.text import brief, dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "nandoctor.dump/1"
 MAX_SAMPLED = 64
@@ -29,6 +32,7 @@ _AS_WRITTEN = "Take the file as the recorder wrote it."
 T = TypeVar("T")
 
 Take = Callable[[str, Any], str]
+CheckState = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +179,10 @@ def is_recorded(saved: object) -> bool:
     return True
 
 
-def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
+def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState) -> Recorded:
     """Everything but weights and random states of tensors; `take(name, tensor)` keeps an array and tells its name.
+
+    `check_state` refuses what is no state of a generator.
 
     Raises:
         DumpError: a part of it is not what the format says.
@@ -189,7 +195,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take) -> Recorded:
             remedy=f"Record steps of at most {_MAX_CALLS:,} calls.",
         )
     return Recorded(
-        calls=tuple(_read_call(call, index, take) for index, call in enumerate(calls)),
+        calls=tuple(_read_call(call, index, take, check_state) for index, call in enumerate(calls)),
         method=_read_method(saved),
         watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
         batch=name_tensors(saved.get("batch"), "batch", take),
@@ -242,7 +248,7 @@ def _read_method(saved: Mapping[str, Any]) -> str:
     return "" if method == "forward" else method
 
 
-def _read_call(call: Any, index: int, take: Take) -> Call:
+def _read_call(call: Any, index: int, take: Take, check_state: CheckState) -> Call:
     name = f"input{index or ''}"
     fields = _check(call, dict, "calls")
     names, args = get(fields, "names", list, []), get(fields, "args", tuple, ())
@@ -254,16 +260,16 @@ def _read_call(call: Any, index: int, take: Take) -> Call:
     named = {str(key): name_tensors(value, f"{name}.{key}", take) for key, value in kwargs.items()}
     wanted = {place for place in get(fields, "differentiable", list, []) if isinstance(place, int)}
     differentiable = tuple(slot for place, slot in enumerate(slots([packed, named])) if place in wanted)
-    random = _read_random(get(fields, "rng", dict, {}))
+    random = _read_random(get(fields, "rng", dict, {}), check_state)
     return Call(args=tuple(packed), kwargs=named, random=random, differentiable=differentiable)
 
 
-def _read_random(fields: Mapping[str, Any]) -> RandomStates | None:
+def _read_random(fields: Mapping[str, Any], check_state: CheckState) -> RandomStates | None:
     if not fields:
         return None
-    found = (get(fields, name, torch.Tensor, None) for name in ("torch", "cuda"))
+    found = (_get_tensor(fields, name) for name in ("torch", "cuda"))
     return RandomStates(
-        torch_states=tuple(check_state(state) for state in found if is_dense(state) and state.dtype == torch.uint8),
+        torch_states=tuple(check_state(state) for state in found if is_bytes(state)),
         numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
         python_state=_read_python(get(fields, "python", dict, {})),
     )
@@ -319,9 +325,9 @@ def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
 
 
 def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
-    at, values = (_check(fields.get(name), torch.Tensor, "samples") for name in ("at", "values"))
-    plain = all(tensor.layout is torch.strided and tensor.dim() == 1 for tensor in (at, values))
-    if not plain or at.dtype != torch.int64 or at.shape != values.shape or at.numel() > MAX_SAMPLED:
+    at, values = (_check_tensor(fields.get(name), "samples") for name in ("at", "values"))
+    plain = all(str(tensor.layout) == "torch.strided" and tensor.dim() == 1 for tensor in (at, values))
+    if not plain or dtype_name(at.dtype) != "int64" or at.shape != values.shape or at.numel() > MAX_SAMPLED:
         raise DumpError("a sample of a weight in it is none.", remedy=_AS_WRITTEN)
     return WeightSample(at=at, values=values)
 
@@ -343,33 +349,16 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
 _REFERENCE_TEXTS = "module name file sha256 config config_file config_sha256 attention structure".split()
 
 
-def check_state(state: torch.Tensor) -> torch.Tensor:
-    """The state of a torch generator.
-
-    Raises:
-        DumpError: it has the size of a CPU generator's state, and is none.
-    """
-    try:
-        if state.numel() > state.untyped_storage().nbytes():
-            raise _no_state("torch")  # it claims more bytes than there are
-        plain = torch.Tensor.contiguous(state.detach())
-        if plain.numel() == torch.Generator().get_state().numel():
-            torch.Generator().set_state(plain)
-    except (RuntimeError, TypeError) as error:
-        raise _no_state("torch") from error
-    return plain
-
-
 def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not fields:
         return None
-    keys = _words(fields, "keys", 624).to(torch.int64).numpy().astype("uint32")
+    keys = _words(fields, "keys", 624).astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
     state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
     try:
         np.random.RandomState().set_state(state)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _no_state("numpy") from error
+        raise no_state("numpy") from error
     return state
 
 
@@ -381,17 +370,27 @@ def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     try:
         random.Random().setstate(state)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _no_state("Python") from error
+        raise no_state("Python") from error
     return state
 
 
-def _no_state(whose: str) -> DumpError:
+def no_state(whose: str) -> DumpError:
+    """The error for what claims to be the state of a random generator."""
     return DumpError(f"what it holds as the state of {whose}'s random generator is none.", remedy=_AS_WRITTEN)
 
 
-def _words(fields: Mapping[str, Any], name: str, number: int) -> torch.Tensor:
+def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
     """The words of a Mersenne twister, whose number its owner would complain about at replay."""
-    words = get(fields, name, torch.Tensor, None)
-    if not is_dense(words) or words.shape != (number,) or words.dtype != torch.int64:
+    words = _get_tensor(fields, name)
+    if not is_dense(words) or words.shape != (number,) or dtype_name(words.dtype) != "int64":
         raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=_AS_WRITTEN)
-    return words
+    return words.numpy()
+
+
+def _get_tensor(fields: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    value = fields.get(name)
+    return None if value is None else _check_tensor(value, name)
+
+
+def _check_tensor(value: Any, name: str) -> torch.Tensor:
+    return value if is_tensor(value) else cast("torch.Tensor", _check(value, StoredTensor, name))

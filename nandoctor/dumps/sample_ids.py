@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import stored_values
+from nandoctor.dumps.tensors import stored_values
 from nandoctor.dumps.trees import Slot
 from nandoctor.evidence.triage import SampleId
 from nandoctor.text import brief

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nandoctor.dumps.numpy_pickle import is_dense
 from nandoctor.dumps.recorded_format import get
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
 

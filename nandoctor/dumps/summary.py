@@ -5,20 +5,21 @@ No code of the file is run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import comparable_values
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Role
 from nandoctor.text import brief, brief_list, dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 _BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
@@ -63,7 +64,7 @@ def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary,
 
 
 def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySummary:
-    num_nan, num_posinf, num_neginf = count_nonfinite(tensor)
+    num_nan, num_posinf, num_neginf = _count_nonfinite(tensor)
     return ArraySummary(
         name=name,
         shape=tuple(tensor.shape),
@@ -75,15 +76,12 @@ def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySumma
     )
 
 
-def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
-    values = comparable_values(tensor.detach())  # a saved output may still require its gradient
-    if not values.is_floating_point() or not values.numel():
-        return 0, 0, 0
-    # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
-    if all(math.isfinite(bound) for bound in torch.aminmax(values)):
-        return 0, 0, 0
-    return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())
+def _count_nonfinite(tensor: torch.Tensor | StoredTensor) -> tuple[int, int, int]:
+    if isinstance(tensor, StoredTensor):
+        return tensor.count_nonfinite()
+    from nandoctor.dumps.tensors import count_nonfinite
+
+    return count_nonfinite(tensor)
 
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
@@ -122,7 +120,7 @@ def _notes(dump: Dump) -> Iterator[str]:
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     for name, state in dump.other_states.items():
-        if nonfinite := [key for key, tensor in state.items() if any(count_nonfinite(tensor))]:
+        if nonfinite := [key for key, tensor in state.items() if any(_count_nonfinite(tensor))]:
             yield f"Non-finite weights lie under {name!r} as well: {brief_list(nonfinite)}."
     if dump.left_out:
         yield f"Not read: {brief_list(dump.left_out)}."

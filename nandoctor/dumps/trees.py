@@ -1,32 +1,20 @@
-"""Arguments, batches and outputs as trees of plain containers, for a file that any torch can read."""
+"""Arguments, batches and outputs in a file: trees of plain containers, with a name in the place of each tensor."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from keyword import iskeyword
-from types import FunctionType, MethodType, ModuleType
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch.nn.utils.rnn import PackedSequence
-
+from nandoctor.dumps.stored_tensor import types_of
 from nandoctor.errors import DumpError
-from nandoctor.torch_compat import unwrap, version_of
 
-_NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
-PLAIN: tuple[type[Any], ...] = (bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
 KIND = "<type>"
 """Beside the fields of what is no plain container: the class that it was of."""
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
-_NAMED_TUPLE = "tuple:"
-_MAX_OBJECTS = 1000
 MAX_NAME = 512
-_MAX_DEPTH = 16
-_NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
+MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,185 +24,20 @@ class Slot:
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """A tree of plain containers; `notes` tell what could not go in, or changed its type.
-
-    `tensors` are its tensors, each with its version at that time: a later one was overwritten. `differentiable` are the
-    places among them of those that gradients were wanted of. `hidden`: it had tensors that `torch.func.vmap` handed
-    out, which cannot be kept.
-    """
-
-    tree: Any
-    notes: tuple[str, ...] = ()
-    tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
-    differentiable: tuple[int, ...] = ()
-    hidden: bool = False
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether a tensor of the tree was written to since it was packed."""
-        return any(version_of(tensor) != version for tensor, version in self.tensors)
-
-
-def copied(packed: Packed) -> Packed:
-    """The same with tensors of its own, which nobody writes to; as it is if somebody has done so already."""
-    if packed.overwritten:
-        return packed
-    copies: list[torch.Tensor] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor.clone())
-        return copies[-1]
-
-    tree = map_tensors(packed.tree, copy)
-    return replace(packed, tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in copies))
-
-
-def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
-    """The value in plain containers, tensors detached and not copied; `name` is what notes call it.
-
-    With `kinds` what is no plain container keeps the name of its class, and what has tensors as attributes is packed
-    too: `fill` makes something of it that has the same fields.
-    """
-    packer = _Packer(kinds=kinds)
-    tree = packer.pack(value, name, 0)
-    versions = tuple((tensor, version_of(tensor)) for tensor in packer.tensors)
-    return Packed(
-        tree=tree,
-        notes=tuple(packer.notes),
-        tensors=versions,
-        differentiable=tuple(packer.differentiable),
-        hidden=packer.hidden,
-    )
-
-
-@dataclass(slots=True)
-class _Packer:
-    kinds: bool = False
-    entered: dict[int, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    differentiable: list[int] = field(default_factory=list)
-    hidden: bool = False
-
-    def pack(self, value: Any, name: str, depth: int) -> Any:
-        before = [(kept, len(kept)) for kept in (self.notes, self.tensors, self.differentiable)]
-        try:
-            return self._pack(value, name, depth)
-        except Exception:  # an object of the training's that does not like to be looked at
-            for kept, length in before:
-                del kept[length:]
-            return self._leave_out(value, name)
-
-    def _pack(self, value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._take_tensor(value, name)
-        if type(value) in PLAIN:
-            return value
-        for kind in _NUMBERS_AND_TEXT:
-            if isinstance(value, kind):  # of a class of its own, which no reader would import
-                return kind(value)
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
-            return self._take(torch.from_numpy(np.array(value)))
-        return self._pack_container(value, name, depth) if depth < _MAX_DEPTH else self._leave_out(value, name)
-
-    def _take_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        plain = unwrap(tensor)
-        if plain.shape != tensor.shape:
-            self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
-            self.hidden = True
-            return None
-        if tensor.requires_grad:
-            self.differentiable.append(len(self.tensors))
-        return self._take(plain.detach())
-
-    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.tensors.append(tensor)
-        return tensor
-
-    def _pack_container(self, value: Any, name: str, depth: int) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
-        fields = value if type(value) is dict else _fields(value)
-        if fields is None and self.kinds:
-            return self._pack_object(value, name, depth)
-        if fields is None or not all(isinstance(key, (str, int)) for key in fields):
-            return self._leave_out(value, name)
-        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
-        is_named_tuple = isinstance(value, tuple)
-        if type(value) is not dict and not (self.kinds and is_named_tuple):
-            self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
-        if type(value) is dict or not self.kinds:
-            return packed
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return {**packed, KIND: f"{_NAMED_TUPLE}{kind}" if is_named_tuple else kind}
-
-    def _pack_object(self, value: Any, name: str, depth: int) -> Any:
-        """The attributes of an object that has tensors among them: a batch of graphs, say."""
-        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else _attributes(value)
-        self.entered[id(value)] = value
-        if not fields:
-            return self._leave_out(value, name)
-        num_notes, num_tensors = len(self.notes), len(self.tensors)
-        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
-        if len(self.tensors) == num_tensors:
-            del self.notes[num_notes:]
-            return self._leave_out(value, name)
-        self.notes.append(f"{name}: kept as the fields of a {type(value).__qualname__}, without its methods")
-        return {**packed, KIND: f"{type(value).__module__}.{type(value).__qualname__}"}
-
-    def _leave_out(self, value: Any, name: str) -> None:
-        self.notes.append(f"{name}: a {type(value).__qualname__}, which is neither a tensor nor plain data")
-
-
-def _fields(value: Any) -> dict[Any, Any] | None:
-    """What a container holds by name; None where it is none."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: getattr(value, name) for name in value._fields}
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: getattr(value, entry.name, None) for entry in dataclasses.fields(value)}
-    return None
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name: its items where it has keys, else its attributes; None for code."""
-    if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
-        return None
-    if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
-        return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - no mapping, it has keys alone
-    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    names += getattr(value, "__dict__", {})
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The tree with `change` applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if type(tree) is dict:
-        return {key: map_tensors(item, change) for key, item in tree.items()}
-    return type(tree)(map_tensors(item, change) for item in tree) if type(tree) in (list, tuple) else tree
-
-
 def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: int = 0) -> Any:
     """The tree with a `Slot` for each tensor, under the name that `take(name, tensor)` answers.
 
     Raises:
         DumpError: the tree nests without end, or holds what no writer of dumps puts there.
     """
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, dict):
         keys = [_check_key(key, name) for key in tree]
         return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}
     if type(tree) in (list, tuple):
         return type(tree)(name_tensors(item, f"{name}.{i}", take, depth + 1) for i, item in enumerate(tree))
-    if isinstance(tree, PLAIN):
+    if isinstance(tree, (*_PLAIN, *types_of("dtype", "device", "Size"))):
         return tree
     return Slot(name=take(name, tree))
 
@@ -235,25 +58,13 @@ def check_depth(tree: Any, name: str, depth: int = 0) -> None:
     Raises:
         DumpError: they nest without end.
     """
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, Mapping):
         tree = [*tree, *tree.values()]
     if isinstance(tree, (list, tuple)):
         for item in tree:
             check_depth(item, name, depth + 1)
-
-
-def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """The tree with each `Slot` replaced by its tensor, and devices by the one of this replay."""
-    if isinstance(tree, Slot):
-        return tensors[tree.name]
-    if isinstance(tree, torch.device):
-        return device
-    if type(tree) is dict:
-        filled = {key: fill(item, tensors, device) for key, item in tree.items() if key != KIND}
-        return _rebuild(tree[KIND], filled) if isinstance(tree.get(KIND), str) else filled
-    return type(tree)(fill(item, tensors, device) for item in tree) if type(tree) in (list, tuple) else tree
 
 
 def slots(tree: Any) -> Iterator[str]:
@@ -271,29 +82,3 @@ def slots(tree: Any) -> Iterator[str]:
 def is_plain_dict(tree: Any) -> bool:
     """Whether a tree is a dict as it was saved, and does not stand for an object."""
     return isinstance(tree, dict) and KIND not in tree
-
-
-class Fields(dict[str, Any]):
-    """Stands at the replay for an object of which the dump has the fields: they are items and attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        raise AttributeError(f"the dump has no {name!r} of this object, only its fields: {', '.join(self)}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def to(self, *_: Any, **__: Any) -> Fields:
-        """Stay: everything is on the device of the replay."""
-        return self
-
-
-def _rebuild(kind: str, fields: dict[str, Any]) -> Any:
-    """What has the same fields as an object of that class; code of the class is not run."""
-    if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
-        return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})
-    if kind.startswith(_NAMED_TUPLE) and all(name.isidentifier() and not iskeyword(name) for name in fields):
-        made = namedtuple("Fields", list(fields), rename=True)  # type: ignore[misc]  # the names are the file's
-        return made(*fields.values())
-    return Fields(fields)

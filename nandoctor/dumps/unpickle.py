@@ -1,98 +1,184 @@
 """Builds what the pickle of a dump describes, from the very bytes that were scanned.
 
-torch's weights-only unpickler does the work. It is given the tensors' data by place, for `torch.load` would look the
-members up by rules of its own.
+A name in the pickle finds what stands in a table here or nothing: records, plain containers, and either tensors or, to
+look at a file without torch, what stands for them. `torch.load` would look the members up by rules of its own.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, cast
-
-import torch
-from torch.storage import TypedStorage, UntypedStorage
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, ClassVar, Protocol
 
 from nandoctor.dumps.file_type import Container
-from nandoctor.dumps.numpy_pickle import STAND_INS
-from nandoctor.dumps.pickled_containers import CONTAINERS, StandIns
+from nandoctor.dumps.numpy_pickle import STAND_INS, PickledArray, PickledDtype
+from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
+from nandoctor.dumps.pickled_containers import ContainerFields, find_container
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
-from nandoctor.dumps.zip_members import Member, damaged
-from nandoctor.process_wide import Patch, Shared, patched
-from nandoctor.torch_compat import sparse_indices, sparse_values, unpickle_weights
-from nandoctor.torch_places import ALLOWED_GLOBALS
+from nandoctor.dumps.zip_members import Member
 
-# A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
-_ALIGNMENT = 16
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_STAND_INS = StandIns({**STAND_INS, **CONTAINERS})
-
-
-def load_pickle(container: Container) -> tuple[object, Provenance]:
-    """Build the object, with `DumpError` or whatever torch raises where the file contradicts itself."""
-    with _only_stand_ins():
-        if container.members is None:
-            file: Any = container.data  # a mmap reads and seeks
-            saved: object = torch.load(file, map_location=_fixed, weights_only=True)
-            provenance = Provenance()
-        else:
-            provenance = _judge(container)
-            data = torch.frombuffer(container.data, dtype=torch.uint8).untyped_storage()
-            saved = unpickle_weights(container.pickle, _storage_reader(container.storages, data))
-    _make_sound(saved)
-    return saved, provenance
+# What torch.save writes, by pickle protocol 2.
+_OPCODES = (
+    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BINPERSID),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_COUNT_NBYTES = 8
 
 
-def _make_sound(saved: object) -> None:
-    """Take off the attributes that a pickle gave to tensors and mappings: one called "numel" hides the method.
+class _Kind:
+    """Stands for a class that only names another's: everything is a plain tensor here."""
+
+
+def _rebuild_plain(tensor: object, *_: object) -> object:
+    """A parameter, with whatever attributes it had, as the tensor that it holds."""
+    return tensor
+
+
+def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
+    """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
+    return rebuild(*arguments)
+
+
+_PLAIN: Mapping[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "builtins.set": set,
+    "builtins.complex": complex,
+    "_codecs.encode": str.encode,
+    "torch.Tensor": _Kind,
+    "torch.nn.parameter.Parameter": _Kind,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_by,
+    "torch._utils._rebuild_parameter": _rebuild_plain,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_plain,
+}
+
+
+class Arrays(Protocol):
+    """What handles the tensors and arrays of a file: torch, or what looks at them without it."""
+
+    def adopt(self, value: Any) -> Any:
+        """A tensor as it is used further, or an array as one."""
+
+    def num_stored(self, tensor: Any) -> int:
+        """The numbers that are kept for its elements."""
+
+    def check_state(self, state: Any) -> Any:
+        """The state of a torch generator; `DumpError` where it has the size of one and is none."""
+
+
+class Values(Arrays, Protocol):
+    """What makes the values of torch that a pickle describes."""
+
+    def storage(self, member: Member, dtype: str) -> object:
+        """The data of tensors."""
+
+    def find(self, name: str) -> object:
+        """The class, function or value of torch of that name, or what stands for it."""
+
+
+def load_pickle(container: Container, scan: Scan, values: Values) -> tuple[object, Provenance]:
+    """Build the object, with `DumpError` or whatever its parts raise where the file contradicts itself."""
+    if container.members is not None:
+        provenance = _judge(container)
+        return _Unpickler(container.pickle, values, container.storages).load(), provenance
+    begin, end = scan.ends[-3:-1]
+    members = _legacy_storages(container, scan, values)
+    return _Unpickler(container.data[begin:end], values, members).load(), Provenance()
+
+
+def _legacy_storages(container: Container, scan: Scan, values: Values) -> dict[str, Member]:
+    """Where the data of tensors lies in a file of the older format: as its last pickle lists them, each after a count.
 
     Raises:
-        RuntimeError: a sparse tensor has elements outside of it.
+        EOFError, ValueError: it does not.
     """
-    waiting, seen = [saved], set[int]()
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, (torch.Tensor, dict)):
-            getattr(item, "__dict__", {}).clear()
-        if isinstance(item, torch.Tensor) and item.layout in _SPARSE:
-            _check_sparse_indices(item)
-        if isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, (list, tuple, set)):
-            waiting += item
+    begin, end = scan.ends[-2:]
+    keys = _Unpickler(container.data[begin:end], values, {}).load()
+    if type(keys) is not list:
+        raise ValueError("no list of storages")
+    members = {}
+    for key in keys:
+        numel, nbytes = scan.storages[key]
+        if numel != int.from_bytes(container.data[end : end + _COUNT_NBYTES], "little"):
+            raise ValueError("a storage of another size")
+        members[key] = Member(offset=end + _COUNT_NBYTES, nbytes=nbytes)
+        end += _COUNT_NBYTES + nbytes
+    if end > container.nbytes:
+        raise EOFError
+    return members
 
 
-def _storage_reader(members: Mapping[str, Member], data: UntypedStorage) -> Callable[[Any], object]:
-    """What gives the unpickler the storage that the pickle names, each once."""
-    built: dict[str, TypedStorage] = {}
-
-    def read(reference: Any) -> TypedStorage:
-        _, kind, key, _, numel = reference
-        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
-        if key not in built:
-            member = members[key]
-            if numel * dtype.itemsize != member.nbytes:
-                raise damaged("the data of a tensor is missing or of another size")
-            make: Any = TypedStorage
-            built[key] = make(wrap_storage=_slice(data, member), dtype=dtype, _internal=True)
-        return built[key]
-
-    return read
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StorageKind:
+    dtype: str
 
 
-def _slice(data: UntypedStorage, member: Member) -> UntypedStorage:
-    storage: Any = data[member.offset : member.offset + member.nbytes]
-    return cast(UntypedStorage, _fixed(storage) if member.offset % _ALIGNMENT else storage)
+def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callable[[Any], None]:
+    """What obeys an instruction that puts items into a container, where that is of one of these kinds."""
+    obey = pickle._Unpickler.dispatch[opcode[0]]
+
+    def fill(unpickler: Any) -> None:
+        if type(find(unpickler)) not in kinds:
+            raise pickle.UnpicklingError("items for what is no container")
+        obey(unpickler)
+
+    return fill
 
 
-def _fixed(storage: Any, _location: str = "") -> Any:
-    """A copy that does not grow: torch makes a storage of its own as large as a tensor claims to be, not filled."""
-    values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return torch.from_numpy(values.numpy().copy()).untyped_storage()
+class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every instruction
+    """Obeys the instructions of torch.save alone, and gives a state to nothing but records and containers of ours."""
+
+    stack: list[Any]
+
+    def __init__(self, pickled: bytes, values: Values, members: Mapping[str, Member]) -> None:
+        super().__init__(BytesIO(pickled), encoding="utf-8")
+        self._values, self._members = values, members
+        self._storages: dict[str, object] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for the class or function."""
+        name = join_name(module, name)
+        found = _PLAIN.get(name) or STAND_INS.get(name) or find_container(name)
+        if found is not None:
+            return found
+        module, _, attribute = name.rpartition(".")
+        if module.startswith("torch") and attribute in STORAGE_DTYPES:
+            return _StorageKind(dtype=STORAGE_DTYPES[attribute])
+        return self._values.find(name)
+
+    def persistent_load(self, reference: Any) -> object:
+        """The data of tensors, each once."""
+        word, kind, key, _, _, *view = reference
+        if word != "storage" or any(view):
+            raise pickle.UnpicklingError("no storage of its own")
+        if key not in self._storages:
+            self._storages[key] = self._values.storage(self._members[key], kind.dtype)
+        return self._storages[key]
+
+    def load_build(self) -> None:
+        """Give a record its state; attributes of a mapping are of no use here, and one called "keys" hides a method."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, (PickledArray, PickledDtype, ContainerFields)):
+            made.__setstate__(state)
+        elif type(made) is not OrderedDict:
+            raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
+        pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
+        pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
+        pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
+    }
 
 
 def _judge(container: Container) -> Provenance:
@@ -107,62 +193,3 @@ def _judge(container: Container) -> Provenance:
     }
     signature = bytes(members.pop(name))
     return check_signature(signature, {**members, f"{container.folder}/data.pkl": container.pickle})
-
-
-class _Reading(threading.local):
-    """What this thread is doing."""
-
-    under_way = False
-
-
-_reading = _Reading()
-
-
-@contextmanager
-def _only_stand_ins() -> Iterator[None]:
-    """Allow this thread's unpickler numpy's names, as stand-ins, and nothing that the process has allowed by itself.
-
-    What other threads load meanwhile is judged by the process's own list, which stays as it is.
-    """
-    _reading.under_way = True
-    try:
-        with _allowed_by_thread:
-            yield
-    finally:
-        _reading.under_way = False
-
-
-def _allow_by_thread(allowed: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-    return lambda: _STAND_INS if _reading.under_way else allowed()
-
-
-_allowed_by_thread = Shared(lambda: patched([Patch(ALLOWED_GLOBALS, _allow_by_thread)]))
-
-
-def _check_sparse_indices(tensor: torch.Tensor) -> None:
-    """Check that the elements of a sparse tensor lie in it: torch loads any, and its kernels read and write there.
-
-    Raises:
-        DumpError: it claims more elements than the file holds, which would be counted through.
-        RuntimeError: one does not.
-    """
-    values = sparse_values(tensor)
-    _check_stored(values)
-    if tensor.layout is torch.sparse_coo:
-        is_coalesced = tensor.is_coalesced()
-        indices = sparse_indices(tensor)
-        _check_stored(indices)
-        torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True, is_coalesced=is_coalesced)
-        return
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    compressed, plain = (
-        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    _check_stored(compressed)
-    _check_stored(plain)
-    torch.sparse_compressed_tensor(compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True)
-
-
-def _check_stored(part: torch.Tensor) -> None:
-    if part.numel() * part.element_size() > part.untyped_storage().nbytes():
-        raise damaged("a sparse tensor claims more elements than it has")

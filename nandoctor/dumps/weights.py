@@ -19,6 +19,7 @@ from nandoctor.dumps.distributed_checkpoint import read_distributed
 from nandoctor.dumps.file_type import regular_size
 from nandoctor.dumps.reader import read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
+from nandoctor.dumps.tensors import TorchValues
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list
@@ -177,7 +178,7 @@ def _read_safetensors(path: Path) -> State:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
-    return check_weights(state, nbytes)
+    return check_weights(state, nbytes, TorchValues)
 
 
 def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:

@@ -12,9 +12,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nandoctor.dumps.numpy_pickle import COMPUTED_DTYPES
+from nandoctor.dumps.packing import map_tensors
 from nandoctor.dumps.signature import sign
-from nandoctor.dumps.trees import map_tensors
+from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
+from nandoctor.text import dtype_name
 
 try:
     import fcntl
@@ -186,7 +187,7 @@ class _HostCopies:
         """
         if tensor.is_nested:
             raise TypeError("no torch reads a nested tensor without running code that the file names")
-        if tensor.dtype not in COMPUTED_DTYPES and not tensor.is_quantized:
+        if dtype_name(tensor.dtype) not in COMPUTED_DTYPES and not tensor.is_quantized:
             raise TypeError("no reader takes what torch only stores")
         if tensor.is_mkldnn:
             tensor = tensor.to_dense()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
@@ -10,8 +11,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.renderers.facts import Fact
 from nandoctor.text import diff_kind, printable, printable_code
+
+if TYPE_CHECKING:
+    from nandoctor.renderers.facts import Fact
 
 _PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.backends import BACKENDS
+from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
-from nandoctor.dumps.trees import fill, slots
+from nandoctor.dumps.trees import slots
 from nandoctor.process_wide import generators_kept, is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.torch_compat import unobserved

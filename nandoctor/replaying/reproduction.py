@@ -12,8 +12,9 @@ import torch
 from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_plain_policy, make_policy
 from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import is_dense, stored_values, widened
 from nandoctor.dumps.recorded_format import Autocast
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.tensors import stored_values, widened
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FORMATS, FP16, FP32, FloatFormat
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import comparable_values
-from nandoctor.dumps.trees import Slot, fill, slots
+from nandoctor.dumps.packing import fill
+from nandoctor.dumps.tensors import comparable_values
+from nandoctor.dumps.trees import Slot, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
 from nandoctor.replaying.input_binding import required_names

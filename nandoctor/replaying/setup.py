@@ -17,8 +17,9 @@ from torch import nn
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.numpy_pickle import comparable_values
-from nandoctor.dumps.trees import fill, slots
+from nandoctor.dumps.packing import fill
+from nandoctor.dumps.tensors import comparable_values
+from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, private_memory, return_freed_memory

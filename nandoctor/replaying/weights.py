@@ -18,7 +18,7 @@ from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import strip_wrappers
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded, WeightSample
-from nandoctor.dumps.summary import count_nonfinite
+from nandoctor.dumps.tensors import count_nonfinite
 from nandoctor.dumps.weights import State, read_weights, sample_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file

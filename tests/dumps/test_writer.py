@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nandoctor.dumps.trees import Slot, fill, name_tensors, pack
+from nandoctor.dumps.packing import fill, pack
+from nandoctor.dumps.trees import Slot, name_tensors
 from nandoctor.dumps.writer import write_dump
 
 CAP = 1 << 30

@@ -225,12 +225,12 @@ def test_the_bytes_that_were_scanned_are_loaded(project, monkeypatch):
 
     torch.save({"state_dict": {"a.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "dump.pth")
     torch.save({"state_dict": {"b.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "other.pth")
-    scan = reader.unknown_globals
+    scan = reader.scan_pickle
 
     def scan_and_swap(container):
         found = scan(container)
         shutil.copy(project / "other.pth", project / "dump.pth")
         return found
 
-    monkeypatch.setattr(reader, "unknown_globals", scan_and_swap)
+    monkeypatch.setattr(reader, "scan_pickle", scan_and_swap)
     assert list(read_dump(project / "dump.pth").state) == ["a.weight"]

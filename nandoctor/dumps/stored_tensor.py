@@ -1,0 +1,257 @@
+"""What stands for torch's values where a file is only looked at, so that torch need not be imported."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nandoctor.dumps.numpy_pickle import NUMERIC_CODES, PickledArray
+from nandoctor.dumps.zip_members import Member
+from nandoctor.errors import DumpError
+from nandoctor.text import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+# How numpy reads each: what it does not know as whole numbers of the same size.
+_NUMPY_CODES = {
+    **{"float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8", "complex128": "c16", "bool": "?"},
+    **{"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"},
+    **{"uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8"},
+    **{"bfloat16": "u2", "float8_e5m2": "u1"},
+}
+_CHUNK = 1 << 18
+_GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
+
+COMPUTED_DTYPES = frozenset({*_NUMPY_CODES, "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+"""Those that torch not only stores: not the 4-bit types, the bits and the bare exponents."""
+
+
+class NeedsTorchError(DumpError):
+    """The file holds what only torch can make, or judge."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it takes torch to make {what}.", remedy="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDtype:
+    """Stands for a `torch.dtype`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredTensor:
+    """Stands for a dense tensor: its numbers, where they are in the file, and as much of torch's interface as is asked.
+
+    `raw` are the numbers as numpy can read them, those of bf16 and fp8 as whole numbers; `address` is where they begin.
+    """
+
+    raw: NDArray[Any]
+    dtype: StoredDtype
+    address: int
+
+    layout: ClassVar[str] = "torch.strided"
+    is_meta: ClassVar[bool] = False
+    is_nested: ClassVar[bool] = False
+    is_quantized: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes."""
+        return self.raw.shape
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements that it claims."""
+        return self.raw.nbytes
+
+    def dim(self) -> int:
+        """The number of sizes."""
+        return self.raw.ndim
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.raw.size
+
+    def element_size(self) -> int:
+        """The bytes of an element."""
+        return self.raw.itemsize
+
+    def stride(self) -> tuple[int, ...]:
+        """The steps in memory, in bytes."""
+        return self.raw.strides
+
+    def data_ptr(self) -> int:
+        """Where in the file it begins."""
+        return self.address
+
+    def is_floating_point(self) -> bool:
+        """Tell whether the elements are real floats."""
+        return "float" in self.dtype.name
+
+    def is_complex(self) -> bool:
+        """Tell whether the elements are complex."""
+        return self.raw.dtype.kind == "c"
+
+    def numpy(self) -> NDArray[Any]:
+        """The numbers, those of bf16 in fp32 and those of fp8 in fp16."""
+        return self._widen(self.raw)
+
+    def item(self) -> Any:
+        """The number, of one element."""
+        return self.numpy().item()
+
+    def count_nonfinite(self) -> tuple[int, int, int]:
+        """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+        parts = [self.raw.real, self.raw.imag] if self.is_complex() else [self.raw] * self.is_floating_point()
+        num_nan = num_posinf = num_neginf = 0
+        flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+        for part in parts:
+            for chunk in np.nditer(part, flags, buffersize=_CHUNK):  # expanded ones have more than the file
+                values = self._widen(np.asarray(chunk))
+                if not np.isfinite(values).all():
+                    num_nan += int(np.isnan(values).sum())
+                    num_posinf += int(np.isposinf(values).sum())
+                    num_neginf += int(np.isneginf(values).sum())
+        return num_nan, num_posinf, num_neginf
+
+    def _widen(self, raw: NDArray[Any]) -> NDArray[Any]:
+        """Either format is the upper half of a wider one."""
+        if self.dtype.name == "bfloat16":
+            return (raw.astype("u4") << 16).view("f4")
+        return (raw.astype("u2") << 8).view("f2") if self.dtype.name == "float8_e5m2" else raw
+
+
+StoredDtype.__name__, StoredTensor.__name__ = "dtype", "Tensor"  # for what is said of them
+
+
+def types_of(*names: str) -> tuple[type[Any], ...]:
+    """The classes of these names: those of torch where it is imported, and what stands for them."""
+    torch = sys.modules.get("torch")
+    own = tuple(kind for kind in (StoredDtype, StoredTensor) if kind.__name__ in names)
+    return (*own, *(attrgetter(name)(torch) for name in names if torch))
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether this is a tensor, or stands for one."""
+    return isinstance(value, types_of("Tensor"))
+
+
+def is_array(value: object) -> bool:
+    """Whether this is a tensor, or an array of numbers that torch knows: no objects, text, dates and records."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.str[1:] in NUMERIC_CODES
+    return value.code in NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
+
+
+def is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether this is a tensor with one number in memory for each element: neither sparse, quantized nor meta."""
+    return (
+        is_tensor(value)
+        and str(value.layout) == "torch.strided"
+        and not (value.is_meta or value.is_nested)
+        and dtype_name(value.dtype) in COMPUTED_DTYPES
+    )
+
+
+def is_bytes(value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether this is a dense tensor of bytes, as the states of random generators are."""
+    return is_dense(value) and dtype_name(value.dtype) == "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Storage:
+    data: memoryview
+    offset: int
+    dtype: StoredDtype
+
+
+class StoredValues:
+    """Makes what stands for the values of torch that a pickle describes; the data stays where it is in the file."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = memoryview(data)
+
+    def storage(self, member: Member, dtype: str) -> _Storage:
+        """The data of tensors."""
+        data = self._data[member.offset : member.offset + member.nbytes]
+        return _Storage(data=data, offset=member.offset, dtype=StoredDtype(name=dtype))
+
+    def find(self, name: str) -> object:
+        """What stands for the function or dtype of that name.
+
+        Raises:
+            NeedsTorchError: nothing does.
+        """
+        if name in ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"):
+            return _rebuild
+        if name == "torch._utils._rebuild_tensor_v3":
+            return _rebuild_v3
+        if dtype_name(name) in COMPUTED_DTYPES:
+            return StoredDtype(name=dtype_name(name))
+        raise NeedsTorchError(name)
+
+    @staticmethod
+    def adopt(value: Any) -> Any:
+        """The tensor, or an array as one.
+
+        Raises:
+            DumpError: the file contradicts itself about an array.
+        """
+        if not isinstance(value, PickledArray):
+            return value
+        array = value.to_numpy()
+        return StoredTensor(raw=array, dtype=StoredDtype(name=str(array.dtype)), address=-id(value))
+
+    @staticmethod
+    def num_stored(tensor: Any) -> int:
+        """The numbers that are kept for its elements."""
+        return math.prod(tensor.shape)
+
+    @staticmethod
+    def check_state(state: Any) -> Any:
+        """The state of a torch generator: one that torch would take, where it has the size of that of a CPU's."""
+        if not state.raw.flags.c_contiguous:
+            raise NeedsTorchError("a state of it")
+        if state.numel() == _GENERATOR_NBYTES:
+            # ATen/CPUGeneratorImpl.cpp and MT19937RNGEngine.h: after the seed of 8 bytes.
+            left, seeded, after = struct.unpack_from("<iiQ", state.raw, 8)
+            if not (seeded == 1 and 0 < left <= _MERSENNE_N and after <= _MERSENNE_N):
+                raise NeedsTorchError("sure of this state")
+        return state
+
+
+def _rebuild(*arguments: Any) -> StoredTensor:
+    storage, offset, size, stride, *further = arguments
+    return _place(storage.dtype, storage, [offset, *size, *stride], len(size), further[2:])
+
+
+def _rebuild_v3(*arguments: Any) -> StoredTensor:
+    storage, offset, size, stride, _, _, dtype, *metadata = arguments
+    return _place(dtype, storage, [offset, *size, *stride], len(size), metadata)
+
+
+def _place(dtype: StoredDtype, storage: _Storage, numbers: list[int], dim: int, metadata: list[Any]) -> StoredTensor:
+    """The tensor of these offset, sizes and strides; numpy checks that all of it lies in the data."""
+    if (
+        metadata not in ([], [None], [{}])
+        or dtype.name not in _NUMPY_CODES
+        or not all(type(n) is int and n >= 0 for n in numbers)
+    ):
+        raise NeedsTorchError(f"such a tensor of {dtype}")
+    kind = np.dtype(_NUMPY_CODES[dtype.name])
+    offset, *strides = (number * kind.itemsize for number in (numbers[0], *numbers[1 + dim :]))
+    raw: NDArray[Any] = np.ndarray(tuple(numbers[1 : 1 + dim]), kind, storage.data, offset, tuple(strides))
+    return StoredTensor(raw=raw, dtype=dtype, address=storage.offset + offset)

@@ -1,0 +1,167 @@
+"""Tensors out of what a pickle describes, and the numbers in those that are no plain block of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from nandoctor.dumps.numpy_pickle import PickledArray
+from nandoctor.dumps.recorded_format import no_state
+from nandoctor.dumps.zip_members import Member, damaged
+from nandoctor.torch_compat import rebuild_function, sparse_values
+
+# A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
+_ALIGNMENT = 16
+
+
+class TorchValues:
+    """Makes the values of torch that a pickle describes; tensors keep their data where it is."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+
+    def storage(self, member: Member, dtype: str) -> TypedStorage:
+        """The data of tensors."""
+        storage: Any = self._data[member.offset : member.offset + member.nbytes]
+        make: Any = TypedStorage
+        untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
+        made: TypedStorage = make(wrap_storage=untyped, dtype=getattr(torch, dtype), _internal=True)
+        return made
+
+    def find(self, name: str) -> object:
+        """The class, function or value of that name, which the pickle's scan has let pass."""
+        functions: dict[str, Callable[..., object]] = {
+            "torch._utils._rebuild_tensor": _rebuild,
+            "torch._utils._rebuild_tensor_v2": _rebuild,
+            "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+            "torch._utils._rebuild_qtensor": rebuild_function("_rebuild_qtensor"),
+            "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
+            "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta,
+            "torch.serialization._get_layout": _layout,
+            "torch.device": torch.device,
+            "torch.Size": torch.Size,
+        }
+        return functions[name] if name in functions else _named(name, torch.dtype, torch.qscheme)
+
+    @staticmethod
+    def adopt(value: object) -> torch.Tensor:
+        """The tensor without gradient and hooks, or a copy of the array as a tensor.
+
+        Raises:
+            DumpError: the file contradicts itself about an array.
+        """
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        array = value.to_numpy() if isinstance(value, PickledArray) else np.asarray(value)
+        # torch takes neither big-endian arrays nor negative strides, and may not write to the bytes of a pickle.
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+
+    @staticmethod
+    def num_stored(tensor: torch.Tensor) -> int:
+        """The numbers that are kept for its elements: of a sparse tensor its values alone."""
+        return stored_values(tensor).numel()
+
+    @staticmethod
+    def check_state(state: torch.Tensor) -> torch.Tensor:
+        """The state of a torch generator.
+
+        Raises:
+            DumpError: it has the size of a CPU generator's state, and is none.
+        """
+        try:
+            if state.numel() > state.untyped_storage().nbytes():
+                raise no_state("torch")  # it claims more bytes than there are
+            plain = torch.Tensor.contiguous(state.detach())
+            if plain.numel() == torch.Generator().get_state().numel():
+                torch.Generator().set_state(plain)
+        except (RuntimeError, TypeError) as error:
+            raise no_state("torch") from error
+        return plain
+
+
+def _copy(storage: Any) -> Any:
+    """A copy that does not grow: torch makes a storage of its own as large as a tensor claims to be, not filled."""
+    values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return torch.from_numpy(values.numpy().copy()).untyped_storage()
+
+
+def _rebuild(*arguments: Any) -> Any:
+    """A tensor that requires no gradient and has no hooks, whatever the file says."""
+    return rebuild_function("_rebuild_tensor_v2")(*arguments[:4], False, None, *arguments[6:])
+
+
+def _rebuild_v3(*arguments: Any) -> Any:
+    return rebuild_function("_rebuild_tensor_v3")(*arguments[:4], False, None, *arguments[6:])
+
+
+def _rebuild_meta(dtype: Any, size: Any, stride: Any, _: object) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def _layout(name: str) -> object:
+    return _named(name, torch.layout)
+
+
+def _named(name: str, *kinds: type) -> object:
+    """The value of torch of that name, which is of one of these kinds."""
+    value = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(value, kinds):
+        raise TypeError(name)
+    return value
+
+
+def _rebuild_sparse(layout: torch.layout, data: Any) -> torch.Tensor:
+    """A sparse tensor whose elements lie in it: torch builds any, and its kernels read and write there.
+
+    Raises:
+        DumpError: it claims more elements than the file holds, which would be counted through.
+        RuntimeError: an element lies elsewhere.
+    """
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = data
+        _check_stored(indices, values)
+        is_coalesced = coalesced[0] if coalesced else None
+        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=is_coalesced)
+    compressed, plain, values, size = data
+    _check_stored(compressed, plain, values)
+    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
+
+
+def _check_stored(*parts: torch.Tensor) -> None:
+    for part in parts:
+        if part.numel() * part.element_size() > part.untyped_storage().nbytes():
+            raise damaged("a sparse tensor claims more elements than it has")
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that are kept: the tensor itself, or the values of a sparse one."""
+    return tensor if tensor.layout is torch.strided else sparse_values(tensor)
+
+
+def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored numbers in a dtype that torch can compare; a complex number is two, a quantized one its integer."""
+    values = stored_values(tensor)
+    if values.is_quantized:
+        return values.int_repr()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else widened(values)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The same, where it is fp8 in fp32: fp8 has storage and casts, hardly any other kernels."""
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+
+
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+    values = comparable_values(tensor.detach())  # a saved output may still require its gradient
+    if not values.is_floating_point() or not values.numel():
+        return 0, 0, 0
+    # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
+    if all(math.isfinite(bound) for bound in torch.aminmax(values)):
+        return 0, 0, 0
+    return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())

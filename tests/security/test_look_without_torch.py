@@ -1,0 +1,219 @@
+"""`nandoctor inspect` reads a file without torch, and says of each what it says with it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import mutate
+import numpy as np
+import pytest
+import torch
+from test_bounds import BOMBS, archive, global_name, make_project, text
+from test_layouts import KINDS, files_with
+
+from nandoctor.dumps import pickle_scan
+from nandoctor.dumps.reader import look_at_dump, read_dump
+from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredTensor, StoredValues
+from nandoctor.dumps.summary import summarize
+from nandoctor.dumps.tensors import TorchValues, count_nonfinite
+from nandoctor.dumps.zip_members import Member
+from nandoctor.errors import DumpError
+
+SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"
+EACH = "for path in sys.argv[1:]: main(['inspect', path], standalone_mode=False)"
+
+
+def told(read, path):
+    """The summary of the file, or what is said where it is refused."""
+    try:
+        return summarize(read(path))
+    except DumpError as error:
+        return str(error)
+
+
+def assert_same(path):
+    looked = told(look_at_dump, path)
+    assert looked == told(read_dump, path)
+    return looked
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_project(tmp_path))
+    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
+    return tmp_path
+
+
+def test_ordinary_files_are_inspected_where_torch_cannot_be(project):
+    """The samples, files of the recorder, of torch before 1.6, and with arrays of numpy."""
+    mutate.originals()
+    paths = [*SAMPLES, *map(Path, ("plain.pth", "legacy.pth", "recorded.pth", "signed.pth"))]
+    command = [sys.executable, "-c", WITHOUT_TORCH + EACH, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\nweights  ") == len(paths)
+    assert "Your own recorder wrote it" in done.stdout
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_a_sample_is_described_as_with_torch(path):
+    assert assert_same(path).num_weights > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BOMBS if "hash" not in kind and "millions" not in kind])
+def test_a_bomb_is_refused_as_with_torch(kind, project):
+    Path("case.pth").write_bytes(BOMBS[kind][0](project))
+    assert "case.pth: " in assert_same("case.pth")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, for what it calls prototypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_odd_tensor_is_described_as_with_torch(kind, project):
+    assert all(assert_same("case.pth") for _ in files_with(kind))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["bytes", "structures"])
+@pytest.mark.parametrize("first", [40_000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_mutants_are_described_as_with_torch(kind, first, project):
+    files, refused = mutate.originals(), 0
+    for number in range(first, first + (60 if first == 40_000 else 3_000)):
+        try:
+            Path("case.pth").write_bytes(mutate.make(kind, number, files))
+        except Exception:  # what torch.save refuses to write is no file
+            continue
+        refused += isinstance(assert_same("case.pth"), str)
+    assert refused
+
+
+DTYPES = [f"torch.{name}" for name in "float16 bfloat16 float32 float64 float8_e5m2 complex64 complex128".split()]
+DTYPES += [f"torch.{name}" for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()]
+
+
+def both(data, size, stride, offset, dtype):
+    """The same tensor, of torch and without it."""
+    made = []
+    for values in (TorchValues(data), StoredValues(data)):
+        storage = values.storage(Member(offset=0, nbytes=len(data)), "uint8")
+        rebuild = values.find("torch._utils._rebuild_tensor_v3")
+        made.append(rebuild(storage, offset, size, stride, False, None, values.find(dtype)))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_every_format_are_those_of_torch(dtype):
+    """All codes of one and of two bytes, in the file and strided."""
+    data = bytearray(np.arange(1 << 16, dtype="u2").tobytes() if "8" not in dtype else bytes(range(256)) * 16)
+    itemsize = getattr(torch, dtype[6:]).itemsize
+    rows = len(data) // itemsize // 16
+    for size, stride, offset in (
+        ((rows, 8), (16, 2), 1),
+        ((3, rows), (0, 16), 0),
+        ((0, 4), (4, 1), 0),
+        ((1,), (1,), 9),
+    ):
+        tensor, stored = both(data, size, stride, offset, dtype)
+        assert (tuple(tensor.shape), tensor.numel(), tensor.nbytes) == (stored.shape, stored.numel(), stored.nbytes)
+        assert (str(tensor.dtype), tensor.element_size()) == (str(stored.dtype), stored.element_size())
+        assert count_nonfinite(tensor) == stored.count_nonfinite()
+        if tensor.numel() == 1:
+            assert repr(tensor.item()) == repr(stored.item())
+        if not tensor.is_complex():
+            with np.errstate(invalid="ignore"):  # a signalling NaN
+                assert repr(tensor.double().tolist()) == repr(stored.numpy().astype("f8").tolist())
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((5,), (1,), 0), ((4,), (1,), 1), ((2, 2), (3, 1), 0), ((1 << 40,), (1,), 0), ((1 << 62, 1 << 62), (1, 1), 0),
+     ((-1,), (1,), 0), ((2,), (-1,), 1), ((1,), (1,), -1), ((2,), (1 << 62,), 0), ((1,), (1,), 1 << 62),
+     ((2,), (1, 1), 0), ((2.0,), (1,), 0), ((True,), (1,), 0), ("2", (1,), 0), (None, (1,), 0),
+     ((1,) * 70, (1,) * 70, 0)],
+)  # fmt: skip
+def test_a_tensor_that_lies_is_left_to_torch(size, stride, offset):
+    values = StoredValues(bytearray(16))
+    storage = values.storage(Member(offset=0, nbytes=16), "float32")
+    with pytest.raises((NeedsTorchError, ValueError, TypeError, OverflowError)):
+        values.find("torch._utils._rebuild_tensor")(storage, offset, size, stride)
+
+
+def test_a_state_that_torch_would_refuse_is_left_to_torch():
+    """What is taken without torch, torch takes as well."""
+    values, state = StoredValues(b""), torch.get_rng_state().numpy()
+    taken = 0
+    for number in range(300):
+        rng = np.random.default_rng(number)
+        odd = state.copy()
+        odd[rng.integers(0, 24, 3)] = rng.choice([0, 1, 2, 111, 112, 113, 255], 3)
+        stored = StoredTensor(raw=odd, dtype=values.find("torch.uint8"), address=0)
+        try:
+            values.check_state(stored)
+        except NeedsTorchError:
+            continue
+        torch.Generator().set_state(torch.from_numpy(odd))
+        taken += 1
+    assert 0 < taken < 300
+
+
+def test_the_names_of_torchs_values_are_all_known():
+    kinds = (torch.dtype, torch.qscheme)
+    assert {str(value) for value in vars(torch).values() if isinstance(value, kinds)} == pickle_scan._TORCH_VALUES
+    for name, dtype in pickle_scan.STORAGE_DTYPES.items():
+        assert pickle_scan._item_nbytes(name) == getattr(torch, dtype).itemsize
+
+
+REBUILD = global_name("torch._utils", "_rebuild_tensor_v2")
+ORDERED = global_name("collections", "OrderedDict")
+ARRAY = global_name("numpy", "ndarray")
+SLOTS = b"N}" + text("__defaults__") + b")s\x86"  # (None, {"__defaults__": ()}): what pickle sets as attributes
+TRICKS = {
+    "a state for a function": REBUILD + SLOTS + b"b",
+    "a state for a class": ORDERED + SLOTS + b"b",
+    "a state for a class of ours": ARRAY + SLOTS + b"b",
+    "a state for a kind of storage": global_name("torch", "FloatStorage") + SLOTS + b"b",
+    "a state for a device": global_name("torch", "device") + text("cpu") + b"\x85R" + SLOTS + b"b",
+    "a state for a dtype": global_name("torch", "float32") + SLOTS + b"b",
+    "a state for a list": b"]" + SLOTS + b"b",
+    "items for a list": b"]" + b"K\x00K\x01s",
+    "items for a function": REBUILD + text("a") + b"Ns",
+    "more for a mapping": b"}" + b"Na",
+    "more for a class": ORDERED + b"(Ne",
+    "a call of a number": b"K\x01)R",
+    "an object of a function": REBUILD + b")\x81",
+    "an extension": b"\x82\x01",
+    "two of one": b"N2\x86",
+    "bytes": b"C\x02ab",
+    "bytes that grow": b"\x96" + struct.pack("<Q", 2) + b"ab",
+    "a name from the stack": text("builtins") + text("set") + b"\x93",
+    "an instance": b"(ibuiltins\nset\n",
+    "an object": b"(" + global_name("builtins", "set") + b"o",
+    "an object with keywords": ORDERED + b")}\x92",
+    "items for a set": b"\x8f(Ne",
+    "a buffer from elsewhere": b"\x97",
+    "a storage of a text": text("storage") + b"Q",
+    "a storage without a kind": b"(" + text("storage") + b"N" + text("0") + text("cpu") + b"K\x01tQ",
+}
+
+
+@pytest.mark.parametrize("kind", TRICKS)
+def test_instructions_that_no_dump_needs_are_refused(kind, project):
+    Path("case.pth").write_bytes(archive(b"}" + text("state_dict") + TRICKS[kind] + b"s", [("dump/data/0", bytes(4))]))
+    before = [vars(value).copy() for value in (torch._utils._rebuild_tensor_v2, StoredTensor, pickle._Unpickler)]
+    assert "case.pth: " in assert_same("case.pth")
+    assert before == [vars(value) for value in (torch._utils._rebuild_tensor_v2, StoredTensor, pickle._Unpickler)]
+    assert torch._utils._rebuild_tensor_v2.__defaults__ == (None,)
+
+
+def test_attributes_in_a_file_hide_no_method(project):
+    state = KINDS["with attributes in place of methods"](torch.ones(2))
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {"a.weight": state}, "x": torch.nn.Parameter(torch.ones(3))}, buffer)
+    Path("case.pth").write_bytes(buffer.getvalue())
+    assert assert_same("case.pth").num_parameters == 2
+    assert vars(read_dump("case.pth").state["a.weight"]) == {}
