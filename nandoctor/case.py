@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from nandoctor import pipeline
 from nandoctor.diagnosis.eps_audit import fold
 from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
@@ -21,7 +20,7 @@ from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
-from nandoctor.pipeline import Diagnosed, audit_dump, replay_dump
+from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
 from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
@@ -94,9 +93,15 @@ def replay(
     """
     listener = _listener(progress)
     try:
-        case = _diagnose(dump, model, progress=listener, **options)
-        listener.tell(case.report)
-        return _add_fixes(case, listener)
+        dump, settings = _read(dump, options)
+        found = replay_dump(dump, anchor(model), settings, progress=listener)
+        arguments = command_arguments(dump.path, {"model": model, **options})
+        found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
+        if found.report.verdict == "not-reproduced":
+            found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
+        listener.tell(found.report)
+        report = add_fixes(found, settings, listener)
+        return Case(report, _Asked(dump=dump, model=model, settings=settings))
     finally:
         listener.close()
 
@@ -110,28 +115,6 @@ def _listener(progress: Progress | None) -> Listener:
 
         return NotebookProgress() if is_notebook() else Listener()
     return Listener()
-
-
-def _diagnose(
-    dump: Dump | str | os.PathLike[str], model: ModelSource | None, *, progress: Progress, **options: Any
-) -> Case:
-    """The case as it is before the search for fixes."""
-    dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), settings, progress=progress)
-    arguments = command_arguments(dump.path, {"model": model, **options})
-    found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
-    if found.report.verdict == "not-reproduced":
-        found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
-    return Case(found.report, _Asked(dump=dump, model=model, settings=settings, found=found))
-
-
-def _add_fixes(case: Case, listener: Listener) -> Case:
-    """The case with the fixes that its settings ask for; the step is run no more, and let go."""
-    asked = case._asked
-    if asked is None or asked.found is None:
-        return case
-    report = pipeline.add_fixes(asked.found, asked.settings, listener)
-    return Case(report, dataclasses.replace(asked, found=None))
 
 
 @takes_options(StepOptions)
@@ -268,12 +251,11 @@ def describe(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What was replayed: the dump, the model that was given, and how; and what was found, until fixes were searched."""
+    """What was replayed: the dump, the model that was given, and how."""
 
     dump: Dump
     model: ModelSource | None
     settings: Settings
-    found: Diagnosed | None = None
 
 
 class Case:

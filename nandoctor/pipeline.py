@@ -257,7 +257,7 @@ def _diagnose(replayed: Replayed) -> Findings:
 def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """The findings with what could not be looked at: where nothing was found, that decides."""
     step, flags = replayed.step, replayed.step.saved_flags
-    gaps = find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None)
+    gaps = tuple(find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None))
     if findings.trace.finite and not findings.reference.finite:
         in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
         gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))

@@ -17,12 +17,8 @@ from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import file_line, join_first, part_of, plural, samples_text
 
 
-def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> tuple[Gap, ...]:
+def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
     """What could be non-finite in the step and was not looked at; `has_loss`: loss and backward pass were run."""
-    return tuple(_find_gaps(trace, flags, reproduction, has_loss=has_loss))
-
-
-def _find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
     if trace.unread:
         yield Gap(
             text=f"The output holds what cannot be looked into: {join_first(trace.unread, 3)}. The rest is finite.",

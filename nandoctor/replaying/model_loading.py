@@ -158,10 +158,16 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
     # torch copies a complex number into a real one without its imaginary part.
     halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
-    problems = [*_describe_names("missing from the weights", missing, unexpected)]
-    problems += _describe_names("not in the model", unexpected, missing)
-    problems += _describe_shapes(reshaped, own, state)
-    problems += _describe_names("complex, where the model has real numbers", halved, ())
+    problems = [
+        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
+        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
+        *_describe(
+            "of another shape (weights for model)",
+            reshaped,
+            lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
+        ),
+        *_describe("complex, where the model has real numbers", halved, str),
+    ]
     notes = _describe_whole([name for name in known if name not in reshaped], own, state)
     return {*missing, *reshaped, *halved}, problems, [*notes]
 
@@ -354,20 +360,11 @@ def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str
     return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
 
 
-def _describe_names(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    if not names:
-        return
-    shown = [name + _suggest(name, others) for name in names[:_MAX_NAMES_SHOWN]]
-    rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
-
-
-def _describe_shapes(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
-    if not names:
-        return
-    shown = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in names[:_MAX_NAMES_SHOWN]]
-    rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    yield f"  {len(names)} of another shape (weights for model): {', '.join(shown)}{rest}"
+def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:
+    if names:
+        shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
+        rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
 def _describe_whole(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:

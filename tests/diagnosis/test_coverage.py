@@ -33,7 +33,7 @@ SECRET = trace(call("", 0, 1), output=(), unread=("rows (a generator)",))
     ],
 )
 def test_the_gaps_of_a_step(run, flags, reproduction, has_loss, said):
-    gaps = find_gaps(run, flags, reproduction, has_loss=has_loss)
+    gaps = tuple(find_gaps(run, flags, reproduction, has_loss=has_loss))
     assert len(gaps) == len(said)
     assert all(text in gap.text and gap.remedy for text, gap in zip(said, gaps, strict=True))
 
@@ -51,5 +51,5 @@ def test_the_gaps_of_a_step(run, flags, reproduction, has_loss, said):
     ],
 )
 def test_nothing_found_is_healthy_only_if_all_was_seen(verdict, run, flags, has_loss, expected):
-    gaps = find_gaps(run, flags, AGREES, has_loss=has_loss)
+    gaps = tuple(find_gaps(run, flags, AGREES, has_loss=has_loss))
     assert judge_unfailing(verdict, gaps, flags) == expected
