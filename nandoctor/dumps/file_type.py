@@ -6,7 +6,9 @@ import mmap
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from io import BufferedReader
@@ -24,6 +26,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
 _MAPPED_NBYTES = 256 << 20  # from here on a replay keeps the weights where they are
+_LEAST_COPIED = 1 << 20
 
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _STRANGERS = (
@@ -131,13 +134,27 @@ def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mma
         begin = offset % mmap.ALLOCATIONGRANULARITY
         return mmap.mmap(file.fileno(), begin + nbytes, access=mmap.ACCESS_COPY, offset=offset - begin), begin
     before = os.fstat(file.fileno())
-    memory = mmap.mmap(-1, nbytes)
-    file.seek(offset)
-    num_read = file.readinto(memory)
+    copied, num_read = _copy_by_the_system(file, offset, nbytes), nbytes
+    if copied is None:
+        copied = mmap.mmap(-1, nbytes)
+        file.seek(offset)
+        num_read = file.readinto(copied)
     after = os.fstat(file.fileno())
     if num_read < nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DumpError("it changed while it was read.", remedy="Wait until it is written, and run again.")
-    return memory, 0
+    return copied, 0
+
+
+def _copy_by_the_system(file: BufferedReader, offset: int, nbytes: int) -> mmap.mmap | None:
+    """A copy in a file without a name, mapped: half the time of one in memory; None where it cannot be made."""
+    if sys.platform != "linux" or nbytes < _LEAST_COPIED:
+        return None
+    with suppress(OSError), tempfile.TemporaryFile(prefix="nandoctor-") as copy:
+        left = nbytes
+        while left and (done := os.copy_file_range(file.fileno(), copy.fileno(), left, offset + nbytes - left)):
+            left -= done
+        return None if left else mmap.mmap(copy.fileno(), nbytes, access=mmap.ACCESS_COPY)
+    return None
 
 
 def regular_size(path: Path) -> int:

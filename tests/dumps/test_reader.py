@@ -142,6 +142,16 @@ def test_large_archives_are_mapped_and_others_copied(read, tmp_path, monkeypatch
     assert (7 in dump.arrays["image"]) == (least == 1)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(18, "Invalid cross-device link")])
+def test_where_the_system_cannot_copy_a_file_it_is_read(read, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("os.copy_file_range", fail)
+    image = torch.arange(1 << 19, dtype=torch.float32)
+    assert torch.equal(read({"state_dict": WEIGHTS, "image": image}).arrays["image"], image)
+
+
 def test_a_mapped_tensor_is_written_to_without_touching_the_file(read, tmp_path):
     dump = read({"state_dict": WEIGHTS, "image": torch.ones(8)})
     before = (tmp_path / "dump.pth").read_bytes()
