@@ -31,7 +31,7 @@ def takes_options(
         )
         for name, kind in record.__annotations__.items()
     ]
-    lines = "\n".join(f"        {name}: {(meanings or {}).get(name)}" for name in record.__annotations__)
+    lines = [f"{name}: {(meanings or {}).get(name)}" for name in record.__annotations__]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(function)
@@ -48,7 +48,8 @@ def takes_options(
             return function(*args, **kwargs)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
-        checked.__doc__ = (function.__doc__ or "").replace("        **options: the settings.", lines)
+        doc = inspect.cleandoc(function.__doc__ or "")  # as Python 3.13 stores it
+        checked.__doc__ = doc.replace("**options: the settings.", "\n    ".join(lines))
         return checked
 
     return decorate

@@ -145,7 +145,7 @@ def read_versions(modules: Sequence[str]) -> dict[str, str]:
     """The versions of what ran; of the packages named, those that are installed."""
     versions = {"nandoctor": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     versions |= {"numpy": np.__version__, "cuda": str(torch.version.cuda), "platform": platform.platform()}
-    for name in sorted({module.partition(".")[0] for module in modules}):
+    for name in sorted({module.partition(".")[0] for module in modules} - versions.keys()):
         try:
             versions[name] = version(name)
         except (PackageNotFoundError, ValueError):
