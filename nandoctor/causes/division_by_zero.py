@@ -24,6 +24,7 @@ from nandoctor.causes.base import (
     outside_domain,
     singular_inputs,
 )
+from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
@@ -88,7 +89,8 @@ def _denominator(finding: Finding) -> Operand | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Keep the denominator off zero."""
+    """Write the quotient without the exponentials that round to 0; else keep the denominator off zero."""
+    yield from stable_forms(finding)
     denominator = _denominator(finding)
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)

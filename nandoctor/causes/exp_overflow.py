@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit, site_of
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit
+from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import past, subject
-from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.report import Cause, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
-from nandoctor.ops import CASTS, EXPONENTIALS, MOVES, PRODUCTS
+from nandoctor.ops import EXPONENTIALS, PRODUCTS
 from nandoctor.text import number
 
 CODE = "exp-overflow"
@@ -87,33 +87,9 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """The logarithm that is taken of it in one function; else the exponent clamped below what fp32, or fp16, holds."""
     exponential = next(_exponentials(finding), None)
-    if exponential is not None and exponential.op == "exp":
-        yield from _logarithms(finding, exponential)
+    yield from stable_forms(finding)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
         yield clamp_candidate(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
-
-
-def _logarithms(finding: Finding, exponential: OpCall) -> Iterator[Candidate]:
-    """log(1 + exp(x)) and log1p(exp(x)) as softplus, log(exp(x).sum(dim)) as logsumexp."""
-    inner = site_of(exponential)
-    for op in _takers(finding, exponential):
-        if op.op == "log1p":
-            yield (StableLog(log=site_of(op), inner=inner),)
-        one = op.op == "add" and [value for name, value in op.scalars if name == "other"] == [1.0]
-        for log in _takers(finding, op) if one or op.op == "sum" else ():
-            if log.op == "log":
-                yield (StableLog(log=site_of(log), inner=inner, summed=None if one else site_of(op)),)
-
-
-def _takers(finding: Finding, made: OpCall) -> list[OpCall]:
-    """The ops that take what an op made, as it is, moved or cast."""
-    carriers, takers = {made.order}, []
-    for op in finding.ops.values():
-        if any(tensor.producer in carriers for tensor in op.inputs):
-            takers.append(op)
-            if op.op in MOVES | CASTS:
-                carriers.add(op.order)
-    return takers
 
 
 def _exponentials(finding: Finding) -> Iterator[OpCall]:

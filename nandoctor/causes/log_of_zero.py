@@ -24,18 +24,16 @@ from nandoctor.causes.base import (
     Candidate,
     Finding,
     OutsideTensor,
-    ancestors,
     outside_domain,
-    singular_inputs,
     site_of,
     writes_infinity,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.edits import SetFlag, StableLog
+from nandoctor.evidence.edits import SetFlag
 from nandoctor.evidence.report import Cause, Evidence
-from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CASTS, DOMAINS, HAS_STABLE_LOGARITHM, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
+from nandoctor.ops import DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS
 from nandoctor.text import are, constant, part_of, plural
 
 CODE = "log-of-zero"
@@ -101,20 +99,8 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The logarithm of a softmax or sigmoid in one function; else its argument clamped to where it is finite."""
-    for source in _behind(finding):
-        if source.op in HAS_STABLE_LOGARITHM:
-            complement = any(op.op in SUBTRACTIONS for op in _behind(finding) if op.order > source.order)
-            yield (StableLog(log=site_of(finding.op), inner=site_of(source), complement=complement),)
-            break
+    """The logarithm without the probability it is taken of; else its argument clamped to where it is finite."""
+    yield from stable_forms(finding)
     if finding.op.op == "ctc_loss":
         yield (SetFlag(site=site_of(finding.op), argument="zero_infinity"),)
     yield clamp_into_domain(finding.op)
-
-
-def _behind(finding: Finding) -> tuple[OpCall, ...]:
-    """The ops that made the argument, seen through those that move it, and through 1 minus it."""
-    ends = singular_inputs(finding.op)[:1]
-    return tuple(
-        op for tensor in ends for op in ancestors(finding.ops, tensor, _DEPTH, through=MOVES | CASTS | SUBTRACTIONS)
-    )

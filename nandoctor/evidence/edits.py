@@ -141,17 +141,15 @@ class UnmaskRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLog:
-    """Take a logarithm in one function with what it is taken of: log_softmax, logsigmoid, softplus or logsumexp.
+    """Write the logarithm or the quotient at a site without the exponential or the probability that it is taken of.
 
-    `inner` is the softmax, sigmoid or exponential, `log` the logarithm of its result; with `complement` of 1 minus its
-    result, with `summed` of its sum by that op. The logarithm of an exponential that is not summed is of 1 plus it.
+    log(softmax) is log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot make it of a run: it
+    is tried as text. With `everywhere` all logarithms of the function are written so.
     """
 
     kind: Literal["stable-log"] = "stable-log"
-    log: OpSite
-    inner: OpSite
-    complement: bool = False
-    summed: OpSite | None = None
+    site: OpSite
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Literal
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
-from nandoctor.fixes.variations import SURROGATES
+from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import Change
@@ -27,6 +27,8 @@ Said = tuple[Literal["passed", "failed", "not-checked"], str]
 GROWTH = 4.0
 """GradScaler doubles its scale every 2,000 steps: room for two of these."""
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
+_BELOW_ONE = (1 / 16, 1 / 256)
+"""For a stand-in loss whose own gradients fp16 cannot hold: what it is scaled by is not the training's."""
 _LEAST_SCALE = 256.0
 """Where no scale is known: GradScaler comes down to it within eight steps, and small gradients are still seen."""
 _MOST_NOISE = 0.5
@@ -60,7 +62,8 @@ class GradientCheck:
             return (scale,)
         narrow = not in_bf16(change, before=step.low is BF16)
         if step.loss_scale is None:
-            return _USUAL_SCALES if narrow else (1.0,)
+            below = _BELOW_ONE if narrow and self._stand_in_overflows(change) else ()
+            return (*_USUAL_SCALES, *below) if narrow else (1.0,)
         grown = GROWTH * step.loss_scale
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
         return (*larger, grown, step.loss_scale)
@@ -78,7 +81,7 @@ class GradientCheck:
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
-            excused = scale < highest and self._overflows_anyway(highest)
+            excused = scale < 1 or (scale < highest and self._overflows_anyway(highest))
             aside = self._describe_unknown(scale, highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told + aside
@@ -94,6 +97,8 @@ class GradientCheck:
         """What to say of the scale where that of the training is not known."""
         if scale == highest:
             return ""  # what fits at this scale fits at all below it
+        if scale < 1:
+            return "; it squares the output, and fp16 holds no more"
         if excused:
             return f"; at {number(highest)} they overflow without the failure too"
         return f"; not at {number(highest)}, with which GradScaler begins"
@@ -114,13 +119,24 @@ class GradientCheck:
 
     def _overflows_anyway(self, scale: float) -> bool:
         """Tell whether fp16 cannot hold the gradients of the weights, or of the samples that were fine."""
-        gradients = self._trials.sound_reference(()).gradients.values()
-        largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
-        if largest * scale > FP16.max:
+        if self._largest(self._trials.sound_reference(())) * scale > FP16.max:
             return True
         if not self._healthy:
             return False
         return not self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale)).gradients_finite
+
+    def _stand_in_overflows(self, change: Change) -> bool:
+        """Tell whether fp16 cannot hold the gradients that a stand-in loss has with the change in fp32."""
+        if self._trials.step.loss is not squared_surrogate:
+            return False
+        return self._largest(self._trials.reference(change)) > FP16.max
+
+    @staticmethod
+    def _largest(made: Result) -> float:
+        """The largest magnitude in all gradients."""
+        return max(
+            (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel()), default=0.0
+        )
 
     def _error(self, change: Change, made: Result, *, grain: float) -> tuple[float | None, float]:
         """How far the gradients are off the nearest sound ones, and how far they may be."""

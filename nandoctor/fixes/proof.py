@@ -24,7 +24,16 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
-from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme
+from nandoctor.fixes.variations import (
+    NEARLY_THE_SAME,
+    OTHER_SEED,
+    SCALED,
+    VARIATIONS,
+    extreme,
+    scaled,
+    squared_surrogate,
+    surrogate_loss,
+)
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
@@ -35,6 +44,7 @@ _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
 _NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
 _AS_FP32: Said = "passed", "finite wherever fp32 is"
+_FACTORS = (0.5, 0.25, 0.125, 0.0625)
 _LOWERED = (256.0, 16.0)
 """On another batch GradScaler may have to lower its scale; to these, where the scale of the training is no lower."""
 
@@ -69,7 +79,7 @@ class Verifier:
         made, scale = self._gradients.run(change)
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
-            ("output", lambda: self._judge_output(judgement, made)),
+            ("output", lambda: self._judge_output(judgement, made, change)),
             ("loss", lambda: self._judge_loss(made)),
             ("gradients", lambda: self._gradients.judge(change, made, scale)),
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
@@ -90,7 +100,7 @@ class Verifier:
         passes = all(check.status != "failed" for check in checks)
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
 
-    def _judge_output(self, judgement: Judgement, made: Result) -> Said:
+    def _judge_output(self, judgement: Judgement, made: Result, change: Change) -> Said:
         error = judgement.outcome.max_rel_err
         if not judgement.outcome.finite or error is None:
             return "failed", "the output is not finite wherever it should be"
@@ -101,7 +111,34 @@ class Verifier:
         told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
+        off = self._error_of_smaller(change)
+        if off is not None:
+            return "failed", f"{told}, but {off}"
         return "passed", f"{told}, within what rounding costs here" if error > TOLERANCE else told
+
+    def _error_of_smaller(self, change: Change) -> str | None:
+        """How far the change is off float64 with smaller inputs, where float64 overflows with those of the step."""
+        if selects((change,)) or self._smaller is None:
+            return None
+        factor, trials = self._smaller
+        beside = compare(trials.reference(change), trials.exact())
+        if beside.finite and beside.agrees():
+            return None
+        return f"{percent(beside.max_rel_err)} off float64 with inputs of {factor:g} times the size"
+
+    @cached_property
+    def _smaller(self) -> tuple[float, Trials] | None:
+        """The largest of a few factors for the inputs that leaves float64 finite, and fp32 failing still."""
+        if not self._trials.numerics or self._trials.exact().finite:
+            return None
+        for factor in _FACTORS:
+            batch = scaled(self._trials.step.batch, self._trials.step.used, factor)
+            trials = self._trials.on(replace(self._trials.step, batch=batch)) if batch is not None else None
+            if trials is None or trials.reference().values_finite:
+                return None
+            if trials.exact().values_finite:
+                return factor, trials
+        return None
 
     def _judge_loss(self, made: Result) -> Said:
         loss = made.values.get("loss")
@@ -278,6 +315,11 @@ class Verifier:
                 break
         if made.finite:
             return "passed", self._describe_finite(made, lowered if lowered < highest else None)
+        if made.values_finite and varied.step.loss is squared_surrogate and varied.reference(change).finite:
+            # In fp32 the change is sound there: what fp16 cannot hold may be the stand-in's own gradient.
+            plain = self._trials.on(replace(varied.step, loss=surrogate_loss))
+            if plain.run(*at_scale(change, 1.0)).finite:
+                return "passed", "output finite, gradients too where they do not grow with the output"
         return self._excuse(made, varied.reference())
 
     def _describe_finite(self, made: Result, lowered: float | None) -> str:

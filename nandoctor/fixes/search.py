@@ -21,6 +21,7 @@ from nandoctor.evidence.edits import (
     SetLossScale,
     SetOptimizerEps,
     SourcePatch,
+    StableLog,
     Together,
     UseFormat,
 )
@@ -284,8 +285,10 @@ class _Search:
         tried: list[Fix] = []
         for edit in candidate:
             written = list(self._writer.write(edit))
+            if not written and _is_text_alone(edit):
+                continue
             attempts: list[Fix] = []
-            if self._trials.numerics or not written:
+            if (self._trials.numerics and not _is_text_alone(edit)) or not written:
                 probe = self._trials.judge(edit)
                 advice = WrittenChange(kind="advice", title=write_title(edit), text="")
                 attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
@@ -303,6 +306,11 @@ class _Search:
                     break
             tried += attempts
         return sorted(tried, key=_distance)[:1]
+
+
+def _is_text_alone(edit: Edit) -> bool:
+    """Tell whether a change can be tried as text alone."""
+    return any(isinstance(single, StableLog) for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
 def _distance(fix: Fix) -> float:

@@ -43,9 +43,10 @@ from nandoctor.fixes.source_expression import (
     target_of,
     text_with,
 )
+from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
 from nandoctor.fixes.titles import code_number
-from nandoctor.ops import CASTS, PRODUCTS
+from nandoctor.ops import CASTS, DIVISIONS, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
@@ -54,12 +55,13 @@ OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileChange:
-    """What is to be replaced in one file, and the `names` that the new text binds."""
+    """What is to be replaced in one file, the `names` that it binds, and the assignments that it leaves `unread`."""
 
     tree: SourceTree
     names: set[str] = field(default_factory=set)
     replacements: list[Replacement] = field(default_factory=list)
     wraps: list[Wrap] = field(default_factory=list)
+    unread: list[cst.Assign] = field(default_factory=list)
 
 
 class SourceWriter:
@@ -110,7 +112,7 @@ class SourceWriter:
 
     def _changed_files(self) -> Iterator[ChangedFile]:
         for path, change in self._files.items():
-            text = change.tree.replaced(change.replacements, wrap=change.wraps)
+            text = change.tree.replaced(change.replacements, wrap=change.wraps, without=change.unread)
             if text is None or text == change.tree.text:
                 raise CannotWriteError
             if "torch" not in change.tree.imported_names:
@@ -320,19 +322,15 @@ class SourceWriter:
         change.replacements.append(Replacement(node=scale.node, text=left))
 
     def _stable_log(self, edit: StableLog) -> None:
-        change, logarithm = self._open(edit.log)
-        inner = self._open_beside(change, logarithm, edit.inner)
-        taken = f"{grouped(inner.argument('self'))}.float()"
-        if edit.summed is not None:
-            total = self._open_beside(change, logarithm, edit.summed)
-            text = f"torch.logsumexp({', '.join([taken, *total.texts_after_first()])})"
-        elif edit.inner.op == "exp":
-            text = f"torch.nn.functional.softplus({taken})"
-        elif edit.inner.op == "softmax":
-            text = f"torch.log_softmax({taken}, {inner.argument('dim')})"
+        change, expression = self._open(edit.site)
+        space = LogSpace(change.tree, expression.node, self._ops, change.names)
+        if edit.site.op in DIVISIONS:
+            replacements, unread = space.write_ratio(expression.node)
         else:
-            text = f"torch.nn.functional.logsigmoid({'-' if edit.complement else ''}{taken})"
-        change.replacements.append(Replacement(node=logarithm.node, text=text))
+            replacements, unread = space.write_logs(expression.node, everywhere=edit.everywhere)
+        known = {item.node for item in change.replacements}
+        change.replacements.extend(item for item in replacements if item.node not in known)
+        change.unread.extend(unread)
 
     def _unmask(self, edit: UnmaskRows) -> None:
         change, expression = self._open(edit.site)

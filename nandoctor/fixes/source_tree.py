@@ -57,6 +57,14 @@ class SourceTree:
         ]
         return min(holding, key=self._extent, default=None)
 
+    def start_of(self, node: cst.CSTNode) -> tuple[int, int]:
+        """The line and the column that a node begins at."""
+        return self._ranges[node].start.line, self._ranges[node].start.column
+
+    def end_of(self, node: cst.CSTNode) -> tuple[int, int]:
+        """The line and the column that a node ends before."""
+        return self._ranges[node].end.line, self._ranges[node].end.column
+
     def _characters(self, line: int, column: int) -> int:
         """CPython counts the bytes of UTF-8, a tree the characters."""
         text = self._lines[line - 1] if line <= len(self._lines) else ""
@@ -151,8 +159,10 @@ class SourceTree:
         self.module.visit(Imports())
         return found
 
-    def replaced(self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = ()) -> str | None:
-        """The text with every replacement made; None where two of them overlap."""
+    def replaced(
+        self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
+    ) -> str | None:
+        """The text with every replacement made and `without` these statements; None where replacements overlap."""
         chosen = {item.node: item for item in replacements}
         if any(parent in chosen for node in chosen for parent in self.ancestors(node)):
             return None
@@ -165,8 +175,9 @@ class SourceTree:
                 hoisted.setdefault(statement, []).extend(item.before)
         wrapped: dict[cst.CSTNode, str] = {item.statement: item.header for item in wrap}
         alone = {node for node in chosen if isinstance(self._parents.get(node), _STANDS_ALONE)}
-        around = {parent for node in (*chosen, *hoisted, *wrapped) for parent in self.ancestors(node)}
-        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around)).code
+        removed = {self.statement_of(node) for node in without}
+        around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
+        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around, removed)).code
 
 
 @lru_cache(maxsize=4)
@@ -210,9 +221,10 @@ class _Rewriter(cst.CSTTransformer):
         wrapped: Mapping[cst.CSTNode, str],
         alone: set[cst.CSTNode],
         around: set[cst.CSTNode],
+        removed: Set[cst.CSTNode | None],
     ) -> None:
         self._chosen, self._hoisted, self._wrapped, self._alone = chosen, hoisted, wrapped, alone
-        self._around = around
+        self._around, self._removed = around, removed
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Go only where there is something to change: most of a file stays as it is."""
@@ -220,19 +232,21 @@ class _Rewriter(cst.CSTTransformer):
 
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
         """Replace what was chosen; put statements before, and blocks around, those that were named."""
         if original_node in self._chosen:
             return self._replace(original_node, self._chosen[original_node].text)
         if original_node in self._wrapped and isinstance(updated_node, cst.SimpleStatementLine):
             updated_node = self._wrap(updated_node, self._wrapped[original_node])
         before = self._hoisted.get(original_node)
+        is_removed = original_node in self._removed
         if not before:
-            return updated_node
+            return cst.RemoveFromParent() if is_removed else updated_node
         first, *more = [cst.parse_statement(text) for text in before]
         leading = getattr(updated_node, "leading_lines", ())
         first = first.with_changes(leading_lines=leading)
-        return cst.FlattenSentinel([first, *more, updated_node.with_changes(leading_lines=())])
+        kept = () if is_removed else (updated_node.with_changes(leading_lines=()),)
+        return cst.FlattenSentinel([first, *more, *kept])
 
     def _replace(self, node: cst.CSTNode, text: str) -> cst.CSTNode:
         if isinstance(node, cst.AugAssign):

@@ -22,7 +22,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS
-from nandoctor.ops import CASTS
+from nandoctor.ops import CASTS, DIVISIONS
 
 _SMALL, _LARGE = 1e-3, 1e6
 _BINARY = frozenset({"add", "sub", "mul", "div"})
@@ -116,13 +116,9 @@ def _title_scale(edit: ScaleFirst) -> str:
 
 
 def _title_log(edit: StableLog) -> str:
-    return f"Take the logarithm and the {edit.inner.op} in one function, {_stable_name(edit)}"
-
-
-def _stable_name(edit: StableLog) -> str:
-    if edit.summed is not None:
-        return "logsumexp"
-    return {"softmax": "log_softmax", "exp": "softplus"}.get(edit.inner.op, "logsigmoid")
+    what = "the quotient" if edit.site.op in DIVISIONS else "the logarithms" if edit.everywhere else "the logarithm"
+    where = f"of the function at {_place(edit.site)}" if edit.everywhere else f"in {_place(edit.site) or edit.site.op}"
+    return f"Compute {what} {where} in log space"
 
 
 def _title_buffers(edit: ResetBuffers) -> str:

@@ -67,7 +67,7 @@ def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None
     return _changed(batch, used, change)
 
 
-def _scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
+def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
     """The measured values times a factor; flags of 0 and 1 are not measured."""
     measured = frozenset(name for name in used if name in batch and not _is_flags(batch[name]))
     return _changed(batch, measured, lambda value: value * factor)
@@ -88,8 +88,8 @@ def _changed(
 VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tensor] | None]] = {
     "samples in another order": _in_another_order,
     "small noise on the inputs": _noisy,
-    "inputs halved": lambda batch, used: _scaled(batch, used, 0.5),
-    "inputs doubled": lambda batch, used: _scaled(batch, used, 2.0),
+    "inputs halved": lambda batch, used: scaled(batch, used, 0.5),
+    "inputs doubled": lambda batch, used: scaled(batch, used, 2.0),
 }
 """By name, batches that a fix has to hold on as well; None where the batch has no such neighbour."""
 OTHER_SEED = "other seed"

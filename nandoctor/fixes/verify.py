@@ -206,9 +206,11 @@ class Trials:
         max_rel_err = comparison.max_rel_err
         if judges_edit and not selects(edits):
             # In fp32 what was finite before must be no other value now; what was not has nothing to agree with.
-            changes = compare(self.reference(*edits), self.reference())
-            agrees = agrees and changes.agrees()
-            max_rel_err = max(max_rel_err, changes.max_rel_err)
+            # Where float64 is finite, and fp32 was not, its value is the true one.
+            for sound in (self.reference(), self.exact()):
+                changes = compare(self.reference(*edits), sound)
+                agrees = agrees and changes.agrees()
+                max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
 
     def _agrees(self, comparison: Comparison, made: Result, *, unsure: Comparison) -> bool:

@@ -15,7 +15,7 @@ _WHY = {
     "guard": "The argument is made safe before the op and its result selected after it: one of them alone leaves NaN "
     "in the gradient.",
     "scale-first": "The product is the same, and no intermediate result is larger than it.",
-    "stable-log": "The logarithm is computed without the number that rounds to 0 or overflows.",
+    "stable-log": "The result is computed without the number that rounds to 0 or overflows.",
     "unmask-rows": "A softmax over nothing but -Inf has no value: these rows attend evenly, and their result is 0.",
 }
 

@@ -20,7 +20,6 @@ from nandoctor.evidence.edits import (
     SetArgument,
     SetFlag,
     SingleEdit,
-    StableLog,
     UnmaskRows,
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
@@ -111,11 +110,6 @@ def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]
         yield edit.site, partial(_guard_argument, edit)
     elif isinstance(edit, UnmaskRows):
         yield edit.site, _run_unmasked
-    elif isinstance(edit, StableLog):
-        stable = _StableLog(edit)
-        yield from ((edit.inner, stable.remember), (edit.log, stable.take))
-        if edit.summed is not None:
-            yield edit.summed, stable.remember_sum
     elif isinstance(edit, ScaleFirst):
         yield from ((edit.product, partial(_scale_first, edit.factor)), (edit.scale, _return_first))
 
@@ -189,43 +183,6 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:
     name, tensor = next(call.tensors())
     return proceed(call.with_argument(name, tensor * factor))
-
-
-class _StableLog:
-    """Remembers what went into a softmax, sigmoid or exponential, for the logarithm of its result."""
-
-    def __init__(self, edit: StableLog) -> None:
-        self._edit = edit
-        self._taken: tuple[torch.Tensor, int | None] | None = None
-        self._summed_over: tuple[Any, bool] = None, False
-
-    def remember(self, call: Invocation, proceed: Proceed) -> Any:
-        named = dict(call.arguments())
-        self._taken = named["self"], named.get("dim")
-        return proceed(call)
-
-    def remember_sum(self, call: Invocation, proceed: Proceed) -> Any:
-        named = dict(call.arguments())
-        self._summed_over = named.get("dim"), bool(named.get("keepdim"))
-        return proceed(call)
-
-    def take(self, call: Invocation, proceed: Proceed) -> Any:
-        argument = dict(call.arguments()).get("self")
-        if self._taken is None or argument is None:
-            return proceed(call)
-        taken, dim = self._taken
-        if self._edit.summed is not None:
-            over, keepdim = self._summed_over
-            return proceed(call) if over is None else torch.logsumexp(taken.float(), over, keepdim)
-        if self._edit.inner.op == "exp":
-            made = torch.nn.functional.softplus(taken.float())
-        elif dim is not None:
-            made = torch.log_softmax(taken.float(), dim)
-        else:
-            made = torch.nn.functional.logsigmoid(-taken.float() if self._edit.complement else taken.float())
-        # A dimension of one may have come or gone in between; any other change of shape may have moved elements.
-        same = [size for size in made.shape if size != 1] == [size for size in argument.shape if size != 1]
-        return made.reshape(argument.shape) if same else proceed(call)
 
 
 def _return_first(call: Invocation, proceed: Proceed) -> Any:

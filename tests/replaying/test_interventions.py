@@ -20,7 +20,6 @@ from nandoctor.evidence.edits import (
     SetArgument,
     SetAttribute,
     SetLossScale,
-    StableLog,
     Together,
     UnmaskRows,
     UseFormat,
@@ -249,18 +248,6 @@ def test_attention_with_a_row_without_a_key(boolean):
     output = execute(step, UnmaskRows(site=site_of(step, "scaled_dot_product_attention"))).output
     assert torch.equal(output[0, 0].float(), torch.zeros(4))
     assert torch.isfinite(output).all()
-
-
-@pytest.mark.parametrize("complement", [True, False])
-def test_the_logarithm_of_a_saturated_sigmoid(complement):
-    def call(model, batch):
-        p = torch.sigmoid(model(batch["x"]))
-        return torch.log(1 - p) if complement else torch.log(p)
-
-    step = make_step(nn.Identity(), call, x=torch.tensor([[-300.0, 0.0, 300.0]]))
-    edit = StableLog(log=site_of(step, "log"), inner=site_of(step, "sigmoid"), complement=complement)
-    sign = -1.0 if complement else 1.0
-    assert torch.equal(execute(step, edit).output, F.logsigmoid(sign * step.batch["x"]))
 
 
 def test_formats():

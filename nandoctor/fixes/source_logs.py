@@ -1,0 +1,376 @@
+"""Logarithms and quotients of exponentials written as sums and differences: nothing overflows or rounds to 0.
+
+A name stands for its definition in the same function, where that is certain. What is read here are names and shapes of
+code: that the new text means the same is for the run with it to show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.evidence.trace import OpCall
+from nandoctor.fixes.source_definitions import Definitions
+from nandoctor.fixes.source_expression import (
+    CannotWriteError,
+    Expression,
+    grouped,
+    nodes_below,
+    number_in,
+    text_with,
+)
+from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.ops import CASTS, MOVES
+
+_OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
+_UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
+_MOVES = MOVES | {"diag", "diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
+_FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
+_HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
+_LOG_OPS = frozenset({"log", "log1p"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Log:
+    """The text of a logarithm; `is_low` where it may be in half precision.
+
+    It is the logsumexp over `dims` of the text `terms`, or the softplus of it where `dims` is None; "" for any other.
+    """
+
+    text: str
+    is_low: bool = False
+    terms: str = ""
+    dims: tuple[str, ...] | None = None
+
+    @property
+    def wide(self) -> str:
+        """The text in fp32, for a function that autocast leaves in the format of its input."""
+        return f"{grouped(self.text)}.float()" if self.is_low else self.text
+
+
+class LogSpace:
+    """The logarithms of what one function computes; `names` are those that other changes of the file bind."""
+
+    def __init__(self, tree: SourceTree, node: cst.CSTNode, ops: Sequence[OpCall], names: set[str]) -> None:
+        function = tree.function_of(node)
+        if function is None:
+            raise CannotWriteError
+        self._tree, self._names = tree, names
+        self._definitions = Definitions(tree, function)
+        self._calls = dict(_calls_in(tree, function, ops))
+        self._place: cst.CSTNode = node
+        self._hoisted: dict[cst.CSTNode, Replacement] = {}
+        self._before: dict[cst.CSTNode, dict[str, str]] = {}
+        self._through: dict[cst.Assign, None] = {}
+        self._sources: set[cst.CSTNode] = set()
+
+    @property
+    def _functional(self) -> str:
+        is_known = any(f"{text} as F\n" in self._tree.text for text in _FUNCTIONAL)
+        return "F" if is_known else "torch.nn.functional"
+
+    def write_logs(self, node: cst.CSTNode, *, everywhere: bool = False) -> tuple[list[Replacement], list[cst.Assign]]:
+        """The logarithm at a node, and the assignments that nothing reads then.
+
+        With it go those of its statement and those of the same exponential or probability: another batch may fail
+        there. With `everywhere` all of the function do.
+        """
+        logs = {item: call for item, call in self._calls.items() if call.op in _LOG_OPS}
+        texts = {node: self._write_log(node, logs[node])} if node in logs else {}
+        sources, statement = set(self._sources), self._tree.statement_of(node)
+        for item, call in logs.items():
+            kept = dict(self._hoisted), dict(self._through)
+            self._sources = set()
+            text = self._write_log(item, call) if item is not node else None
+            is_near = self._tree.statement_of(item) is statement is not None or sources & self._sources
+            if text is not None and (everywhere or is_near):
+                texts[item] = text
+            else:
+                self._hoisted, self._through = kept
+        written = {item: text for item, text in texts.items() if text is not None}
+        if node not in written:
+            raise CannotWriteError
+        return self._changes(written)
+
+    def write_ratio(self, node: cst.CSTNode) -> tuple[list[Replacement], list[cst.Assign]]:
+        """The quotient at a node as the exponential of a difference, and the assignments then unread."""
+        self._place = node
+        if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Divide):
+            raise CannotWriteError
+        divisor = self._log_of(node.right)
+        if divisor is None:
+            raise CannotWriteError
+        return self._changes({node: self._ratio(node.left, divisor)})
+
+    def _ratio(self, numerator: cst.BaseExpression, divisor: _Log) -> str:
+        if number_in(numerator) == 1 and divisor.terms and divisor.dims is None:
+            return f"torch.sigmoid({_negated(divisor.terms)})"
+        log = self._log_of(numerator)
+        if log is None:
+            return f"{grouped(self._tree.code(numerator))} * torch.exp({_negated(divisor.wide)})"
+        if log.text == divisor.terms and divisor.dims is None:
+            return f"torch.sigmoid({log.text})"
+        dims = [text for text in divisor.dims or () if not text.startswith("keepdim")]
+        if log.text == divisor.terms and len(dims) == 1 and len(divisor.dims or ()) == 2:
+            return f"torch.softmax({log.text}, {dims[0]})"
+        return f"torch.exp({log.wide} - {grouped(divisor.text)})"
+
+    def _changes(self, texts: Mapping[cst.CSTNode, str]) -> tuple[list[Replacement], list[cst.Assign]]:
+        read = {name for text in texts.values() for name in self._tree.names_in(cst.parse_expression(f"({text})"))}
+        unread = self._definitions.unread(self._through, texts, read)
+        written = (
+            Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
+            for node, text in texts.items()
+        )
+        return [*self._hoisted.values(), *written], unread
+
+    def _write_log(self, node: cst.CSTNode, call: OpCall) -> str | None:
+        self._place = node
+        try:
+            taken = Expression(self._tree, node, call).argument_node("self")  # type: ignore[arg-type]
+            if call.op == "log":
+                made = self._log_of(taken)
+            elif isinstance(taken, cst.UnaryOperation) and isinstance(taken.operator, cst.Minus):
+                made = self._log_of_rest(taken.expression)
+            else:
+                exponent = self._log_of(taken)
+                made = None if exponent is None else _softplus(exponent, self._functional)
+        except CannotWriteError:
+            return None
+        return None if made is None else made.text
+
+    def _log_of(self, node: cst.BaseExpression) -> _Log | None:  # noqa: PLR0911 - a table of forms
+        """The logarithm of an expression, None where nothing is gained by another form of it."""
+        node = self._resolved(node)
+        name, expression = self._named_op(node)
+        if name in _UNTRACED_CASTS or name in _MOVES:
+            return self._moved(node, name, expression, self._log_of)
+        if name == "exp":
+            return self._leaf(expression.argument_node("self"))
+        if name in ("softmax", "sigmoid"):
+            return self._of_probability(expression, name)
+        if name in ("sum", "mean", "cumsum", "prod", "logsumexp"):
+            return self._reduced(expression, name)
+        if name == "mul":
+            return self._joined(node, "+")
+        if name in ("div", "reciprocal"):
+            return self._joined(node, "-")
+        if name == "add":
+            return self._added(node)
+        if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
+            return self._log_of_rest(node.right)
+        if name == "cosh":
+            value = self._leaf(expression.argument_node("self"))
+            if not isinstance(cst.parse_expression(f"({value.text})"), (cst.Name, cst.Attribute)):
+                value = self._hoist(expression.argument_node("self"))
+            return _Log(text=f"torch.logaddexp({value.wide}, {_negated(value.wide)}) - {math.log(2):.6f}")
+        if name == "sqrt":
+            half = self._log_of(expression.argument_node("self"))
+            return None if half is None else _Log(text=f"0.5 * {grouped(half.text)}", is_low=half.is_low)
+        return None
+
+    def _of_probability(self, expression: Expression, name: str) -> _Log:
+        logit = self._leaf(expression.argument_node("self"))
+        if name == "sigmoid":
+            return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
+        dims = expression.texts_after_first()
+        if not dims:  # the dim of an nn.Softmax
+            assert expression.op is not None
+            dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
+        return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
+
+    def _log_of_rest(self, node: cst.BaseExpression) -> _Log | None:
+        """The logarithm of 1 minus an expression."""
+        node = self._resolved(node)
+        name, expression = self._named_op(node)
+        if name in _UNTRACED_CASTS or name in _MOVES:
+            return self._moved(node, name, expression, self._log_of_rest)
+        if name == "sigmoid":
+            logit = self._leaf(expression.argument_node("self"))
+            return _Log(text=f"{self._functional}.logsigmoid({_negated(logit.wide)})")
+        if name == "exp":
+            return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
+        if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
+            return self._log_of(node.right)
+        return None
+
+    def _moved(self, node: cst.BaseExpression, name: str, expression: Expression, form: object) -> _Log | None:
+        """The form of what an op only moves, or casts: moved alike."""
+        assert callable(form)
+        subject = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
+        made: _Log | None = form(subject)
+        if made is None or name in _UNTRACED_CASTS:
+            return made
+        if not self._is_known_here(node, without=subject):
+            raise CannotWriteError
+        text = text_with(self._tree, node, {subject: grouped(made.text)})
+        return _Log(text=text, is_low=made.is_low)
+
+    def _reduced(self, expression: Expression, name: str) -> _Log | None:
+        log = self._log_of(expression.argument_node("self"))
+        if log is None or name == "logsumexp":
+            return None
+        dims = expression.texts_after_first()
+        if not self._is_known_here(expression.node, without=expression.argument_node("self")):
+            raise CannotWriteError
+        if name == "prod":
+            return _Log(text=f"{grouped(log.text)}.sum({', '.join(dims)})")
+        if name == "cumsum":
+            return _Log(text=f"torch.logcumsumexp({', '.join([log.wide, *dims])})")
+        total, over = log.wide, dims
+        if not dims:
+            total, over = f"{grouped(log.wide)}.flatten()", ["0"]
+        text = f"torch.logsumexp({', '.join([total, *over])})"
+        if name == "sum":
+            return _Log(text=text, terms=log.text, dims=tuple(dims))
+        dim = next((text.removeprefix("dim=") for text in dims if not text.startswith("keepdim")), None)
+        if len(log.text) > len(grouped(log.text)) or not log.text.isidentifier():
+            raise CannotWriteError  # its size would be asked of an expression that is computed twice
+        size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
+        count = f"math.log({size})" if "math" in self._tree.imported_names else f"torch.tensor({size}).log()"
+        return _Log(text=f"{text} - {count}")
+
+    def _joined(self, node: cst.BaseExpression, sign: str) -> _Log | None:
+        """The logarithm of a product or a quotient."""
+        if not isinstance(node, cst.BinaryOperation):
+            return None
+        logs = [self._log_of(side) for side in (node.left, node.right)]
+        if logs == [None, None]:
+            return None
+        if not all(log or self._is_share(node, side) for log, side in zip(logs, (node.left, node.right), strict=True)):
+            return None
+        left, right = (log or self._plain_log(side) for log, side in zip(logs, (node.left, node.right), strict=True))
+        if left.text == "0":
+            return _Log(text=right.text if sign == "+" else _negated(right.text), is_low=right.is_low)
+        if right.text == "0":
+            return left
+        closed = grouped(right.text) if sign == "-" else right.text
+        return _Log(text=f"{left.text} {sign} {closed}", is_low=left.is_low and right.is_low)
+
+    def _is_share(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
+        """Tell whether a factor is a positive number, or has only values from 0 to 1, as a mask or a weight has.
+
+        Any other one may be negative in the next batch, and so may its logarithm be NaN where their sum has one.
+        """
+        if (number := number_in(side)) is not None:
+            return number > 0
+        call = self._calls.get(node)
+        taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
+        if taken is None or taken.min is None or taken.max is None:
+            return False
+        return taken.min >= 0 and taken.max <= 1
+
+    def _added(self, node: cst.BaseExpression) -> _Log | None:
+        """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
+        if not isinstance(node, cst.BinaryOperation):
+            return None
+        sides = node.left, node.right
+        numbers = [number_in(side) for side in sides]
+        logs = [None if number is not None else self._log_of(side) for side, number in zip(sides, numbers, strict=True)]
+        if logs == [None, None]:
+            return None
+        for log, number in ((logs[0], numbers[1]), (logs[1], numbers[0])):
+            if log is not None and number is not None:
+                return _softplus(log, self._functional) if number == 1 else None
+        left, right = (log or self._plain_log(side) for log, side in zip(logs, sides, strict=True))
+        return _Log(text=f"torch.logaddexp({left.wide}, {right.wide})")
+
+    def _plain_log(self, node: cst.BaseExpression) -> _Log:
+        number = number_in(node)
+        if number is not None:
+            if number <= 0:
+                raise CannotWriteError
+            shown = f"math.log({self._tree.code(node)})" if "math" in self._tree.imported_names else None
+            return _Log(text="0" if number == 1 else shown or f"{math.log(number):.8g}")
+        return _Log(text=f"torch.log({self._leaf(node).text})")
+
+    def _leaf(self, node: cst.BaseExpression) -> _Log:
+        """The text of an expression as it can be read at the logarithm; where it is a call, it is made once."""
+        is_low = self._is_low(node)
+        self._sources.add(node)
+        if any(isinstance(below, _HAS_EFFECTS) for below in (node, *nodes_below(node))):
+            if self._place not in set(self._tree.ancestors(node)):
+                return self._hoist(node)
+        elif not self._is_known_here(node):
+            return self._hoist(node)
+        return _Log(text=self._tree.code(node), is_low=is_low)
+
+    def _hoist(self, node: cst.BaseExpression) -> _Log:
+        """A name for an expression, given before the statement that it is in."""
+        if self._tree.statement_of(node) is None:
+            raise CannotWriteError
+        code = self._tree.code(node)
+        if self._place in set(self._tree.ancestors(node)):  # all of the statement that holds it is written anew
+            name = self._tree.free_name("value", node, self._names)
+            text = f"{name} = {code}"
+            self._names.add(name)
+            self._before.setdefault(self._place, {})[name] = text
+            return _Log(text=name, is_low=self._is_low(node))
+        if node not in self._hoisted:
+            name = self._tree.free_name("logits", node, self._names)
+            self._names.add(name)
+            self._hoisted[node] = Replacement(node=node, text=name, before=(f"{name} = {code}",))
+        return _Log(text=self._hoisted[node].text, is_low=self._is_low(node))
+
+    def _is_low(self, node: cst.BaseExpression) -> bool:
+        """Tell whether the op that takes this took it in half precision."""
+        parent = next((item for item in self._tree.ancestors(node) if item in self._calls), None)
+        taken = self._calls[parent].inputs[:1] if parent is not None else ()
+        return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
+
+    def _is_known_here(self, node: cst.CSTNode, without: cst.CSTNode | None = None) -> bool:
+        if without is not None:
+            others = [child for child in node.children if child is not without and without not in nodes_below(child)]
+            inner = [child for child in node.children if child not in others and child is not without]
+            return all(self._is_known_here(child) for child in others) and all(
+                self._is_known_here(child, without=without) for child in inner
+            )
+        return self._place in set(self._tree.ancestors(node)) or self._definitions.means_the_same(node, self._place)
+
+    def _resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        while isinstance(node, cst.Name) and (value := self._definitions.value_of(node)) is not None:
+            statement = next(item for item in self._tree.ancestors(value) if isinstance(item, cst.Assign))
+            self._through[statement] = None
+            node = value
+        return node
+
+    def _named_op(self, node: cst.BaseExpression) -> tuple[str, Expression]:
+        """The op of an expression, by the trace or, where it made no tensor of its own there, by its spelling."""
+        call = self._calls.get(node)
+        if call is not None:
+            return call.op, Expression(self._tree, node, call)
+        name = ""
+        if isinstance(node, cst.BinaryOperation):
+            name = _OPERATORS.get(type(node.operator), "")
+        elif isinstance(node, cst.Subscript):
+            name = "select"
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            name = node.func.attr.value
+            name = name if name in _UNTRACED_CASTS | _MOVES else ""
+        return name, Expression(self._tree, node, None, name)
+
+
+def _softplus(exponent: _Log, functional: str) -> _Log:
+    return _Log(text=f"{functional}.softplus({exponent.wide})", terms=exponent.text)
+
+
+def _negated(text: str) -> str:
+    node = cst.parse_expression(f"({text})")
+    is_minus = isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus)
+    return text.lstrip("-") if is_minus else f"-{grouped(text)}"
+
+
+def _calls_in(
+    tree: SourceTree, function: cst.FunctionDef, ops: Sequence[OpCall]
+) -> Iterator[tuple[cst.CSTNode, OpCall]]:
+    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
+    first, last = tree.start_of(function)[0], tree.end_of(function)[0]
+    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
+    for source, op in places.items():
+        node = tree.find(source)
+        if node is not None and tree.function_of(node) is function:
+            yield node, op

@@ -1,0 +1,155 @@
+"""Logarithms and quotients in log space: what is written, and what is left alone because it may mean something else."""
+
+import textwrap
+
+import libcst as cst
+import pytest
+import torch
+
+import nandoctor
+from nandoctor.fixes.source_definitions import Definitions
+from nandoctor.fixes.source_tree import parse_source
+
+HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
+
+
+def replay(folder, code, **batch):
+    """The report on `Net.forward` of this code, from files in a folder."""
+    body = textwrap.indent(textwrap.dedent(code), " " * 4)
+    made = f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    made += f"        self.fc = nn.Linear(4, 3)\n        self.softmax = nn.Softmax(dim=-1)\n{body}"
+    (folder / "model.py").write_text(made)
+    torch.manual_seed(0)
+    torch.save({"state_dict": torch.nn.Linear(4, 3).state_dict(prefix="fc."), **batch}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", model=f"{folder / 'model.py'}:Net").report
+
+
+def added(report):
+    """The lines that the first verified fix of the code adds."""
+    fix = next(item for item in report.fixes if item.verified and item.kind == "source")
+    return [line[1:].strip() for line in fix.patch.splitlines() if line.startswith("+") and line[1:2] != "+"]
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, 4) * torch.tensor([[1.0], [900.0], [1.0], [1.0]])
+
+
+def test_a_logarithm_over_several_statements(tmp_path, x):
+    code = """
+    def forward(self, x):
+        score = self.fc(x)
+        density = torch.exp(score)
+        total = density.sum(dim=-1)
+        return -torch.log(total)
+    """
+    # What nothing reads any more is taken out with it.
+    assert added(replay(tmp_path, code, x=x)) == ["return -torch.logsumexp(score.float(), dim=-1)"]
+
+
+@pytest.mark.slow
+def test_a_layer_is_called_once(tmp_path, x):
+    code = """
+    def forward(self, x):
+        p = self.softmax(self.fc(x))
+        return -(p * torch.log(p)).sum(-1)
+    """
+    lines = [
+        "logits = self.fc(x)",
+        "p = self.softmax(logits)",
+        "return -(p * torch.log_softmax(logits, dim=-1)).sum(-1)",
+    ]
+    assert added(replay(tmp_path, code, x=x)) == lines
+
+
+@pytest.mark.slow
+def test_both_logarithms_of_a_statement(tmp_path, x):
+    code = """
+    def forward(self, x, label):
+        p = torch.sigmoid(self.fc(x))
+        return label * p.log() + (1 - label) * (1 - p).log()
+    """
+    made = added(replay(tmp_path, code, x=x, label=torch.ones(4, 1)))
+    assert made[-1] == "return label * F.logsigmoid(logits.float()) + (1 - label) * F.logsigmoid(-logits.float())"
+
+
+@pytest.mark.slow
+def test_a_softmax_by_hand(tmp_path, x):
+    code = """
+    def forward(self, x):
+        score = self.fc(x)
+        weight = torch.exp(score)
+        return weight / weight.sum(-1, keepdim=True)
+    """
+    report = replay(tmp_path, code, x=x)
+    assert added(report) == ["return torch.softmax(score, -1)"]
+    # Two scores beyond the bound would have the same weight, which no run of this batch shows: float64 overflows too.
+    assert not any(item.verified for item in report.fixes if item.edit.kind == "clamp")
+
+
+@pytest.mark.slow
+def test_an_eps_in_the_divisor_is_not_dropped(tmp_path, x):
+    code = """
+    def forward(self, x, mask):
+        weight = torch.exp(self.fc(x)) * mask
+        return weight / (weight.sum(-1, keepdim=True) + 1e-8)
+    """
+    report = replay(tmp_path, code, x=x, mask=torch.ones(4, 3))
+    assert not any(
+        "torch.softmax" in item.patch for item in report.fixes
+    )  # of a row of zeros it makes NaN, the eps zeros
+
+
+@pytest.mark.slow
+def test_a_factor_of_either_sign_has_no_logarithm(tmp_path, x):
+    code = """
+    def forward(self, x, weight):
+        return torch.log((torch.exp(self.fc(x)) * weight).sum(-1))
+    """
+    report = replay(tmp_path, code, x=x, weight=torch.tensor([[2.0, 3.0, 5.0]]).repeat(4, 1))
+    assert not any("logsumexp" in item.patch for item in report.fixes)
+
+
+FUNCTION = """
+def forward(x, sharp):
+    p = x.exp()
+    total = p.sum()
+    if sharp:
+        q = p
+    else:
+        q = p * 2
+    for step in range(3):
+        first = p + total
+        total = first.log()
+    p = p + 1
+    return (p, q, total, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "value"),
+    [
+        ("p", 4, "x.exp()"),
+        ("p", 10, "x.exp()"),
+        ("total", 10, None),  # the loop binds it as well
+        ("first", 11, "p + total"),
+        ("p", 13, "p + 1"),
+        ("q", 13, None),  # by a branch
+        ("x", 13, None),  # a parameter
+    ],
+)
+def test_what_a_name_stands_for(name, line, value):
+    tree = parse_source(FUNCTION)
+    (function,) = (item for item in tree.module.body if isinstance(item, cst.FunctionDef))
+    read = max(
+        (node for node in names_below(function.body) if node.value == name and tree.start_of(node)[0] == line),
+        key=tree.start_of,
+    )
+    found = Definitions(tree, function).value_of(read)
+    assert (None if found is None else tree.code(found)) == value
+
+
+def names_below(node):
+    """Every name below a node of the tree."""
+    return [found for child in node.children for found in (child, *names_below(child)) if isinstance(found, cst.Name)]
