@@ -1,14 +1,14 @@
 """eps-underflow: the small constant that was to prevent a division by zero is lost.
 
 What it is
-    1e-8 is zero in fp16 (the smallest subnormal is 6e-8), and what is added to a larger number is absorbed. The
-    denominator, or the argument of a logarithm or a root, is then exactly zero.
+    1e-8 rounds to zero in fp16 (the smallest subnormal is 6e-8), and a small number added to a larger one is absorbed.
+    The denominator, or the argument of a logarithm or a root, is then exactly zero.
 How nandoctor tells
-    An op that is singular at its inputs in fp16 while the same op of the fp32 run is finite; and, among the ops that
-    made the denominator or the argument, one that added or clamped to a small constant which its format rounds to zero,
-    and that gave zeros; or one that gave a number so large that it absorbed the constant, and a subtraction after it;
-    or a bound, a factor or a term beside one (0.99999, 1 + 1e-5) of which the format makes one. A constant that became
-    a tensor of the format before any op took it, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
+    An op is singular at its inputs in fp16, and finite in the fp32 run; and an op before it lost a constant: it added,
+    or clamped to, a number that its format rounds to zero, and gave zeros; it added the number to one so large that it
+    was absorbed, and a subtraction followed; or it used a bound, factor or term near one (0.99999, 1 + 1e-5) that its
+    format rounds to one. A constant that was made a tensor of the format at once, torch.tensor(1e-8, dtype=x.dtype),
+    is read from the fp32 run.
 Why it happens
     The eps was chosen for fp32, and is used where autocast leaves the op in fp16.
 Fix

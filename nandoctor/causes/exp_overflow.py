@@ -5,7 +5,7 @@ What it is
     the overflow comes in the cast or in the product that follows.
 How nandoctor tells
     An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
-    exponential, moved and cast at most.
+    exponential, moved or cast at most.
 Why it happens
     exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
 Fix

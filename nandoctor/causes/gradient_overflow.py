@@ -8,8 +8,8 @@ How nandoctor tells
 Why it happens
     A loss that is a sum rather than a mean, a division by something small, a recurrence that multiplies gradients.
 Fix
-    Run this op in fp32, average the loss, clip inside the recurrence. Of a loss that carries a scale of its own take it
-    off, or start GradScaler below 1.
+    Run this op in fp32, average the loss, clip inside the recurrence. If the loss carries a scale of its
+    own, remove it, or start GradScaler below 1.
 When it is wrong
     Where scale 1 helps, loss-scale-overflow says so.
 """
