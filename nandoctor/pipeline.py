@@ -15,7 +15,7 @@ from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, conclude, find_so_far, without_backward
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.origin import describe_first, needs_counts
-from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_state, diagnose_update
+from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_outside, diagnose_update
 from nandoctor.diagnosis.run_summary import (
     describe_error_source,
     find_near_misses,
@@ -345,7 +345,7 @@ def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> F
     A file from after that step has non-finite weights already; the optimizer is to blame for those that it owns.
     `update` is what the recorder saw of an update that spoiled the weights.
     """
-    diagnoses = diagnose_optimizer(findings.slots, findings.trace)
+    diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
     if diagnoses and findings.verdict == "healthy":
         return replace(findings, verdict="precision", conclusion=Conclusion(diagnoses=diagnoses))
     if update is not None and findings.verdict == "healthy":
@@ -369,15 +369,12 @@ def _report_weights(dump: Dump, low: FloatFormat) -> Report:
             remedy="Save the failing batch beside the weights next time, or give --call file.py:function, a "
             "(model, batch) -> output that makes its own.",
         )
-    weights, buffers = (
-        [
-            (array.name, stats)
-            for array in group
-            for stats in measure_all([("", dump.state[array.name])], counts_for=low)
-        ]
-        for group in (summary.bad_weights, summary.bad_buffers)
-    )
-    first, *others = diagnose_state(weights, buffers) or (None,)
+    first, *others = [
+        diagnosis
+        for array in nonfinite
+        for stats in measure_all([("", dump.state[array.name])], counts_for=low)
+        for diagnosis in diagnose_outside("weight" if array in summary.bad_weights else "buffer", array.name, stats)
+    ] or (None,)
     names = join_first([array.name for array in nonfinite], 3)
     tensors = part_of(len(nonfinite), summary.num_weights, "saved tensor")
     return Report(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from nandoctor.causes.base import OutsideTensor
@@ -37,56 +38,37 @@ def diagnose_outside(
     return (Diagnosis(origin=origin, cause=cause),)
 
 
-def diagnose_state(
-    weights: Sequence[tuple[str, TensorStats]], buffers: Sequence[tuple[str, TensorStats]]
-) -> tuple[Diagnosis, ...]:
-    """Diagnose non-finite tensors of which nothing but the name is known, as in a file of weights alone."""
-    found = [diagnose_outside("weight", *item) for item in weights]
-    found += [diagnose_outside("buffer", *item) for item in buffers]
-    return tuple(diagnosis for diagnoses in found for diagnosis in diagnoses)
-
-
-def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> tuple[Diagnosis, ...]:
+def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator[Diagnosis]:
     """Diagnose what the next step of the optimizer divides by zero; nothing where it does not."""
-    found = ((slot, find_cause("optimizer", slot)) for slot in slots)
-    return tuple(Diagnosis(origin=_origin_in(slot, trace), cause=cause) for slot, cause in found if cause)
-
-
-def _origin_in(slot: OptimizerSlot, trace: Trace) -> Origin:
-    counts = slot.moment.counts
-    assert counts is not None
-    return Origin(
-        phase="optimizer",
-        place=_place_of(slot.parameter.rpartition(".")[0], trace),
-        op="addcdiv",
-        source=None,
-        elements=NonfiniteElements(
-            kinds=(),  # NaN where the gradient is zero, an infinity where it only squares to zero
-            num_bad=counts.num_zero,
-            numel=slot.moment.numel,
-            first_index=None,
-            samples=None,
-        ),
-        would_be=None,
-        inputs=(slot.moment,),
-        output=None,
-    )
+    for slot in slots:
+        cause, counts = find_cause("optimizer", slot), slot.moment.counts
+        if cause is not None and counts is not None:
+            num_bad = (counts.num_zero, slot.moment.numel)
+            origin = _in_optimizer("addcdiv", slot.parameter, num_bad, trace)
+            yield Diagnosis(origin=replace(origin, inputs=(slot.moment,)), cause=cause)
 
 
 def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
     """Diagnose an update that made non-finite weights of finite gradients, as far as the recorder saw it."""
-    name, (num_bad, numel) = next(iter(update.parameters.items()))
-    origin = Origin(
+    name, num_bad = next(iter(update.parameters.items()))
+    origin = _in_optimizer(f"{update.optimizer}.step", name, num_bad, trace)
+    return Diagnosis(origin=origin, cause=find_cause("update", update))
+
+
+def _in_optimizer(op: str, parameter: str, num_bad: tuple[int, int], trace: Trace) -> Origin:
+    """Place the origin at the optimizer's op, with how many of a parameter's values are bad, and how many it has."""
+    bad, numel = num_bad
+    return Origin(
         phase="optimizer",
-        place=_place_of(name.rpartition(".")[0], trace),
-        op=f"{update.optimizer}.step",
+        place=_place_of(parameter.rpartition(".")[0], trace),
+        op=op,
         source=None,
-        elements=NonfiniteElements(kinds=(), num_bad=num_bad, numel=numel, first_index=None, samples=None),
+        # NaN where the gradient is zero, an infinity where it only squares to zero: no kind is known.
+        elements=NonfiniteElements(kinds=(), num_bad=bad, numel=numel, first_index=None, samples=None),
         would_be=None,
         inputs=(),
         output=None,
     )
-    return Diagnosis(origin=origin, cause=find_cause("update", update))
 
 
 def _place_of(module: str, trace: Trace | None) -> Place:
