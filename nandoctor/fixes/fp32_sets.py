@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from nandoctor.causes.base import site_of
 from nandoctor.diagnosis.conclusion import Findings
@@ -17,8 +18,14 @@ from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 
 
-def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
-    """The smallest sets of modules in fp32; a budget may end the search early."""
+def search_fp32_sets(
+    findings: Findings, trials: Trials, few: tuple[int, ...] | None = None
+) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
+    """The smallest sets of modules in fp32; a budget may end the search early.
+
+    Those that are enough for a `few` samples, where these fail as well, are tried on the whole batch; where one is not
+    enough there, the search begins again with all of it.
+    """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
     products = _overflowing_products(findings)
@@ -28,13 +35,22 @@ def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch,
         [member for member in members if member.module in blamed or _exceeds(member, findings)],
     ]
     before, found, complete = trials.num_judged, [], True
+    of_few = trials.of_samples(few) if few is not None else None
 
     def passes(kept: tuple[KeepModule, ...]) -> bool:
-        return trials.passes(*kept)
+        known = trials.judged(*kept)
+        return known if known is not None else (of_few if of_few and _fails(of_few) else trials).passes(*kept)
+
+    def count() -> int:
+        return trials.num_judged - before + (of_few.num_judged if of_few else 0)
 
     try:
         enough = guesses[0] and passes(tuple(guesses[0]))
         for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
+            if not trials.passes(*kept):
+                probed = count()
+                again, sets = search_fp32_sets(findings, trials)
+                return replace(again, num_probes=again.num_probes + probed), sets
             found.append(kept)
             if not products.isdisjoint(member.module for member in kept):
                 break  # whatever else is in fp32, without it the product passes the limit again
@@ -43,10 +59,15 @@ def search_fp32_sets(findings: Findings, trials: Trials) -> tuple[Fp32SetSearch,
     search = Fp32SetSearch(
         sets=tuple(_record_set(kept) for kept in found),
         num_modules=len(members),
-        num_probes=trials.num_judged - before,
+        num_probes=count(),
         complete=complete,
     )
     return search, found
+
+
+def _fails(trials: Trials) -> bool:
+    """Tell whether the unchanged step fails for the samples of these trials, and fp32 does not."""
+    return trials.reference().finite and not trials.judge().passes
 
 
 def _overflowing_products(findings: Findings) -> set[str]:

@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, KeepSamples, SourcePatch
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SourcePatch
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,
@@ -34,7 +34,7 @@ from nandoctor.fixes.variations import (
     squared_surrogate,
     surrogate_loss,
 )
-from nandoctor.fixes.verify import Judgement, Trials, selects
+from nandoctor.fixes.verify import Judgement, Trials, selects, with_samples
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change, FailingStep
@@ -228,7 +228,9 @@ class Verifier:
         alike = tuple(name for name in NEARLY_THE_SAME if self._variations[name] is not None)
         scaled = ((name, *alike) for name in SCALED if self._variations[name] is not None)
         # Scaled first: noise leaves no flags of 0 and 1, which are not scaled.
-        return {names: self._varied(names, self._step_of_few) for names in (alike, *scaled)}
+        step = self._trials.step
+        few = step if self.few is None else with_samples(step, self.few)
+        return {names: self._varied(names, few) for names in (alike, *scaled)}
 
     def _first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
         """Joined variations that are run before one is by itself, and do where all of a try pass.
@@ -242,7 +244,7 @@ class Verifier:
         yield from ([names] for names in self._joined if name in names and names not in scaled)
 
     @cached_property
-    def _few(self) -> tuple[int, ...] | None:
+    def few(self) -> tuple[int, ...] | None:
         """Two of the samples to blame and one other, where these are no more than half of the batch; else None.
 
         They are those with the largest values in it, and of those to blame the one with the smallest.
@@ -252,10 +254,6 @@ class Verifier:
         few = sorted((*guilty, *extreme(self._healthy, step.batch, step.used, size)[:1]))
         return tuple(few) if guilty and 2 * len(few) <= size else None
 
-    @property
-    def _step_of_few(self) -> FailingStep:
-        return self._trials.step if self._few is None else self._step_with(self._few)
-
     def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:
         """Judge it among others at once; what does not pass so is run by itself, on the whole batch."""
         widens = all(isinstance(single, KeepModule | KeepOp) for single in interventions.flatten((edit,)))
@@ -264,7 +262,7 @@ class Verifier:
             if all(status == "passed" for status, _ in said) and _AS_FP32 not in said:
                 others = dict.fromkeys(other for names in tried for other in names if other != name)
                 text = f"{said[-1][1]}, along with {', '.join(others)}" if others else said[-1][1]
-                return Check(name=name, status="passed", text=text, samples=self._few)
+                return Check(name=name, status="passed", text=text, samples=self.few)
         status, text = judge(self._variations[name])
         return Check(name=name, status=status, text=text)
 
@@ -279,12 +277,7 @@ class Verifier:
         return self._trials_of(self._healthy[:number_of]) if number_of <= len(self._healthy) else None
 
     def _trials_of(self, samples: tuple[int, ...]) -> Trials:
-        return self._trials.on(self._step_with(samples))
-
-    def _step_with(self, samples: tuple[int, ...]) -> FailingStep:
-        step = self._trials.step
-        kept = interventions.select_samples([KeepSamples(samples=samples)], step.batch, step.used)
-        return replace(step, batch=kept)
+        return self._trials.on(with_samples(self._trials.step, samples))
 
     def _judge_alone(self, change: Change, judge: Callable[[Trials | None], Said]) -> Said:
         """As a variation; but a loss of pairs, or of the labels there are, may not be finite for so few samples."""

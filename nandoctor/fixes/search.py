@@ -224,7 +224,7 @@ class _Search:
         findings, trials = self._findings, self._trials
         if findings.verdict in ("precision", "silent"):
             with self._budget.holding_back(_FOR_THE_REST):
-                self._fp32_sets, found = search_fp32_sets(findings, trials)
+                self._fp32_sets, found = search_fp32_sets(findings, trials, self._verifier.few)
             # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
             of_use = (kept for kept in found if not (self._succeeded and _is_only_upstream(join(kept), findings)))
             candidates = (

@@ -37,7 +37,7 @@ from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.early_end import Call, TrialEnded, ending_where_lost
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.interventions import flatten
+from nandoctor.replaying.interventions import flatten, select_samples
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch
@@ -109,6 +109,13 @@ class Trials:
         made._is_own_batch = made._is_own_batch and self._is_own_batch and step.batch is self.step.batch
         return made
 
+    def of_samples(self, samples: tuple[int, ...]) -> Trials:
+        """The trials of the same step with these samples alone, judged as this one is, out of the same budget."""
+        step = with_samples(self.step, samples)
+        made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward, lost_at=self._lost_at)
+        made._shares_references = made._is_own_batch = False
+        return made
+
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """The trials of the same step in this mode and with this seed, out of the same budget."""
         if (training, seed) == (self.step.training, self.step.seed):
@@ -171,6 +178,11 @@ class Trials:
     def passes(self, *edits: Change) -> bool:
         """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
         return self.judge(*edits).passes
+
+    def judged(self, *edits: Change) -> bool | None:
+        """Whether the step passes with the edits, None where that was not judged yet."""
+        known = self._judgements.get(_key(edits))
+        return None if known is None else known.passes
 
     def note(self, edit: Change, judgement: Judgement) -> None:
         """Take what was found of the text that is printed for an edit for what the edit does."""
@@ -360,6 +372,11 @@ class Trials:
         if out_of_memory:
             self._budget.out_of_memory = True
             raise BudgetSpent
+
+
+def with_samples(step: FailingStep, samples: tuple[int, ...]) -> FailingStep:
+    """The step with these samples of its batch alone."""
+    return replace(step, batch=select_samples([KeepSamples(samples=samples)], step.batch, step.used))
 
 
 def selects(edits: Iterable[Change]) -> bool:
