@@ -43,123 +43,33 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
-_AMP_DTYPES = ("float16", "bfloat16")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _about(group: Group, flag: str, text: str, **more: Any) -> dict[str, Option]:
-    """The metadata of a field of `Settings`."""
+def _setting(group: Group, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
+    """A field of `Settings`, with what it is to the command line and the docs."""
     plain = {"holds": "a name", "accepts": lambda value: isinstance(value, str)}
-    return {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
+    metadata = {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
+    made = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**made, metadata=metadata)
 
 
-def _spec(group: Group, flag: str, text: str) -> dict[str, Option]:
-    return _about(group, flag, text, metavar="SPEC", holds="a SPEC")
+def _function(flag: str, text: str) -> Any:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, str) or callable(value)
+
+    return _setting("step", flag, text, metavar="SPEC", holds="a SPEC or a function", accepts=accepts)
 
 
-def _function(flag: str, text: str) -> dict[str, Option]:
-    return _about(
-        "step",
-        flag,
-        text,
-        metavar="SPEC",
-        holds="a SPEC or a function",
-        accepts=lambda value: isinstance(value, str) or callable(value),
-    )
-
-
-def _choice(flag: str, text: str, *choices: str) -> dict[str, Option]:
+def _choice(flag: str, text: str, *choices: str) -> Any:
     holds = f"one of {', '.join(choices)}"
-    return _about("step", flag, text, choices=choices, holds=holds, accepts=choices.__contains__)
+    return _setting("step", flag, text, choices=choices, holds=holds, accepts=choices.__contains__)
 
 
-def _switch(group: Group, flag: str, text: str) -> dict[str, Option]:
-    return _about(group, flag, text, holds="true or false", accepts=lambda value: isinstance(value, bool))
-
-
-_MODEL_ARGS = _about(
-    "model",
-    "--model-arg",
-    "An argument for the builder.",
-    metavar="K=V",
-    holds="a table of names and values",
-    accepts=lambda value: isinstance(value, Mapping),
-)
-_METHOD = _about(
-    "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME", holds="a name"
-)
-_WEIGHTS = _about(
-    "model",
-    "--weights",
-    "A checkpoint to take the weights from, instead of the dump: a file, an index or a directory.",
-    metavar="PATH",
-    holds="a path",
-)
-_INPUTS = _about(
-    "step",
-    "--inputs",
-    "Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict.",
-    metavar="A,B",
-    holds="a list of names",
-    accepts=lambda value: isinstance(value, tuple) and all(isinstance(item, str) for item in value),
-)
-_LOSS_SCALE = _about(
-    "step",
-    "--loss-scale",
-    "What multiplied the loss before the backward (default: the dump's).",
-    metavar="S",
-    holds="a number above 0",
-    reads=float,
-    accepts=lambda value: _is_number(value) and value > 0,
-)
-_OUTPUT = _about("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
-_DEVICE = _about(
-    "step",
-    "--device",
-    "Where to replay (default: cpu).",
-    metavar="cpu|cuda",
-    holds="cpu, cuda or cuda:N",
-    accepts=lambda value: re.fullmatch(r"cpu|cuda(:\d+)?", str(value)) is not None,
-)
-_SEED = _about(
-    "step",
-    "--seed",
-    "For dropout and the like (default: 0, then a few more).",
-    metavar="N",
-    holds="a whole number from 0 to 2**31 - 1",
-    reads=int,
-    accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits, and a few more are tried
-)
-_MEMORY = _about(
-    "machine",
-    "--memory",
-    "What the replay may allocate beside the files it maps, such as 8GB (default: what is free).",
-    metavar="SIZE",
-    holds="a size: 8GB, 512MiB or a number of bytes",
-    reads=parse_size,
-    accepts=lambda value: type(value) is int and value > 0,
-)
-_MAX_TRIALS = _about(
-    "fixes",
-    "--max-trials",
-    "Runs to spend on the search for fixes (default: 200; inf: no limit).",
-    metavar="N",
-    holds="a whole number, 0 or more, or inf",
-    reads=lambda text: math.inf if text == "inf" else int(text),
-    accepts=lambda value: type(value) is int and value >= 0,
-)
-_TIME = _about(
-    "fixes",
-    "--time",
-    "Time to spend on the search for fixes (default: 300; inf: no limit).",
-    metavar="SECONDS",
-    holds="a number of seconds, 0 or more, or inf",
-    reads=float,
-    accepts=lambda value: _is_number(value) and value >= 0,
-)
+def _switch(group: Group, flag: str, text: str, *, default: bool) -> Any:
+    holds = "true or false"
+    return _setting(group, flag, text, default=default, holds=holds, accepts=lambda value: isinstance(value, bool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,56 +80,128 @@ class Settings:
     `directory`.
     """
 
-    model: str | None = field(
-        default=None,
-        metadata=_spec("model", "--model", "What builds the model: package.module:attr or file.py:attr."),
+    model: str | None = _setting(
+        "model",
+        "--model",
+        "What builds the model: package.module:attr or file.py:attr.",
+        metavar="SPEC",
+        holds="a SPEC",
     )
-    model_args: Mapping[str, Any] = field(default_factory=dict, metadata=_MODEL_ARGS)
-    config: str | None = field(
-        default=None,
-        metadata=_spec("model", "--config", "A configuration class of transformers, to fill with the dump's values."),
+    model_args: Mapping[str, Any] = _setting(
+        "model",
+        "--model-arg",
+        "An argument for the builder.",
+        default={},
+        metavar="K=V",
+        holds="a table of names and values",
+        accepts=lambda value: isinstance(value, Mapping),
     )
-    method: str | None = field(default=None, metadata=_METHOD)
-    strict: bool = field(
-        default=True, metadata=_switch("model", "--no-strict", "Load the weights that fit, leave the rest.")
+    config: str | None = _setting(
+        "model",
+        "--config",
+        "A configuration class of transformers, to fill with the dump's values.",
+        metavar="SPEC",
+        holds="a SPEC",
     )
-    weights: str | None = field(default=None, metadata=_WEIGHTS)
-    inputs: tuple[str, ...] = field(default=(), metadata=_INPUTS)
-    call: str | Callable[..., Any] | None = field(
-        default=None, metadata=_function("--call", "A function (model, batch) -> output that makes the call.")
+    method: str | None = _setting(
+        "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME"
     )
-    loss: str | Callable[..., Any] | None = field(
-        default=None, metadata=_function("--loss", "A function (output, batch) -> scalar: replays the backward too.")
+    strict: bool = _switch("model", "--no-strict", "Load the weights that fit, leave the rest.", default=True)
+    weights: str | None = _setting(
+        "model",
+        "--weights",
+        "A checkpoint to take the weights from, instead of the dump: a file, an index or a directory.",
+        metavar="PATH",
+        holds="a path",
     )
-    loss_scale: float | None = field(default=None, metadata=_LOSS_SCALE)
-    output: str | None = field(default=None, metadata=_OUTPUT)
-    amp_dtype: str | None = field(
-        default=None,
-        metadata=_choice("--amp-dtype", "What autocast computed in (default: the dump's, else float16).", *_AMP_DTYPES),
+    inputs: tuple[str, ...] = _setting(
+        "step",
+        "--inputs",
+        "Arrays to call it with: a,b or x=a,mask=b, or '*' for a dict.",
+        default=(),
+        metavar="A,B",
+        holds="a list of names",
+        accepts=lambda value: isinstance(value, tuple) and all(isinstance(item, str) for item in value),
     )
-    policy: Literal["cuda", "native"] | None = field(
-        default=None,
-        metadata=_choice("--policy", "CUDA's op lists (default), or torch's for the device.", "cuda", "native"),
+    call: str | Callable[..., Any] | None = _function(
+        "--call", "A function (model, batch) -> output that makes the call."
     )
-    mode: Literal["train", "eval"] | None = field(
-        default=None, metadata=_choice("--mode", "Default: the dump's, else train and then eval.", "train", "eval")
+    loss: str | Callable[..., Any] | None = _function(
+        "--loss", "A function (output, batch) -> scalar: replays the backward too."
     )
-    device: str = field(default="cpu", metadata=_DEVICE)
-    seed: int | None = field(default=None, metadata=_SEED)
-    memory: int | None = field(default=None, metadata=_MEMORY)
-    per_sample: bool = field(
+    loss_scale: float | None = _setting(
+        "step",
+        "--loss-scale",
+        "What multiplied the loss before the backward (default: the dump's).",
+        metavar="S",
+        holds="a number above 0",
+        reads=float,
+        accepts=lambda value: _is_number(value) and value > 0,
+    )
+    output: str | None = _setting("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
+    amp_dtype: str | None = _choice(
+        "--amp-dtype", "What autocast computed in (default: the dump's, else float16).", "float16", "bfloat16"
+    )
+    policy: Literal["cuda", "native"] | None = _choice(
+        "--policy", "CUDA's op lists (default), or torch's for the device.", "cuda", "native"
+    )
+    mode: Literal["train", "eval"] | None = _choice(
+        "--mode", "Default: the dump's, else train and then eval.", "train", "eval"
+    )
+    device: str = _setting(
+        "step",
+        "--device",
+        "Where to replay (default: cpu).",
+        default="cpu",
+        metavar="cpu|cuda",
+        holds="cpu, cuda or cuda:N",
+        accepts=lambda value: re.fullmatch(r"cpu|cuda(:\d+)?", str(value)) is not None,
+    )
+    seed: int | None = _setting(
+        "step",
+        "--seed",
+        "For dropout and the like (default: 0, then a few more).",
+        metavar="N",
+        holds="a whole number from 0 to 2**31 - 1",
+        reads=int,
+        accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits; a few more are tried
+    )
+    memory: int | None = _setting(
+        "machine",
+        "--memory",
+        "What the replay may allocate beside the files it maps, such as 8GB (default: what is free).",
+        metavar="SIZE",
+        holds="a size: 8GB, 512MiB or a number of bytes",
+        reads=parse_size,
+        accepts=lambda value: type(value) is int and value > 0,
+    )
+    per_sample: bool = _switch(
+        "statistics",
+        "--per-sample",
+        "Count samples and exponents in every layer; show an affected sample.",
         default=False,
-        metadata=_switch(
-            "statistics",
-            "--per-sample",
-            "Count samples and exponents in every layer; show an affected sample.",
-        ),
     )
-    fixes: bool = field(
-        default=True, metadata=_switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.")
+    fixes: bool = _switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.", default=True)
+    max_trials: int | None = _setting(
+        "fixes",
+        "--max-trials",
+        "Runs to spend on the search for fixes (default: 200; inf: no limit).",
+        default=200,
+        metavar="N",
+        holds="a whole number, 0 or more, or inf",
+        reads=lambda text: math.inf if text == "inf" else int(text),
+        accepts=lambda value: type(value) is int and value >= 0,
     )
-    max_trials: int | None = field(default=200, metadata=_MAX_TRIALS)
-    time: float | None = field(default=300.0, metadata=_TIME)
+    time: float | None = _setting(
+        "fixes",
+        "--time",
+        "Time to spend on the search for fixes (default: 300; inf: no limit).",
+        default=300.0,
+        metavar="SECONDS",
+        holds="a number of seconds, 0 or more, or inf",
+        reads=float,
+        accepts=lambda value: _is_number(value) and value >= 0,
+    )
     directory: Path = field(default_factory=Path.cwd)
 
 
