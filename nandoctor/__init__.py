@@ -41,22 +41,7 @@ _HOMES = {
     "verify": "nandoctor.case",
 }
 
-__all__ = [
-    "Case",
-    "NanDoctorError",
-    "NonFiniteTrainingError",
-    "Recorder",
-    "TriageOptions",
-    "__version__",
-    "checkup",
-    "cuda_autocast",
-    "describe",
-    "load",
-    "replay",
-    "repro",
-    "triage",
-    "verify",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -66,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *__all__]
