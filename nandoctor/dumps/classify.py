@@ -22,7 +22,7 @@ from nandoctor.text import brief, brief_list, byte_size, dtype_name
 if TYPE_CHECKING:
     import torch
 
-    from nandoctor.dumps.unpickle import Arrays
+    from nandoctor.dumps.stored_tensor import Values
 
 # What DataParallel and torch.compile put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -55,7 +55,7 @@ class Contents:
     """
 
     nbytes: int
-    values: Arrays
+    values: Values
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Contents:
     claimed_nbytes: int = 0
 
 
-def sort_contents(saved: object, nbytes: int, values: Arrays) -> Contents:
+def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
     """Sort the saved object.
 
     Raises:
@@ -84,7 +84,7 @@ def sort_contents(saved: object, nbytes: int, values: Arrays) -> Contents:
     return contents
 
 
-def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Arrays) -> tuple[Contents, Recorded]:
+def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tuple[Contents, Recorded]:
     """Sort what the recorder wrote: nothing has to be guessed, everything is checked.
 
     Raises:
@@ -119,7 +119,7 @@ def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[s
     return _take_state(contents, "state_dict", state)
 
 
-def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Arrays) -> dict[str, torch.Tensor]:
+def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values) -> dict[str, torch.Tensor]:
     """The state dict, its names and tensors checked as those of a file of `nbytes` bytes.
 
     Raises:

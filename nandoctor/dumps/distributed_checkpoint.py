@@ -101,7 +101,7 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
             remedy="Put the files of all ranks into one directory.",
         )
     state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
-    return check_weights(state, files.nbytes, TorchValues)
+    return check_weights(state, files.nbytes, TorchValues())
 
 
 def _is_tensor(item: object) -> bool:

@@ -11,7 +11,7 @@ from typing import IO, cast
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS
-from nandoctor.dumps.pickled_containers import is_container
+from nandoctor.dumps.pickled_containers import find_container
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 
@@ -40,18 +40,8 @@ STORAGE_DTYPES = {
     **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
     **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
 }
-# By name, for torch is not imported to look at a file.
-_TORCH_VALUES = frozenset(
-    f"torch.{name}"
-    for name in (
-        *"bfloat16 float16 float32 float64 complex32 complex64 complex128 bool".split(),
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
-        *"float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2".split(),
-        *"bits1x8 bits2x4 bits4x2 bits8 bits16 qint8 qint32 quint8 quint4x2 quint2x4".split(),
-        *"per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split(),
-        "per_channel_affine_float_qparams",
-    )
-)
+# Dtypes and quantization schemes, told by name: torch is not imported to look at a file.
+_TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
 # Protocol 2 writes the names that Python 2 knew.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -200,7 +190,8 @@ def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, o
 def _is_known(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
-    return is_storage or name in _TORCH_GLOBALS | _TORCH_VALUES or name in STAND_INS or is_container(name)
+    is_value = _TORCH_VALUE.fullmatch(name) is not None
+    return is_storage or is_value or name in _TORCH_GLOBALS or name in STAND_INS or find_container(name) is not None
 
 
 def _item_nbytes(storage: str) -> int:

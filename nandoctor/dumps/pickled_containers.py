@@ -72,8 +72,3 @@ CONTAINERS: dict[str, Callable[..., object]] = {
 def find_container(name: str) -> Callable[..., object] | None:
     """What rebuilds the class of this name; every class of a model's output is known."""
     return _make_output if _MODEL_OUTPUT.fullmatch(name) else CONTAINERS.get(name)
-
-
-def is_container(name: str) -> bool:
-    """Whether a class of this name is rebuilt here."""
-    return find_container(name) is not None

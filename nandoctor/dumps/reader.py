@@ -31,8 +31,8 @@ from nandoctor.text import brief, brief_list, byte_size
 if TYPE_CHECKING:
     import torch
 
+    from nandoctor.dumps.stored_tensor import Values
     from nandoctor.dumps.tensors import TorchValues
-    from nandoctor.dumps.unpickle import Values
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
 

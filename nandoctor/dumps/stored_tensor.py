@@ -7,7 +7,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,11 @@ from nandoctor.text import dtype_name
 
 if TYPE_CHECKING:
     import torch
+
+    from nandoctor.dumps.tensors import TorchValues
+
+    # What makes the values of torch that a pickle describes, and takes the arrays in it.
+    Values: TypeAlias = "TorchValues | StoredValues"
 
 # How numpy reads each: what it does not know as whole numbers of the same size.
 _NUMPY_CODES = {

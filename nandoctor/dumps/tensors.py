@@ -22,12 +22,12 @@ _ALIGNMENT = 16
 class TorchValues:
     """Makes the values of torch that a pickle describes; tensors keep their data where it is."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+    def __init__(self, data: Any = None) -> None:
+        self._data: Any = None if data is None else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
     def storage(self, member: Member, dtype: str) -> TypedStorage:
         """The data of tensors."""
-        storage: Any = self._data[member.offset : member.offset + member.nbytes]
+        storage = self._data[member.offset : member.offset + member.nbytes]
         make: Any = TypedStorage
         untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
         made: TypedStorage = make(wrap_storage=untyped, dtype=getattr(torch, dtype), _internal=True)

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import STAND_INS, PickledArray, PickledDtype
@@ -19,6 +19,9 @@ from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
 from nandoctor.dumps.pickled_containers import ContainerFields, find_container
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.zip_members import Member
+
+if TYPE_CHECKING:
+    from nandoctor.dumps.stored_tensor import Values
 
 # What torch.save writes, by pickle protocol 2.
 _OPCODES = (
@@ -59,29 +62,6 @@ _PLAIN: Mapping[str, Any] = {
     "torch._utils._rebuild_parameter": _rebuild_plain,
     "torch._utils._rebuild_parameter_with_state": _rebuild_plain,
 }
-
-
-class Arrays(Protocol):
-    """What handles the tensors and arrays of a file: torch, or what looks at them without it."""
-
-    def adopt(self, value: Any) -> Any:
-        """A tensor as it is used further, or an array as one."""
-
-    def num_stored(self, tensor: Any) -> int:
-        """The numbers that are kept for its elements."""
-
-    def check_state(self, state: Any) -> Any:
-        """The state of a torch generator; `DumpError` where it has the size of one and is none."""
-
-
-class Values(Arrays, Protocol):
-    """What makes the values of torch that a pickle describes."""
-
-    def storage(self, member: Member, dtype: str) -> object:
-        """The data of tensors."""
-
-    def find(self, name: str) -> object:
-        """The class, function or value of torch of that name, or what stands for it."""
 
 
 def load_pickle(container: Container, scan: Scan, values: Values) -> tuple[object, Provenance]:

@@ -178,7 +178,7 @@ def _read_safetensors(path: Path) -> State:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
-    return check_weights(state, nbytes, TorchValues)
+    return check_weights(state, nbytes, TorchValues())
 
 
 def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:

@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import nn
 
 from nandoctor.case import replay
-from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
@@ -222,8 +222,8 @@ def make(kind, number, files):
 
 def examine(path):
     """All that a user would do with a file from somebody else; raises what the user would see."""
+    print_inspection(summarize(look_at_dump(path)), Console(file=io.StringIO(), width=80))
     dump = read_dump(path)
-    print_inspection(summarize(dump), Console(file=io.StringIO(), width=80))
     try:
         if not dump.provenance.own:
             with suppress(NanDoctorError):

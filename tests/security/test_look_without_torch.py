@@ -162,8 +162,8 @@ def test_a_state_that_torch_would_refuse_is_left_to_torch():
 
 
 def test_the_names_of_torchs_values_are_all_known():
-    kinds = (torch.dtype, torch.qscheme)
-    assert {str(value) for value in vars(torch).values() if isinstance(value, kinds)} == pickle_scan._TORCH_VALUES
+    named = {f"torch.{name}" for name in dir(torch) if pickle_scan._TORCH_VALUE.fullmatch(f"torch.{name}")}
+    assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
     for name, dtype in pickle_scan.STORAGE_DTYPES.items():
         assert pickle_scan._item_nbytes(name) == getattr(torch, dtype).itemsize
 
