@@ -6,6 +6,7 @@ with `nandoctor` is run. Each document is worked through in order, in a folder o
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import os
 import re
@@ -22,6 +23,7 @@ from wording import words
 
 import nandoctor
 from nandoctor.cli import main
+from nandoctor.evidence.report import Report
 from nandoctor.replaying.settings import OPTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -169,6 +171,11 @@ def test_every_option_of_every_command_is_in_the_page():
     flags = sorted(option for option in options if option.startswith("-"))
     assert len(flags) > 30
     assert [flag for flag in flags if not re.search(rf"`{flag}[ `]", text)] == []
+
+
+def test_every_part_of_a_report_is_in_its_page():
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    assert [item.name for item in dataclasses.fields(Report) if f"`{item.name}`" not in text] == ["schema"]
 
 
 def test_every_layer_of_the_house_is_in_its_picture():
