@@ -55,16 +55,16 @@ def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
     return Diagnosis(origin=origin, cause=find_cause("update", update))
 
 
-def _in_optimizer(op: str, parameter: str, num_bad: tuple[int, int], trace: Trace) -> Origin:
-    """Place the origin at the optimizer's op, with how many of a parameter's values are bad, and how many it has."""
-    bad, numel = num_bad
+def _in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace) -> Origin:
+    """Place the origin at the optimizer's op, with counts of a parameter's non-finite values and of all."""
+    num_bad, numel = counts
     return Origin(
         phase="optimizer",
         place=_place_of(parameter.rpartition(".")[0], trace),
         op=op,
         source=None,
         # NaN where the gradient is zero, an infinity where it only squares to zero: no kind is known.
-        elements=NonfiniteElements(kinds=(), num_bad=bad, numel=numel, first_index=None, samples=None),
+        elements=NonfiniteElements(kinds=(), num_bad=num_bad, numel=numel, first_index=None, samples=None),
         would_be=None,
         inputs=(),
         output=None,
