@@ -122,7 +122,7 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
     return {
         "optimizer": type(trained.optimizer).__name__,
         "parameters": trained.nonfinite(),
-        "settings": dict(spoiled.settings),
+        "settings": spoiled.settings(),
         "largest_gradient": None if gradients is None else gradients.values()[0],
     }
 

@@ -6,7 +6,7 @@ import ctypes
 import platform
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -56,11 +56,9 @@ class Generators:
     hold back: numpy is always asked after one.
     """
 
-    _NUMPY_NBYTES = 625 * 4  # 624 words and the place among them, as numpy's MT19937 keeps them
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numpy_words = self._python_words = b""
+        self._numpy_words, self._python_words = _Words(), _Words()
         self._numpy: Any = None
         self._python: Any = None
         self._holds_back = False
@@ -81,9 +79,8 @@ class Generators:
         generator = numpy_random.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return None
-        words = ctypes.string_at(generator.ctypes.state_address, self._NUMPY_NBYTES)
-        if words != self._numpy_words or self._holds_back:
-            self._numpy_words, self._numpy = words, np.random.get_state()
+        if self._numpy_words.have_changed(generator, _find_words_of_numpy) or self._holds_back:
+            self._numpy = np.random.get_state()
             self._holds_back = self._holds_back or bool(self._numpy[3])
         return self._numpy
 
@@ -91,26 +88,50 @@ class Generators:
         generator: Any = getattr(random.getstate, "__self__", None)
         if not self._can_peek or generator is None or type(generator) is not random.Random:
             return random.getstate()
-        words, held_back = _words_of(generator), vars(generator)["gauss_next"]
-        if words != self._python_words or held_back != self._python[2]:
-            self._python_words, self._python = words, random.getstate()
+        changed = self._python_words.have_changed(generator, _find_words_of_python)
+        if changed or vars(generator)["gauss_next"] != self._python[2]:
+            self._python = random.getstate()
         return self._python
 
 
-def _words_of(generator: random.Random) -> bytes:
+class _Words:
+    """The words that a generator keeps in memory, as they were when they were last looked at."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._words: Any = b""
+        self._seen = bytearray()
+
+    def have_changed(self, generator: Any, find: Callable[[Any], tuple[int, int]]) -> bool:
+        """True if they differ from those at the last call; `find` gives the address and the number of bytes."""
+        if generator is not self._generator:
+            address, nbytes = find(generator)
+            self._generator, self._words = generator, (ctypes.c_char * nbytes).from_address(address)
+        if self._seen == self._words:  # compares memory without a copy of it
+            return False
+        self._seen = bytearray(self._words)
+        return True
+
+
+def _find_words_of_numpy(generator: np.random.MT19937) -> tuple[int, int]:
+    """624 words and the place among them, as numpy's MT19937 keeps them."""
+    return generator.ctypes.state_address, 625 * 4
+
+
+def _find_words_of_python(generator: random.Random) -> tuple[int, int]:
     """All that CPython's generator has in memory behind its header; `gauss_next` is an attribute beside it."""
     header, whole = object.__basicsize__, random.Random.__mro__[1].__basicsize__
-    return ctypes.string_at(id(generator) + header, whole - header)
+    return id(generator) + header, whole - header
 
 
 def _has_words_in_memory() -> bool:
     """Try it: another Python may keep the words elsewhere, where an id is an address at all."""
     if sys.implementation.name != "cpython":
         return False
-    generator = random.Random(0)
-    before = _words_of(generator)
+    generator, words = random.Random(0), _Words()
+    words.have_changed(generator, _find_words_of_python)
     generator.random()
-    return _words_of(generator) != before
+    return words.have_changed(generator, _find_words_of_python)
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class JoinOrder:
     """An order of tensors in which those that one `torch.cat` can join stand together; `places` are theirs before.
 
     Such are of one device, one format, and one shape but for the first dimension. The tensors themselves are not held:
-    all methods take them anew, in this order.
+    all methods take them anew, in this order, and leave it to the caller to ask for no gradients.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -34,10 +34,9 @@ class JoinOrder:
 
     def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The tensors joined, in new memory, or in that of an earlier answer."""
-        with torch.no_grad():
-            if into is None:
-                return [_join(tensors[part]) for part in self._slices]
-            return [_join(tensors[part], out=out) for part, out in zip(self._slices, into, strict=True)]
+        if into is None:
+            return [_join(tensors[part]) for part in self._slices]
+        return [_join(tensors[part], out=out) for part, out in zip(self._slices, into, strict=True)]
 
     def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each tensor of what `copy` answered, sharing its memory."""
@@ -47,14 +46,11 @@ class JoinOrder:
     def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
         """The largest magnitude of all elements, NaN if one is NaN; None if all tensors are missing."""
         bounds: list[float] = []
-        with torch.no_grad():
-            for part in self._slices:
-                if there := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there))
-                    bounds += (low.item(), high.item())
-        if any(map(math.isnan, bounds)):
-            return math.nan
-        return max(map(abs, bounds)) if bounds else None
+        for part in self._slices:
+            if there := [tensor for tensor in tensors[part] if tensor is not None]:
+                low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there))
+                bounds += (-low.item(), high.item())
+        return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 
 
 def can_join(tensor: torch.Tensor) -> bool:

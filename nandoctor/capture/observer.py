@@ -130,10 +130,10 @@ class SnapshotPlan:
 
     def take(self) -> Snapshot:
         """The tensors as they are now."""
-        odd = {index: tensor.clone() for index in self.odd if (tensor := self.tensors[index]) is not None}
-        return Snapshot(
-            plan=self, versions=self.versions(), joined=self._order.copy(self._sources), odd=odd, sampled=self.sample()
-        )
+        with torch.no_grad():
+            odd = {index: tensor.clone() for index in self.odd if (tensor := self.tensors[index]) is not None}
+            joined = self._order.copy(self._sources)
+        return Snapshot(plan=self, versions=self.versions(), joined=joined, odd=odd, sampled=self.sample())
 
     def versions(self) -> list[int]:
         """The versions of the watched as they are now."""
@@ -182,7 +182,9 @@ class Snapshot:
     def changed(self) -> list[int]:
         """Which of those that are watched were written to since."""
         now = self.plan.versions()
-        counted = [index for index, old, new in zip(self.plan.watched, self.versions, now, strict=True) if old != new]
+        counted = []
+        if now != self.versions:
+            counted = [i for i, old, new in zip(self.plan.watched, self.versions, now, strict=True) if old != new]
         if self.differs is None:
             return counted
         return counted + [i for i, differs in zip(self.compared, self.differs.values(), strict=False) if differs]
@@ -235,7 +237,7 @@ class StateKeeper:
         if not self._names and self._last is not None:
             return self._last
         self._num_taken += 1
-        tensors: Tensors = tuple([kept.get(name) for kept, name in zip(self._registries, self._own_names, strict=True)])
+        tensors: Tensors = tuple(map(dict.get, self._registries, self._own_names))
         self._last = self._plan_for(tensors).take()
         return self._last
 

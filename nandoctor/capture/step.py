@@ -64,7 +64,7 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if what was watched is non-finite, here or on another rank."""
-        return any(value > 0 for flag in self.flags for value in flag.values())
+        return any(max(flag.values()) > 0 for flag in self.flags)
 
     @property
     def nonfinite_here(self) -> bool:
@@ -79,19 +79,27 @@ class RecordedStep:
     @property
     def gradients_nonfinite(self) -> bool:
         """True if the gradients were looked at and are non-finite."""
-        flags = [self.accumulated, *(update.gradients for update in self.updates)]
+        flags = [self.accumulated, *[update.gradients for update in self.updates]]
         return any(flag is not None and flag.nonfinite for flag in flags)
 
     @property
     def spoiled(self) -> Update | None:
         """The first update that left a weight non-finite."""
-        return next((u for u in self.updates if u.weights is not None and u.weights.nonfinite), None)
+        spoiled = [update for update in self.updates if update.weights is not None and update.weights.nonfinite]
+        return spoiled[0] if spoiled else None
+
+    @property
+    def is_sound(self) -> bool:
+        """True if there is nothing to tell of it, and no scaler and no rule that wants its numbers all the same."""
+        asked = self.scale is not None or self.loss_value is not None or self.skip is not None or self.skipped
+        return not (asked or self.loss_nonfinite or self.gradients_nonfinite or self.spoiled)
 
     @property
     def ready(self) -> bool:
         """True if no device has yet to say how the step went, the loss aside."""
         flags = [self.skip, self.accumulated]
-        flags += [flag for update in self.updates for flag in (update.gradients, update.weights)]
+        for update in self.updates:
+            flags += (update.gradients, update.weights)
         return all(flag is None or flag.ready for flag in flags)
 
     @property

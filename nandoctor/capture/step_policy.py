@@ -88,6 +88,9 @@ class StepResult:
         return "spike" if self.spike is not None else "step"
 
 
+_SOUND = StepResult(step=-1)  # of all steps of which there is nothing to tell
+
+
 class ScaleSearch:
     """Tells the skips by which GradScaler finds its scale from those that something else is behind.
 
@@ -163,7 +166,7 @@ class StepHistory:
         self.num_bad_losses = 0
         self.num_spoiled = 0
         self.num_skipped = 0
-        self._last: StepResult | None = None
+        self._in_episode = False
         self._last_unfit: int | None = None
         self.begins_episode = False
         self._recent: deque[StepResult] = deque(maxlen=rule.window)
@@ -175,12 +178,13 @@ class StepHistory:
         self.num_bad_losses += result.loss_nonfinite
         self.num_spoiled += result.spoils_weights
         self.num_skipped += result.skipped
-        follows = (self._last is not None and self._last.worth_saving) or self._last_unfit == result.step
-        self.begins_episode = result.worth_saving and not follows
-        self._last = result
-        self._last_unfit = result.step if result.worth_saving else self._last_unfit
         self._recent.append(result)
         self._num_in_a_row = self._num_in_a_row + 1 if result.failed else 0
+        self.begins_episode = False
+        if worth_saving := result.worth_saving:
+            self.begins_episode = not self._in_episode and self._last_unfit != result.step
+            self._last_unfit = result.step
+        self._in_episode = worth_saving
 
     def why_stop(self) -> str | None:
         """The reason to stop after the last step; None to go on."""
@@ -188,15 +192,13 @@ class StepHistory:
         if rule.in_a_row is not None and self._num_in_a_row >= rule.in_a_row:
             return f"{self._num_in_a_row} non-finite step{'s in a row' if rule.in_a_row > 1 else ''}"
         most = rule.threshold * rule.window
-        losses = sum(result.loss_nonfinite for result in self._recent)
-        spoiled = sum(result.spoils_weights for result in self._recent)
-        skips = sum(result.skip_counts for result in self._recent)
-        if losses > most:
-            return f"the loss was non-finite in {losses} of the last {len(self._recent)} steps"
-        if spoiled > most:
-            return f"gradients or updated weights were non-finite in {spoiled} of the last {len(self._recent)} steps"
-        if skips > most:
-            return f"the scaler skipped {skips} of the last {len(self._recent)} steps at a loss scale below 1"
+        of = f"of the last {len(self._recent)} steps"
+        if (losses := sum(result.loss_nonfinite for result in self._recent)) > most:
+            return f"the loss was non-finite in {losses} {of}"
+        if (spoiled := sum(result.spoils_weights for result in self._recent)) > most:
+            return f"gradients or updated weights were non-finite in {spoiled} {of}"
+        if (skips := sum(result.skip_counts for result in self._recent)) > most:
+            return f"the scaler skipped {skips} {of} at a loss scale below 1"
         return None
 
     def to_plain(self) -> dict[str, object]:
@@ -311,6 +313,8 @@ class StepPolicy:
         return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.rule.window)
 
     def _sum_up(self, step: RecordedStep) -> StepResult:
+        if step.is_sound:
+            return _SOUND
         skipped, scale = step.was_skipped, step.loss_scale
         loss = None if step.loss_value is None else step.loss_value.values()[0]
         expected = not skipped or scale is None or self._scale_search.expects_skip(scale)

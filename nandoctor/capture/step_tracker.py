@@ -243,7 +243,12 @@ class StepTracker:
             asks = self._scaler is None
             gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if asks else None
             step.updates.append(
-                Update(trained=trained, gradients=gradients, undo=trained.keep(), settings=trained.settings())
+                Update(
+                    trained=trained,
+                    gradients=gradients,
+                    undo=trained.keep(),
+                    groups=list(map(dict, optimizer.param_groups)),
+                )
             )
             self._decide_before_update(step, step.updates[-1])
         self._accumulates = False

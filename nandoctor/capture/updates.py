@@ -19,6 +19,7 @@ from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 
+_GRAD = attrgetter("grad")
 UNDO_NBYTES = 1 << 30
 _UNDO_SHARE = 0.02
 """Of a device's memory: a copy of the weights that is larger might take what the training needs."""
@@ -29,15 +30,24 @@ class Update:
     """One write of an optimizer to the weights.
 
     `gradients` and `weights` are the largest magnitudes of the gradients before it and of the weights after it. `undo`
-    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it. `settings`
-    are the optimizer's.
+    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it. `groups`
+    are the optimizer's, as they were: a schedule may have set others by the time that the flags are here.
     """
 
     trained: TrainedParameters
     gradients: Flag | None
     undo: Mapping[str, torch.Tensor] | None
-    settings: Mapping[str, float]
+    groups: Sequence[Mapping[str, Any]]
     weights: Flag | None = None
+
+    def settings(self) -> dict[str, float]:
+        """The numbers among the settings of the groups: of each the first that is non-finite, else the last."""
+        found: dict[str, float] = {}
+        for group in self.groups:
+            for name, value in group.items():
+                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
+                    found[name] = float(value)
+        return found
 
 
 class TrainedParameters:
@@ -52,7 +62,7 @@ class TrainedParameters:
         self.num_given = _count(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
         owned = [(names[id(parameter)], parameter) for parameter in given if id(parameter) in names]
-        found = largest_magnitude(parameter for _, parameter in owned)
+        found = largest_magnitude([parameter for _, parameter in owned])
         if found is not None and not bool(found.isfinite()):
             owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
         self.names = tuple(name for name, _ in owned)
@@ -80,7 +90,7 @@ class TrainedParameters:
 
     def gradients(self) -> torch.Tensor | float | None:
         """The largest magnitude among the gradients, NaN if one is; None without any."""
-        return self._measure(list(map(attrgetter("grad"), self.parameters)))
+        return self._measure(list(map(_GRAD, self.parameters)))
 
     def weights(self) -> torch.Tensor | float | None:
         """The largest magnitude among the weights, NaN if one is."""
@@ -88,18 +98,18 @@ class TrainedParameters:
 
     def _measure(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | float | None:
         if self._joint is not None:
-            with suppress(RuntimeError):  # sparse gradients cannot be joined
+            with suppress(RuntimeError), torch.no_grad():  # sparse gradients cannot be joined
                 return self._joint.largest(tensors)
-        return largest_magnitude(tensor for tensor in tensors if tensor is not None)
+        return largest_magnitude([tensor for tensor in tensors if tensor is not None])
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, for an update that has to be undone; None where there is no room for it."""
         if self._copies is None:
             return None
-        if self._joint is not None:
-            self._joint.copy(self.parameters, self._copies)
-        else:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._joint is not None:
+                self._joint.copy(self.parameters, self._copies)
+            else:
                 copy_tensors(self._copies, list(map(local_part, self.parameters)))
         return self._undo
 
@@ -119,18 +129,6 @@ class TrainedParameters:
         """Of each parameter that is non-finite now, how many values are so, of how many. Waits for the device."""
         counts = {name: [_num_nonfinite(p), p.numel()] for name, p in zip(self.names, self.parameters, strict=True)}
         return {name: numbers for name, numbers in counts.items() if numbers[0]}
-
-    def settings(self) -> dict[str, float]:
-        """The numbers among the settings of the groups: of each the first that is non-finite, else the last.
-
-        To be read before the update: a schedule may have set others by the time that the flags are here.
-        """
-        found: dict[str, float] = {}
-        for group in self.optimizer.param_groups:
-            for name, value in group.items():
-                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
-                    found[name] = float(value)
-        return found
 
 
 def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:

@@ -18,7 +18,8 @@ from nandoctor.dumps.trees import KIND, MAX_DEPTH, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import unwrap, version_of
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
-_PLAIN: tuple[type[Any], ...] = (bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
+_CONTAINERS = frozenset({dict, list, tuple})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
@@ -87,19 +88,20 @@ class _Packer:
     hidden: bool = False
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
-        before = [(kept, len(kept)) for kept in (self.notes, self.tensors, self.differentiable)]
+        if type(value) in _PLAIN:
+            return value
+        num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
         try:
             return self._pack(value, name, depth)
         except Exception:  # an object of the training's that does not like to be looked at
-            for kept, length in before:
-                del kept[length:]
+            del self.notes[num_notes:], self.tensors[num_tensors:], self.differentiable[num_differentiable:]
             return self._leave_out(value, name)
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value, name)
-        if type(value) in _PLAIN:
-            return value
+        if type(value) in _CONTAINERS and depth < MAX_DEPTH:
+            return self._pack_container(value, name, depth)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a class of its own, which no reader would import
                 return kind(value)
@@ -130,10 +132,12 @@ class _Packer:
         if fields is None or not all(isinstance(key, (str, int)) for key in fields):
             return self._leave_out(value, name)
         packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+        if type(value) is dict:
+            return packed
         is_named_tuple = isinstance(value, tuple)
-        if type(value) is not dict and not (self.kinds and is_named_tuple):
+        if not (self.kinds and is_named_tuple):
             self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
-        if type(value) is dict or not self.kinds:
+        if not self.kinds:
             return packed
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return {**packed, KIND: f"{_NAMED_TUPLE}{kind}" if is_named_tuple else kind}
