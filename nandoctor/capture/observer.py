@@ -220,7 +220,7 @@ class StateKeeper:
             for name, parameter in parameters_of(module).items()
             if parameter is not None and not parameter.requires_grad
         ]
-        places: list[tuple[str, Mapping[str, torch.Tensor | None], str]] = [*buffers, *frozen]
+        places: list[tuple[str, dict[str, Any], str]] = [*buffers, *frozen]
         self._names = [f"{path}.{name}" if path else name for path, _, name in places]
         self.buffers = tuple(self._names[: len(buffers)])
         self._frozen = frozenset(range(len(buffers), len(places)))
