@@ -87,6 +87,11 @@ def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
     return ~torch.isfinite(values).all()
 
 
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if no element is NaN or Inf; waits for the device."""
+    return not any(_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex())
+
+
 def _any(found: Iterable[torch.Tensor | bool], device: torch.device) -> torch.Tensor:
     return torch.stack([torch.as_tensor(flag, device=device) for flag in found or [False]]).any()
 

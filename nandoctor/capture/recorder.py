@@ -16,13 +16,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import ModelSources, Training, describe, leave_weights
+from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
-from nandoctor.capture.source_info import ProjectSources, class_of, describe_source, plan_rebuild, unwrap_model
-from nandoctor.capture.step import RecordedStep, pack_call
-from nandoctor.capture.step_policy import DumpFolder, StepHistory, StepPolicy, StepResult
+from nandoctor.capture.source_info import (
+    ProjectSources,
+    advise_signature,
+    class_of,
+    describe_source,
+    plan_rebuild,
+    unwrap_model,
+)
+from nandoctor.capture.step import RecordedStep, held, pack_call
+from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
@@ -97,7 +105,7 @@ class Recorder(RecorderSettings):
         model = self._observer.model
         sources = _describe_sources(model, self)
         plan = plan_rebuild(model, sources.model, sources.arguments, built=sources.built, loss=sources.loss)
-        for line in plan.advice:
+        for line in (*plan.advice, *advise_signature(self.loss)):
             LOG.warning("%s", line)
         scaler, keep_optimizer = self._find_scaler(), self.keep_optimizer
         return Training(
@@ -205,7 +213,15 @@ class Recorder(RecorderSettings):
                 "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
             )
             return
-        step.batch = step.batch if batch is None else batch
+        step.batch = step.batch if batch is None else held(batch)
+        if step.borrowed:
+            self._warn(
+                "torch.func.functional_call gives the model other weights than its own, with which no replay can call "
+                "it. Write the step up to the loss as the forward of a module that holds the model, record that "
+                "module, and give loss=loss_of, with def loss_of(output, batch): return output"
+            )
+        elif loss is not None and not self.method and step.own_loss() is None:
+            self._advise_loss()
         self._look_at(step, self._as_tensor(loss), ask_all=True)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
@@ -330,13 +346,18 @@ class Recorder(RecorderSettings):
         if step is None or not self.from_output:
             return
         loss = step.own_loss()
-        if loss is None and self._training.sources.loss is None:
+        if loss is None:
+            self._advise_loss()
+        self._look_at(step, loss, ask_all=True)
+
+    def _advise_loss(self) -> None:
+        """Tell how a replay would get the loss, where it is computed outside of the model."""
+        if self._training.sources.loss is None:
             self._warn(
-                "The model's output holds no loss, so it is computed outside of the model, and a replay will see no "
-                "gradients. Give the recorder a function at the top level of a file: loss=loss_of, with "
+                "The loss is computed outside of the model, so a replay will see neither the loss nor its gradients. "
+                "Give the recorder a function at the top level of a file: loss=loss_of, with "
                 "def loss_of(output, batch): return ..."
             )
-        self._look_at(step, loss, ask_all=True)
 
     @contextmanager
     def _on_exception(self) -> Iterator[None]:

@@ -192,13 +192,6 @@ def plan_rebuild(
 ) -> RebuildPlan:
     """See how the model can be made again; its class is called with `arguments` on the meta device, without weights."""
     flags, advice = _plan_model(model, source, arguments, built=built)
-    if not getattr(model, "automatic_optimization", True):
-        flags += " --call FILE.py:NAME"
-        advice.append(
-            "A module of Lightning that optimizes manually calls its Trainer in training_step, which a replay does not "
-            "have. Write the part up to the loss as a function at the top level of a file, def call(model, batch): "
-            "return loss."
-        )
     return RebuildPlan(flags=flags, advice=(*advice, *_advise_loss(loss)))
 
 
@@ -267,6 +260,22 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+
+
+def advise_signature(loss: Callable[..., Any] | str | None) -> Iterator[str]:
+    """What to change where the loss cannot be called with an output and a batch."""
+    if loss is None or isinstance(loss, str):
+        return
+    name = getattr(loss, "__name__", type(loss).__name__)
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
+    except TypeError as error:
+        yield (
+            f"A replay calls the loss as {name}(output, batch), which fails ({error}). Give Recorder a function at the "
+            f"top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
+        )
+    except ValueError:  # it tells no signature
+        return
 
 
 def _advise_loss(loss: Mapping[str, str] | None) -> Iterator[str]:

@@ -207,6 +207,11 @@ class RecordedStep:
                 yield f"{name}: overwritten in place after the forward, so it is not what the model saw or gave"
 
 
+def held(batch: Any) -> Any:
+    """The batch, in a container of its own: training code takes labels out of the one that it has."""
+    return batch.copy() if type(batch) in (dict, list) else batch
+
+
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
     """The arguments of a call by reference."""
     return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nandoctor.capture.async_flags import all_finite
+from nandoctor.capture.dump_folder import DumpFolder, say_next
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
-from nandoctor.dumps.writer import fit_into, remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import number
 
@@ -214,37 +213,6 @@ class StepHistory:
         }
 
 
-class DumpFolder:
-    """The files of one run: the last `keep`, none larger than `max_nbytes`; other files are left alone."""
-
-    def __init__(self, folder: Path, *, keep: int, max_nbytes: int) -> None:
-        self.folder = folder
-        self.written: list[Path] = []
-        with suppress(OSError):
-            remove_orphans(folder)  # of an earlier run that was killed
-        self._keep, self._max_nbytes = keep, max_nbytes
-
-    @property
-    def is_full(self) -> bool:
-        """True if the next file makes the oldest go."""
-        return len(self.written) >= self._keep
-
-    def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, Mapping[str, Any]]:
-        """Write a file, and delete the oldest beyond `keep`; the path, and what had room in it.
-
-        Raises:
-            OSError: the folder cannot be written to, or the disk is full.
-        """
-        fitting = fit_into(contents, self._max_nbytes)
-        path = write_dump(fitting, self.folder, stem, max_nbytes=self._max_nbytes)
-        self.written.append(path)
-        while len(self.written) > self._keep:
-            with suppress(OSError):
-                self.written[0].unlink(missing_ok=True)
-            del self.written[0]
-        return path, fitting
-
-
 MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
 OnSave = Callable[[Path, Mapping[str, Any]], object]
 
@@ -355,7 +323,7 @@ class StepPolicy:
                 f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
                 "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
             )
-        return path, _say_next(path, written, self._replay_flags)
+        return path, say_next(path, written, self._replay_flags + _flags_for(step, result, contents))
 
     def _tell(self, path: Path, event: Mapping[str, Any]) -> None:
         if self._on_save is None:
@@ -366,18 +334,12 @@ class StepPolicy:
             LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
 
 
-def _say_next(path: Path, written: Mapping[str, Any], flags: str) -> str:
-    """What was saved, and the command that replays it."""
-    lost = [part for part in ("calls", "state_dict") if part not in written]
-    if lost:
-        what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
-        return f"Saved to {path} without {what}, which would pass max_nbytes: it cannot be replayed."
-    command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
-    if "checkpoint" not in written:
-        return f"Saved to {path}; {command}"
-    checkpoint = written["checkpoint"]["path"]
-    command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
-    return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
+def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:
+    """What the replay of this very step needs beside what all steps do."""
+    if contents["method"] and len(step.flags) > 1:
+        return " --call FILE.py:NAME"  # by itself it goes up to the first backward pass
+    known = contents["loss_function"] or contents["loss_field"] or result.reason != "loss" or step.loss is None
+    return "" if known or not all_finite(step.outputs()) else " --loss FILE.py:NAME"
 
 
 def _describe(result: StepResult, step: RecordedStep) -> str:

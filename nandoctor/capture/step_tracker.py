@@ -15,7 +15,7 @@ from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ran
 from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
-from nandoctor.capture.step import RecordedStep, pack_call
+from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
 from nandoctor.dumps.packing import Packed, copied, pack
@@ -89,7 +89,7 @@ class StepTracker:
             micro_batch=micro_batch,
             epoch=self.epoch,
             explicit=explicit,
-            batch=batch,
+            batch=held(batch),
             scale=scale,
             scale_version=version,
         )

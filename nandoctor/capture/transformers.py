@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from copy import copy
 from typing import Any
 
 from transformers import TrainerCallback
@@ -39,9 +40,10 @@ class RecorderCallback(TrainerCallback):
 
         @functools.wraps(compute_loss)
         def compute_and_watch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = copy(inputs)  # an own compute_loss takes its labels out
             computed = compute_loss(model, inputs, *args, **kwargs)
             if self.recorder is not None and trainer.is_in_train and model.training:
-                self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, inputs)
+                self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, batch)
             return computed
 
         trainer.compute_loss = compute_and_watch

@@ -210,6 +210,8 @@ class _HostCopies:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().as_subclass(torch.Tensor).cpu()
-    if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size() or not plain.is_contiguous():
-        return plain.contiguous().clone()
+    layouts = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    layout = next((layout for layout in layouts if plain.is_contiguous(memory_format=layout)), None)
+    if layout is None or plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
+        return plain.clone(memory_format=layout or torch.contiguous_format)
     return plain

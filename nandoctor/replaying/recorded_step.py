@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from operator import attrgetter
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.packing import fill
@@ -21,10 +22,14 @@ from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
 from nandoctor.process_wide import generators_kept, is_forked
 from nandoctor.replaying.input_binding import Binding
+from nandoctor.replaying.manual_optimization import call_up_to_backward, optimizes_manually
 from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
+
+_wanting: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+"""Of a saved input that gradients were wanted of, what the last call was given for it."""
 
 _from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
 
@@ -49,8 +54,15 @@ def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: t
     if call.random is not None and _from_saved_states.get():
         restore_generators(call.random.torch_states, device)
         restore_host_generators(call.random)
-    tensors = {**tensors, **{name: _wanting_gradients(tensors[name]) for name in call.differentiable}}
+    for name in call.differentiable:
+        _wanting[tensors[name]] = _wanting_gradients(tensors[name])
+    tensors = _as_given(tensors)
     return _called(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+
+
+def _as_given(tensors: Tensors) -> Tensors:
+    """The tensors as the model was given them, so that a loss can ask for gradients of what its batch has of them."""
+    return {name: _wanting.get(tensor, tensor) for name, tensor in tensors.items()} if _wanting else tensors
 
 
 def _wanting_gradients(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +95,7 @@ def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> 
 def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
     """The batch as the training loop had it; where it gave none, the arguments of the first call by their names."""
     if recorded.batch is not None:
-        return fill(recorded.batch, tensors, device)
+        return fill(recorded.batch, _as_given(tensors), device)
     return {name.rpartition(".")[2]: tensors[name] for name in bind_calls(recorded, device).arrays}
 
 
@@ -154,7 +166,8 @@ def _called(model: nn.Module, method: str) -> Callable[..., Any]:
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del model.forward  # for the method may call the model itself
-        return getattr(model, method)(*args, **kwargs)
+        own = getattr(model, method)
+        return call_up_to_backward(model, own, *args, **kwargs) if optimizes_manually(model) else own(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         model.forward = once

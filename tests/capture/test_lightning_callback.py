@@ -31,9 +31,36 @@ class Lit(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(callback, loud, scaler, **options):
+class TwoNets(lightning.LightningModule):
+    """Optimizes manually: first a critic, and then the net that it looks at; `failing` tells whose loss is 0/0."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.net, self.critic = torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 1)
+
+    def loss(self, hidden, name):
+        return self.critic(hidden / hidden.norm(dim=1, keepdim=True) if name == self.hparams.failing else hidden).mean()
+
+    def training_step(self, batch, batch_idx):
+        critic_optimizer, optimizer = self.optimizers()
+        hidden = self.net(batch[0].mean((1, 2)).clamp(-1, 1))
+        with critic_optimizer.toggle_model():
+            critic_optimizer.zero_grad()
+            self.manual_backward(self.loss(hidden.detach(), "critic"))
+            critic_optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(hidden, "net"))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (self.critic, self.net)], []
+
+
+def fit(callback, loud, scaler, model=None, **options):
     torch.manual_seed(0)
-    model = Lit(width=6)
+    model = Lit(width=6) if model is None else model
     batches = [make_batch(number in loud) for number in range(6)]
     trainer = lightning.Trainer(
         max_epochs=1,
@@ -89,3 +116,25 @@ def test_micro_batches_are_steps_of_their_own(tmp_path):
     (path,) = callback.recorder.written
     assert read_dump(path).arrays["input.batch.0"].max() == LOUD
     assert callback.recorder.history.num_steps == 6
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failing", ["critic", "net"])
+def test_manual_optimization_is_replayed(tmp_path, caplog, failing):
+    callback = RecorderCallback(folder=tmp_path)
+    batches = [(torch.full((3, 2, 2, 8), float(number != 1)),) for number in range(3)]
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TwoNets(failing), torch.utils.data.DataLoader(batches, batch_size=None))
+    path = callback.recorder.written[0]
+    assert ("--call FILE.py:NAME" in caplog.text) == (failing == "net")
+    if failing == "critic":
+        report = nandoctor.replay(path, fixes=False).report
+        assert (report.reproduction.grade, report.cause.code) == ("exact", "division-by-zero")

@@ -161,6 +161,85 @@ def test_the_failing_step_is_saved_and_replayed(tmp_path, train, expected):
     assert (report.origin.phase, report.origin.op) == expected[3:]
 
 
+class Critic(nn.Module):
+    """Flat where all its units are off, so that the gradient of its input is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def penalized(outputs, batch):
+    real, mixed = outputs
+    (slope,) = torch.autograd.grad(mixed.sum(), batch["mixed"], create_graph=True)
+    return (slope.square().sum(1).sqrt() - 1).square().mean() - real.mean()
+
+
+def test_a_gradient_penalty_is_replayed(tmp_path):
+    torch.manual_seed(0)
+    model = Critic()
+    with Recorder(model, folder=tmp_path, loss=penalized) as recorder:
+        for number in range(NUM_STEPS):
+            if number == FAILING:
+                nn.init.constant_(model.layers[0].bias, -1e3)
+            batch = {"real": torch.randn(5, 4), "mixed": torch.randn(5, 4).requires_grad_()}
+            loss = penalized([model(batch["real"]), model(batch["mixed"])], batch)
+            recorder.watch(loss, batch)
+            loss.backward()
+            torch.optim.SGD(model.parameters(), 1e-3).step()
+            model.zero_grad()
+    path = recorder.written[0]
+    assert path.name == f"nan-step00000{FAILING}.pth"
+    report = nandoctor.replay(path, model=Critic, loss=penalized, fixes=False).report
+    assert report.reproduction.grade == "exact"
+    assert (report.origin.phase, report.origin.op) == ("backward", "sqrt")
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+
+    def forward(self, x):
+        return self.layers(x).mean((2, 3))
+
+
+def logarithmic(output, batch):
+    return -(output.softmax(-1)[:, 0].log() * batch["weight"]).mean()
+
+
+def test_channels_last_and_labels_taken_out(tmp_path):
+    torch.manual_seed(0)
+    model = Convolved().to(memory_format=torch.channels_last)
+    with Recorder(model, folder=tmp_path, loss=logarithmic) as recorder:
+        x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        batch = {"x": x, "weight": torch.tensor([1.0, 1.0, torch.inf, 1.0])}
+        with recorder.step(batch):
+            weight = batch.pop("weight")
+            recorder.watch(logarithmic(model(batch["x"]), {"weight": weight}))
+    report = nandoctor.replay(recorder.written[0], model=Convolved, loss=logarithmic, fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "poisoned-target")
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (None, "The loss is computed outside of the model"),
+        (lambda output, target, weight: output.mean(), "missing a required argument: 'weight'"),
+    ],
+)
+def test_a_loss_that_no_replay_has_is_told(tmp_path, caplog, loss, expected):
+    model = Norm()
+    with Recorder(model, folder=tmp_path, loss=loss) as recorder:
+        for factor in (1.0, torch.nan):
+            recorder.watch(model(torch.ones(3, 4)).mean() * factor, torch.ones(3, 4))
+    assert caplog.text.count(expected) == 1
+    assert ("--loss FILE.py:NAME" in caplog.text) == (loss is None)
+
+
 def test_what_a_transform_hides_is_named(tmp_path, caplog):
     model = Norm(divides=True)
 

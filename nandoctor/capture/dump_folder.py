@@ -1,0 +1,56 @@
+"""The folder that a run's dumps are written to, and what is said of each."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nandoctor.dumps.writer import fit_into, remove_orphans, write_dump
+
+
+class DumpFolder:
+    """The files of one run: the last `keep`, none larger than `max_nbytes`; other files are left alone."""
+
+    def __init__(self, folder: Path, *, keep: int, max_nbytes: int) -> None:
+        self.folder = folder
+        self.written: list[Path] = []
+        with suppress(OSError):
+            remove_orphans(folder)  # of an earlier run that was killed
+        self._keep, self._max_nbytes = keep, max_nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """True if the next file makes the oldest go."""
+        return len(self.written) >= self._keep
+
+    def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, Mapping[str, Any]]:
+        """Write a file, and delete the oldest beyond `keep`; the path, and what had room in it.
+
+        Raises:
+            OSError: the folder cannot be written to, or the disk is full.
+        """
+        fitting = fit_into(contents, self._max_nbytes)
+        path = write_dump(fitting, self.folder, stem, max_nbytes=self._max_nbytes)
+        self.written.append(path)
+        while len(self.written) > self._keep:
+            with suppress(OSError):
+                self.written[0].unlink(missing_ok=True)
+            del self.written[0]
+        return path, fitting
+
+
+def say_next(path: Path, written: Mapping[str, Any], flags: str) -> str:
+    """What was saved, and the command that replays it."""
+    lost = [part for part in ("calls", "state_dict") if part not in written]
+    if lost:
+        what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
+        return f"Saved to {path} without {what}, which would pass max_nbytes: it cannot be replayed."
+    command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
+    if "checkpoint" not in written:
+        return f"Saved to {path}; {command}"
+    checkpoint = written["checkpoint"]["path"]
+    command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
+    return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
