@@ -10,11 +10,12 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,26 @@ class SmallTransformer(nn.Module):
         return self.head(self.layers(self.embed(x)).mean(dim=1))
 
 
+class Stack(nn.Module):
+    """Blocks of three modules on 8 features, with 4 parameters and 0 or 3 buffers each."""
+
+    def __init__(self, num_blocks: int, batch_norm: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d if batch_norm else nn.LayerNorm
+        self.blocks = nn.Sequential(
+            *(module for _ in range(num_blocks) for module in (nn.Linear(8, 8), norm(8), nn.ReLU()))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Class logits."""
+        return self.blocks(x)
+
+
+def loss_of(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy; the recorder is told of it, as it should be."""
+    return F.cross_entropy(output, batch[1])
+
+
 def main() -> None:
     """Print one line for each model and each way of training."""
     parser = argparse.ArgumentParser()
@@ -87,19 +108,20 @@ def _print_by_size() -> None:
     """Time that the recorder adds to a step, for models of 3 modules a block, with 4 parameters and 0 or 3 buffers."""
     print(f"time added to a step; median of the differences of {ROUNDS} rounds, and difference of the least")
     for num_blocks in (1, 16, 150):
-        for norm in (nn.LayerNorm, nn.BatchNorm1d):
-            blocks = [module for _ in range(num_blocks) for module in (nn.Linear(8, 8), norm(8), nn.ReLU())]
-            model = nn.Sequential(*blocks)
+        for batch_norm in (False, True):
+            arguments = {"num_blocks": num_blocks, "batch_norm": batch_norm}
+            model = Stack(**arguments)
             sizes = [len(list(of)) for of in (model.modules(), model.parameters(), model.buffers())]
-            print("  {:>3} modules, {:>3} parameters, {:>3} buffers".format(*sizes), _measure_added(model, num_blocks))
+            added = _measure_added(model, num_blocks, arguments)
+            print("  {:>3} modules, {:>3} parameters, {:>3} buffers".format(*sizes), added)
 
 
-def _measure_added(model: nn.Module, num_blocks: int) -> str:
+def _measure_added(model: nn.Module, num_blocks: int, arguments: Mapping[str, Any]) -> str:
     x, target = torch.randn(4, 8), torch.randint(8, (4,))
     inner = max(1, STEPS_A_ROUND // num_blocks)
     with tempfile.TemporaryDirectory() as folder:
         plain = _make_step(deepcopy(model), x, target, "fp32")
-        recorded = _make_step(deepcopy(model), x, target, "fp32", folder=Path(folder))
+        recorded = _make_step(deepcopy(model), x, target, "fp32", folder=Path(folder), arguments=arguments)
         rows = [[_time(step, x.device, inner) for step in (plain, recorded)] for _ in range(ROUNDS + WARM_UP)]
     rows = rows[WARM_UP:]
     added = statistics.median(with_it - without for without, with_it in rows)
@@ -123,17 +145,25 @@ def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) 
 
 
 def _make_step(
-    model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str, folder: Path | None = None
+    model: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    way: str,
+    folder: Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Callable[[], None]:
     """A training step of this model; with a recorder where it has a folder to write to."""
     device, amp = x.device, way != "fp32"
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in way)
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
-    recorder = nandoctor.Recorder(model, folder=folder, scaler=scaler if amp else None) if folder else None
+    recorder = None
+    if folder:
+        options = {"scaler": scaler if amp else None, "loss": loss_of, "arguments": arguments}
+        recorder = nandoctor.Recorder(model, folder=folder, **options)
 
     def step() -> None:
         with torch.autocast(device.type, torch.float16) if amp else nullcontext():
-            loss = F.cross_entropy(model(x), target)
+            loss = loss_of(model(x), (x, target))
         if recorder is not None:
             recorder.watch(loss, (x, target))
         optimizer.zero_grad()

@@ -47,7 +47,7 @@ def say_next(path: Path, written: Mapping[str, Any], flags: str) -> str:
     lost = [part for part in ("calls", "state_dict") if part not in written]
     if lost:
         what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
-        return f"Saved to {path} without {what}, which would pass max_nbytes: it cannot be replayed."
+        return f"Saved to {path} without {what}: it cannot be replayed. Raise max_nbytes of the Recorder."
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"

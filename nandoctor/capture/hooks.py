@@ -38,7 +38,9 @@ def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
         except Exception as error:
             if not failed:
                 LOG.warning(
-                    "The recorder failed and may miss steps; training goes on (%s: %s).", type(error).__name__, error
+                    "nandoctor.Recorder failed and may miss steps (%s: %s). Training goes on.",
+                    type(error).__name__,
+                    error,
                 )
             failed = True
             return None

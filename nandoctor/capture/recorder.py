@@ -106,7 +106,7 @@ class Recorder(RecorderSettings):
         sources = _describe_sources(model, self)
         plan = plan_rebuild(model, sources.model, sources.arguments, built=sources.built, loss=sources.loss)
         for line in (*plan.advice, *advise_signature(self.loss)):
-            LOG.warning("%s", line)
+            LOG.warning("nandoctor.Recorder: %s", line)
         scaler, keep_optimizer = self._find_scaler(), self.keep_optimizer
         return Training(
             observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=keep_optimizer
@@ -209,7 +209,7 @@ class Recorder(RecorderSettings):
             )
         if self._tracker.unwatched_eval and not self._observer.model.training:
             self._warn(
-                "recorder.watch was called after a forward in eval mode, which is no step of the training, and looked "
+                "watch was called after a forward in eval mode, which is no step of the training, and looked "
                 "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
             )
             return
@@ -232,7 +232,7 @@ class Recorder(RecorderSettings):
             return torch.tensor(float(loss))
         except Exception:  # what an object of the training's raises
             self._warn(
-                f"recorder.watch was given a {type(loss).__name__}, which is no loss, and looked at the model's output "
+                f"watch was given a {type(loss).__name__}, which is no loss, and looked at the model's output "
                 "instead. Give it the tensor that backward is called on."
             )
             return None
@@ -241,7 +241,7 @@ class Recorder(RecorderSettings):
         """Log a message once."""
         if message not in self._warned:
             self._warned.add(message)
-            LOG.warning("%s", message)
+            LOG.warning("nandoctor.Recorder: %s", message)
 
     def save(self, reason: str = "requested") -> Path | None:
         """Save the step under way, whatever its values are: a spike of the loss, an odd batch.
@@ -354,7 +354,7 @@ class Recorder(RecorderSettings):
         """Tell how a replay would get the loss, where it is computed outside of the model."""
         if self._training.sources.loss is None:
             self._warn(
-                "The loss is computed outside of the model, so a replay will see neither the loss nor its gradients. "
+                "the loss is computed outside of the model, so a replay will see neither the loss nor its gradients. "
                 "Give the recorder a function at the top level of a file: loss=loss_of, with "
                 "def loss_of(output, batch): return ..."
             )

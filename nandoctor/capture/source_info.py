@@ -202,7 +202,7 @@ def _plan_model(
     if "<" in name or not (source["file"] or source["module"] not in ("__main__", "")):
         where = "inside a function" if "<" in name else "in no file"
         return " --model FILE.py:NAME", [
-            f"{name} is defined {where}, where a replay cannot import it: define it at the top level of a .py file."
+            f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         ]
     if built and _is_own_function(source) and all(map(_is_plain, arguments.values())):
         return "", []
@@ -214,7 +214,7 @@ def _plan_model(
     if problem is None:
         return "", []
     return " --model FILE.py:NAME", [
-        f"{name} cannot be built again {problem}. Give Recorder arguments={{...}}, plain data that {name} was called "
+        f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, plain data that {name} was called "
         "with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the model."
     ]
 
@@ -271,7 +271,7 @@ def advise_signature(loss: Callable[..., Any] | str | None) -> Iterator[str]:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
     except TypeError as error:
         yield (
-            f"A replay calls the loss as {name}(output, batch), which fails ({error}). Give Recorder a function at the "
+            f"a replay calls the loss as {name}(output, batch), which fails ({error}). Give Recorder a function at the "
             f"top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
         )
     except ValueError:  # it tells no signature
@@ -286,6 +286,6 @@ def _advise_loss(loss: Mapping[str, str] | None) -> Iterator[str]:
     if not within or not loss["name"].isidentifier():
         name = loss["name"].rpartition(".")[2] or loss["name"]
         yield (
-            f"The loss ({name}) cannot be imported by a replay, which then sees no gradients. Give Recorder a function "
-            "at the top level of a file of this project: def loss_of(output, batch): return ..."
+            f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
+            "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."
         )

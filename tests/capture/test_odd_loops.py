@@ -227,7 +227,7 @@ def test_channels_last_and_labels_taken_out(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (None, "The loss is computed outside of the model"),
+        (None, "the loss is computed outside of the model"),
         (lambda output, target, weight: output.mean(), "missing a required argument: 'weight'"),
     ],
 )

@@ -124,7 +124,7 @@ class Local:
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (lambda: Wide(3), {}, "cannot be built again as Wide() (TypeError"),
+        (lambda: Wide(3), {}, "cannot build Wide as Wide() (TypeError"),
         (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): its parameter linear.weight would be"),
         (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "config would not be plain data"),
         (build_stack, {}, "as Sequential(): its parameter 0.weight would be missing"),
@@ -146,7 +146,7 @@ def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, 
 def test_a_loss_that_cannot_be_imported_is_said_beforehand(tmp_path, caplog, loss):
     Recorder(Segmenter(), folder=tmp_path, loss=loss).close()
     assert len(caplog.messages) == 1
-    assert "cannot be imported by a replay" in caplog.messages[0]
+    assert "cannot import the loss" in caplog.messages[0]
 
 
 def test_the_trial_draws_from_no_generator(tmp_path):
