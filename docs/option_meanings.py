@@ -9,7 +9,7 @@ from pathlib import Path
 
 import griffe
 
-_ROW = re.compile(r"^\| `--(no-)?[^`]*` \| `(\w+)` \|.*\| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `--(no-)?[^`]*` \| ([^|]+) \| `(\w+)` \| [^|]+ \|$", re.MULTILINE)
 _RECORDS = ("StepOptions", "ReplayOptions")
 
 
@@ -19,7 +19,7 @@ class OptionMeanings(griffe.UnpackTypedDictExtension):
     def on_package(self, *, pkg, **_):
         """Write the meanings as docstrings, before the records are read."""
         rows = _ROW.findall(Path(__file__).with_name("options.md").read_text(encoding="utf-8"))
-        meanings = {name: f"False to {text[0].lower()}{text[1:]}" if off else text for off, name, text in rows}
+        meanings = {name: f"False to {text[0].lower()}{text[1:]}" if off else text for off, text, name in rows}
         for record in _RECORDS:
             for name, key in pkg["replaying.settings"][record].attributes.items():
                 key.docstring = griffe.Docstring(meanings[name], parent=key)

@@ -142,11 +142,11 @@ def run_each(body, workplace):
 
 def options_markdown():
     """All settings as a table in Markdown."""
-    lines = ["| command line | Python, pyproject.toml | holds | what it does |", "|---|---|---|---|"]
+    lines = ["| command line | what it does | Python, pyproject.toml | holds |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():
         metavar = option.metavar.replace("|", "/") or "/".join(option.choices)
         flag = f"{option.flag} {metavar}".rstrip()
-        lines.append(f"| `{flag}` | `{name}` | {option.holds} | {option.help} |")
+        lines.append(f"| `{flag}` | {option.help} | `{name}` | {option.holds} |")
     return "\n".join(lines) + "\n"
 
 
