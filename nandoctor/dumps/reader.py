@@ -8,7 +8,6 @@ from a table of what each name stands for.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -240,7 +239,7 @@ def _load(container: Container, scan: Scan | None, values: Values) -> tuple[obje
     except DumpError:
         raise
     except Exception as error:  # torch and the classes of a trusted file raise whatever they like
-        detail = _first_line(error)
+        detail = brief(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
         if is_out_of_memory(error):
             raise DumpError(
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
@@ -257,12 +256,6 @@ def _load(container: Container, scan: Scan | None, values: Values) -> tuple[obje
             f"torch cannot rebuild its tensors ({detail}).",
             remedy=f"The file is damaged, then copy it again; or a torch newer than {version('torch')} wrote it.",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    # torch wraps every UnpicklingError in advice to switch its safeguards off.
-    message = "" if isinstance(error, pickle.UnpicklingError) else str(error)
-    return brief(": ".join([type(error).__name__, *message.splitlines()[:1]]))
 
 
 def _refuse(unknown: Sequence[str]) -> DumpError:
