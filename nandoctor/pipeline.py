@@ -48,7 +48,7 @@ from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, Ten
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.unknown_loss import find_doubts
+from nandoctor.fixes.variations import find_doubts
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.progress import Listener, Progress, RunProgress

@@ -28,9 +28,8 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
-from nandoctor.fixes.averages import write_average_loss
 from nandoctor.fixes.edges import edges_of, text_at_edges
-from nandoctor.fixes.guards import inside, outside, selects_by, zero_where
+from nandoctor.fixes.guards import inside, outside, selects_by, write_average_loss, zero_where
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,

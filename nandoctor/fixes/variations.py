@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from nandoctor.diagnosis.conclusion import Gap
+from nandoctor.diagnosis.verdict import doubt_gradients
+from nandoctor.errors import LossError, ModelError
+from nandoctor.replaying.module_state import is_large
+from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]
@@ -108,3 +114,22 @@ def extreme(samples: Sequence[int], batch: Batch, used: frozenset[str], size: in
             largest = torch.maximum(largest, magnitudes)
     ordered = sorted(samples, key=lambda sample: -float(largest[sample]))
     return tuple(dict.fromkeys((*ordered[:1], *ordered[-1:])))
+
+
+_SCALE = 2.0**-10
+"""So small that a gradient which is non-finite for its size alone is finite."""
+
+
+def find_doubts(step: FailingStep) -> tuple[Gap, ...]:
+    """Tell of a finite forward in training whose gradients are non-finite; nothing of a large model, for the memory."""
+    is_trained = step.training and any(parameter.requires_grad for parameter in step.model.parameters())
+    if not is_trained or is_large(step.model):
+        return ()
+    stand_in = replace(step, loss=surrogate_loss, loss_scale=_SCALE)
+    watch = Watch(stage="backward", statistics="none", backward=True)
+    try:
+        if not stand_in.run(watch=watch).trace.bad_gradients:
+            return ()
+        return (doubt_gradients(stand_in.run(watch=replace(watch, ops=True)).trace),)
+    except (LossError, ModelError):  # the output depends on no weight, or this device has no backward for it
+        return ()

@@ -1,4 +1,4 @@
-"""Exact counts of one tensor: what is NaN, infinite, zero, subnormal, and in which samples.
+"""Exact counts of one tensor: what is NaN, infinite, zero, subnormal; in which samples, places and exponents.
 
 Everything is counted on the integers that the numbers are stored as, which order magnitudes as the numbers themselves:
 numpy compares those of a CPU's five to ten times as fast as torch compares fp16. On another device torch does.
@@ -7,17 +7,16 @@ numpy compares those of a CPU's five to ten times as fast as torch compares fp16
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nandoctor.evidence.formats import FORMATS, FloatFormat
-from nandoctor.evidence.trace import NonfiniteCounts, SampleStats
+from nandoctor.evidence.trace import Grid, NonfiniteCounts, SampleStats
 from nandoctor.text import dtype_name
 from nandoctor.torch_compat import plain_torch, unwrap
-from nandoctor.tracing.placement import MAX_SAMPLES, count_exponents, place_nonfinite
 
 MAX_SAMPLES_LISTED = 64
 _AT_ONCE = 1 << 16
@@ -210,3 +209,62 @@ def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tupl
     inner = int(bytes_[first_row].flatten().argmax())
     first = (first_row, *(int(i) for i in np.unravel_index(inner, tuple(nonfinite.shape[1:]))))
     return first, tuple(nonfinite_rows[:MAX_SAMPLES_LISTED].tolist())
+
+
+MAX_CELLS = 32
+MAX_SAMPLES = 64
+
+
+def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
+    """Where the True elements of `nonfinite` are, over the two dimensions along which their number varies most.
+
+    Dimension 0, the batch, is left out where two others are there: which samples are non-finite is told apart.
+    """
+    if nonfinite.dim() == 0:
+        return None
+    candidates = range(1, nonfinite.dim()) if nonfinite.dim() > 2 else range(nonfinite.dim())
+    dims = tuple(sorted(sorted(candidates, key=lambda dim: (_unevenness(nonfinite, dim), dim))[-2:]))
+    counts = _sum_others(nonfinite, dims)
+    for axis in range(len(dims)):
+        counts = _join_cells(counts, axis)
+    table = counts.reshape(-1, counts.shape[-1])
+    return Grid(
+        dims=dims,
+        sizes=tuple(nonfinite.shape[dim] for dim in dims),
+        numel=nonfinite.numel(),
+        counts=tuple(tuple(row) for row in table.tolist()),
+    )
+
+
+def _unevenness(nonfinite: torch.Tensor, dim: int) -> float:
+    """By how much the share of non-finite elements differs along a dimension; -1 where that has no second place."""
+    if nonfinite.shape[dim] < 2:
+        return -1.0
+    counts = _sum_others(nonfinite, (dim,))
+    return float(counts.max() - counts.min()) * nonfinite.shape[dim] / nonfinite.numel()
+
+
+def _sum_others(nonfinite: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    others = [dim for dim in range(nonfinite.dim()) if dim not in dims]
+    return nonfinite.sum(dim=others) if others else nonfinite.long()
+
+
+def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
+    """Neighbours along `axis` added up until at most MAX_CELLS are left."""
+    size = counts.shape[axis]
+    num_cells = min(size, MAX_CELLS)
+    cells = torch.arange(size, device=counts.device) * num_cells // size
+    shape = [num_cells if dim == axis else length for dim, length in enumerate(counts.shape)]
+    return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
+
+
+def count_exponents(magnitudes: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """How many finite non-zero elements have each binary exponent, floor(log2(magnitude)), in rising order."""
+    kept = magnitudes[(magnitudes > 0) & torch.isfinite(magnitudes)]
+    if not kept.numel():
+        return ()
+    wide = kept if kept.dtype == torch.float64 else kept.float()
+    exponents = torch.frexp(wide).exponent.long() - 1
+    lowest = int(exponents.min())
+    counts = torch.bincount(exponents - lowest).tolist()
+    return tuple((lowest + place, count) for place, count in enumerate(counts) if count)

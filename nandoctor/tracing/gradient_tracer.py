@@ -16,10 +16,9 @@ from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
-from nandoctor.tracing.exact_counts import find_nonfinite
+from nandoctor.tracing.exact_counts import find_nonfinite, place_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.placement import place_nonfinite
 from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, is_finite, measure, numbers_in
 
 Gradients = tuple[torch.Tensor | None, ...]

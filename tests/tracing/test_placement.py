@@ -9,8 +9,7 @@ import torch
 
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import SampleStats
-from nandoctor.tracing.exact_counts import count_exactly
-from nandoctor.tracing.placement import count_exponents, place_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly, count_exponents, place_nonfinite
 from nandoctor.tracing.tensor_stats import collect, measure
 
 
