@@ -90,7 +90,7 @@ def _denominator(finding: Finding) -> Operand | None:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Write the quotient without the exponentials that round to 0; else keep the denominator off zero."""
-    yield from stable_forms(finding)
+    yield from stable_forms(finding.op, finding.ops)
     denominator = _denominator(finding)
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)

@@ -87,7 +87,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Cause:
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """The logarithm that is taken of it in one function; else the exponent clamped below what fp32, or fp16, holds."""
     exponential = next(_exponentials(finding), None)
-    yield from stable_forms(finding)
+    yield from stable_forms(finding.op, finding.ops)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
         yield clamp_candidate(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
 

@@ -100,7 +100,7 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """The logarithm without the probability it is taken of; else its argument clamped to where it is finite."""
-    yield from stable_forms(finding)
+    yield from stable_forms(finding.op, finding.ops)
     if finding.op.op == "ctc_loss":
         yield (SetFlag(site=site_of(finding.op), argument="zero_infinity"),)
     yield clamp_into_domain(finding.op)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nandoctor.causes.base import Candidate, Finding, ancestors, site_of
+from nandoctor.causes.base import Candidate, ancestors, site_of
 from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
@@ -16,24 +16,24 @@ _LOGARITHMS = frozenset({"log", "log1p"})
 _QUOTIENTS = frozenset({"div", "reciprocal"})
 
 
-def stable_forms(finding: Finding) -> Iterator[Candidate]:
+def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
     """The first logarithm of what the op makes, or the op, in another form; then the first quotient."""
-    before = (source for tensor in finding.op.inputs for source in _behind(finding, tensor))
-    if not any(op.op in HAS_STABLE_LOGARITHM for op in (finding.op, *before)):
+    before = (source for tensor in op.inputs for source in _behind(ops, tensor))
+    if not any(source.op in HAS_STABLE_LOGARITHM for source in (op, *before)):
         return
-    after = [finding.op, *_descendants(finding.ops, finding.op)]
+    after = [op, *_descendants(ops, op)]
     for names in (_LOGARITHMS, _QUOTIENTS):
-        for op in (op for op in after if op.op in names and op.inputs):
-            taken = op.inputs[-1] if op.op == "div" else op.inputs[0]
-            if any(source.op in HAS_STABLE_LOGARITHM for source in _behind(finding, taken)):
-                site = site_of(op)
+        for made in (made for made in after if made.op in names and made.inputs):
+            taken = made.inputs[-1] if made.op == "div" else made.inputs[0]
+            if any(source.op in HAS_STABLE_LOGARITHM for source in _behind(ops, taken)):
+                site = site_of(made)
                 everywhere = (StableLog(site=site, everywhere=True),) if names is _LOGARITHMS else ()
                 yield (StableLog(site=site), *everywhere)
                 break
 
 
-def _behind(finding: Finding, tensor: OpTensor) -> Iterator[OpCall]:
-    return ancestors(finding.ops, tensor, _STEPS, through=_SEEN_THROUGH)
+def _behind(ops: Mapping[int, OpCall], tensor: OpTensor) -> Iterator[OpCall]:
+    return ancestors(ops, tensor, _STEPS, through=_SEEN_THROUGH)
 
 
 def _descendants(ops: Mapping[int, OpCall], op: OpCall) -> Iterator[OpCall]:

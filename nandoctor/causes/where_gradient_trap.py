@@ -28,6 +28,7 @@ from nandoctor.causes.base import (
     singular_inputs,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
+from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.report import Cause
 from nandoctor.evidence.trace import OpCall
@@ -88,9 +89,10 @@ def _is_masking(op: OpCall) -> bool:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Keep the argument off the singular point, in the hidden branch as well."""
+    """Write a logarithm without the probability that is 0; keep the argument off the singular point."""
     forward = finding.forward
     assert forward is not None
+    yield from stable_forms(forward, finding.ops)
     yield guard_candidate(forward)
     yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():

@@ -19,6 +19,8 @@ _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
 _REFLECTED = frozenset({"reciprocal", "rsub"})
 """What `1 / x` and `1 - x` call: their first argument is the operand on the right."""
+_COMMUTES = frozenset({"add", "mul"})
+"""`2 * x` calls these as well with what is on the right first."""
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
 
 
@@ -73,11 +75,14 @@ class Expression:
         node = self.spelled
         if isinstance(node, cst.BinaryOperation):
             left, right = node.left, node.right
-            return [(None, right), (None, left)] if self._op_name in _REFLECTED else [(None, left), (None, right)]
+            is_reflected = self._op_name in _REFLECTED or (self._op_name in _COMMUTES and number_in(left) is not None)
+            return [(None, right), (None, left)] if is_reflected else [(None, left), (None, right)]
         if isinstance(node, cst.AugAssign):
             return [(None, target_of(node)), (None, node.value)]
         if isinstance(node, cst.UnaryOperation):
             return [(None, node.expression)]
+        if isinstance(node, cst.Subscript):
+            return [(None, node.value)]
         if not isinstance(node, cst.Call):
             raise CannotWriteError
         given = [(arg.keyword.value if arg.keyword else None, arg.value) for arg in node.args if not arg.star]

@@ -111,6 +111,18 @@ def test_a_factor_of_either_sign_has_no_logarithm(tmp_path, x):
     assert not any("logsumexp" in item.patch for item in report.fixes)
 
 
+@pytest.mark.slow
+def test_a_line_with_subscripts_and_a_number_first(tmp_path):
+    code = """
+    def forward(self, x):
+        h = self.fc(x)
+        square = (h * h).sum(-1)
+        return torch.sqrt(square[:, None] + square[None, :] - 2 * h @ h.t() + 1e-4)
+    """
+    made = added(replay(tmp_path, code, x=torch.randn(6, 4, generator=torch.Generator().manual_seed(0)) * 9))
+    assert any("- 2 * h.float() @ h.float().t()" in line for line in made)
+
+
 FUNCTION = """
 def forward(x, sharp):
     p = x.exp()
