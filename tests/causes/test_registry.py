@@ -20,7 +20,7 @@ PUBLISHED = {
     "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
     "poisoned-input", "poisoned-target", "optimizer-eps-underflow", "nonfinite-update",
 }  # fmt: skip
-MACHINERY = {"base", "registry", "sentences"}
+MACHINERY = {"base", "log_space", "registry", "sentences"}
 
 every_cause = pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.CODE)
 every_page = pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.code)
