@@ -131,6 +131,7 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
     replayed = reproduce(preparation)
+    replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed)
     how = f"Replayed as {replayed.step.description} in {replayed.name}."
     notes = (how, *dict.fromkeys(preparation.notes))

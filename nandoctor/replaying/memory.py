@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
 from nandoctor.machine import available_memory, memory_of
 from nandoctor.replaying.module_state import LARGE_NBYTES
-from nandoctor.text import byte_size, number
+from nandoctor.text import byte_size
 from nandoctor.torch_compat import TorchDispatchMode
 
 # Initial values, tied copies and tables of positions that are not saved.
@@ -23,12 +22,6 @@ _TIMES_WEIGHTS = 4
 _FLOOR_NBYTES = 512 << 20
 _COUNTED_BY_A_NUMBER = frozenset({"arange", "linspace", "logspace", "eye", "randperm"})
 _MAX_CALLS = 2_000_000  # operations of a minute: a hundred thousand layers
-_NUM_FORWARDS = 6
-"""A diagnosis in forwards: the replay, a closer look, the reference, each with its operations watched."""
-_NUM_BACKWARDS = 2
-_NUM_PASSES = 12
-"""Over each weight in a run: rounded, widened, read, and written to a file; fitted to `benchmarks/memory.py`."""
-_PROBE = (256, 2048)
 _WIDE = 4  # bytes: products of half precision are computed in fp32
 
 
@@ -90,14 +83,13 @@ def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes that lie in files, bytes of memory at the least, by part; seconds of a diagnosis, None for a small model.
+    """Bytes that lie in files, and bytes of memory at the least, by part.
 
     What layers give is not in it: that shows only when they are run.
     """
 
     mapped_nbytes: int
     parts: Mapping[str, int]
-    seconds: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -107,8 +99,7 @@ class Forecast:
     def __str__(self) -> str:
         """Say what is to be expected."""
         weights = f", beside {byte_size(self.mapped_nbytes)} of weights in files" if self.mapped_nbytes else ""
-        took = "" if self.seconds is None else f"; the diagnosis roughly {number(max(round(self.seconds), 1))} s"
-        return f"at least {byte_size(self.nbytes)} of memory{weights}{took}"
+        return f"at least {byte_size(self.nbytes)} of memory{weights}"
 
 
 def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
@@ -123,7 +114,7 @@ def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
         largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)
         parts = {"the largest layer in fp32": largest, "batch": batch}
         parts |= {"its gradient": largest} if backward else {}
-        return Forecast(mapped_nbytes=weights, parts=parts, seconds=_estimate(dump, backward=backward))
+        return Forecast(mapped_nbytes=weights, parts=parts)
     parts = {"weights": weights, "batch": batch, **({"gradients": memory_of(floating)} if backward else {})}
     return Forecast(mapped_nbytes=0, parts=parts)
 
@@ -148,35 +139,3 @@ def require_room(expected: Forecast, device: torch.device, allowed: int | None) 
         f"{room}. Nothing was built.",
         remedy=remedy,
     )
-
-
-def _estimate(dump: Dump, *, backward: bool) -> float:
-    """Seconds of a diagnosis: products of each row of the batch with each matrix, and each weight widened once a run.
-
-    A model that uses a weight at many places, as a convolution does, takes longer.
-    """
-    matrices = sum(tensor.numel() for tensor in dump.state.values() if tensor.dim() >= 2)
-    rows = max((_num_rows(array) for array in dump.arrays.values()), default=1)
-    probe = torch.ones(_PROBE[1], _PROBE[1], device="cpu")
-    batch = torch.ones(_PROBE, device="cpu")
-    per_product = _measure(lambda: batch @ probe) / (batch.shape[0] * probe.numel())
-    per_weight = _measure(lambda: probe.half().float()) / probe.numel()
-    num_runs = _NUM_FORWARDS + 2 * _NUM_BACKWARDS * backward
-    return num_runs * matrices * (rows * per_product + _NUM_PASSES * per_weight)
-
-
-def _num_rows(array: torch.Tensor) -> int:
-    """How many rows of a matrix product an array may make: one for each token, or each place of a sequence."""
-    if not array.is_floating_point():
-        return array.numel()
-    return array.shape[0] * (array.shape[1] if array.dim() == 3 else 1)
-
-
-def _measure(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of three times."""
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from nandoctor.text import number
+
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
+
+LONG_S = 2.0
+"""A run from which on it is worth telling how long the rest takes."""
 
 Progress = Callable[[str, int, int | None], None]
 """Told (stage, module calls done, module calls in all or None where that is not known yet)."""
@@ -26,7 +32,7 @@ class Listener:
         """Hear how far a run is, as a `Progress` does."""
 
     def expected(self, forecast: str) -> None:
-        """Hear what memory and time the replay of a large model will take, before anything is built."""
+        """Hear what memory a large model takes at least, before it is built; after a long run, what time is left."""
 
     def tell(self, report: Report) -> None:
         """Hear the diagnosis, before any fix was tried."""
@@ -61,15 +67,22 @@ class RunProgress:
         self._report = report
         self._stage = ""
         self._num_calls: int | None = None
+        self._started = self.elapsed_s = 0.0
         self.interrupted = False
 
     def expect(self, forecast: str) -> None:
-        """Hand on what the replay will take, to who listens to more than stages."""
+        """Hand on what the replay will take, to a listener of more than stages."""
         if isinstance(self._report, Listener):
             self._report.expected(forecast)
 
+    def expect_rest(self, num_runs: float) -> None:
+        """Tell how long the diagnosis still takes, where the last run was long: so many times that."""
+        if self.elapsed_s >= LONG_S:
+            self.expect(f"the diagnosis in roughly {number(max(round(num_runs * self.elapsed_s), 1))} s")
+
     def begin(self, stage: str) -> None:
         """Start a stage."""
+        self._started = time.perf_counter()
         self._stage = stage
         self._report(stage, 0, self._num_calls)
 
@@ -83,5 +96,6 @@ class RunProgress:
         return self.interrupted
 
     def end(self, num_calls: int) -> None:
-        """Remember how many calls the run made."""
+        """Remember how many calls the run made, and how long it took."""
+        self.elapsed_s = time.perf_counter() - self._started
         self._num_calls = num_calls

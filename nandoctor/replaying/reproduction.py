@@ -29,6 +29,10 @@ CLOSE_ENOUGH = 0.02
 """A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
 other hardware sums in another order, and fp16 rounds at every layer."""
 
+_OPS, _BACKWARD, _FP32 = 1.5, 2.5, 0.8
+"""How long a run takes whose operations are watched, one with a backward pass, and one in fp32, over any other; by
+`benchmarks/forecast.py`."""
+
 CLEARLY = 4.0
 """So many times nearer is another precision, and not the luck of one rounding."""
 
@@ -168,6 +172,20 @@ class Replayed:
         if self.reproduction.grade == "no-reference":
             return not self.trace.finite
         return _agrees(self.reproduction)
+
+    @property
+    def num_runs_left(self) -> float:
+        """How long the rest of the diagnosis takes, in runs as this one was; without what is looked at once more."""
+        trace, closely = self.trace, 1.0 if self.trace.ops else _OPS
+        has_loss = self.step.loss is not None
+        if trace.bad_gradients:
+            return 1.0
+        if trace.finite and trace.backward:
+            return _FP32 / _BACKWARD
+        if trace.finite:  # without a loss the gradients of a stand-in are asked for
+            return _FP32 + _BACKWARD * (closely if has_loss else float(self.step.training))
+        again = 0.0 if trace.ops else closely
+        return again + _FP32 * closely + (_BACKWARD * closely if has_loss else 0.0)
 
     @property
     def rank(self) -> tuple[int, bool, float]:

@@ -100,11 +100,11 @@ def prepare(
 
 
 def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: RunProgress) -> None:
-    """Check that the replay fits into memory, and tell how long it may take."""
+    """Check that the replay fits into memory, and tell what that of a large model takes."""
     has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
     expected = forecast(dump, device, backward=has_loss)
     require_room(expected, device, settings.memory)
-    if expected.seconds is not None:
+    if expected.mapped_nbytes:
         progress.expect(str(expected))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 from contextlib import contextmanager
@@ -105,6 +104,7 @@ def test_a_run_beyond_the_bound_is_an_outcome_and_the_bound_ends(dump):
 
 def test_a_large_model_is_told_what_to_expect(dump, monkeypatch):
     monkeypatch.setattr("nandoctor.replaying.memory.LARGE_NBYTES", 1)
+    monkeypatch.setattr("nandoctor.replaying.progress.LONG_S", 0.0)
     heard = []
 
     class Hears(Listener):
@@ -112,8 +112,21 @@ def test_a_large_model_is_told_what_to_expect(dump, monkeypatch):
             heard.append(forecast)
 
     nandoctor.replay(dump, Counted, fixes=False, progress=Hears(), loss=lambda output, batch: output.sum())
-    (said,) = heard
-    assert re.fullmatch(r"at least 96 bytes of memory, beside 32 bytes of weights in files; .* roughly \d+ s", said)
+    assert heard == [
+        "at least 96 bytes of memory, beside 32 bytes of weights in files",
+        "the diagnosis in roughly 1 s",
+    ]
+
+
+def test_of_a_small_step_nothing_is_told_to_expect(dump):
+    heard = []
+
+    class Hears(Listener):
+        def expected(self, forecast):
+            heard.append(forecast)
+
+    nandoctor.replay(dump, Counted, fixes=False, progress=Hears())
+    assert heard == []
 
 
 def test_a_machine_that_does_not_tell_its_memory(dump, monkeypatch):
