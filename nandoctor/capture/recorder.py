@@ -92,7 +92,14 @@ class Recorder(RecorderSettings):
             on_save=self.on_save,
             replay_flags=replay_flags,
         )
-        self._tracker = self._make_tracker()
+        self._tracker = StepTracker(
+            self._observer,
+            self._policy,
+            self._training.scaler,
+            undo_nbytes=self.undo_nbytes,
+            on_stop=self._handles.close,
+            count=None if self._engine is None else self._engine.count,
+        )
         self._start_step, self._look_at = never_harm(self._tracker.start_step), never_harm(self._tracker.watch)
         self._scouted = False
         self._warned: set[str] = set()
@@ -107,21 +114,9 @@ class Recorder(RecorderSettings):
         plan = plan_rebuild(model, sources.model, sources.arguments, built=sources.built, loss=sources.loss)
         for line in (*plan.advice, *advise_signature(self.loss)):
             LOG.warning("nandoctor.Recorder: %s", line)
-        scaler, keep_optimizer = self._find_scaler(), self.keep_optimizer
-        return Training(
-            observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=keep_optimizer
-        ), plan.flags
-
-    def _make_tracker(self) -> StepTracker:
-        tracker = StepTracker(
-            self._observer,
-            self._policy,
-            self._training.scaler,
-            undo_nbytes=self.undo_nbytes,
-            on_stop=self._handles.close,
-        )
-        tracker.count = None if self._engine is None else self._engine.count
-        return tracker
+        scaler = self._find_scaler()
+        training = Training(observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=self.keep_optimizer)
+        return training, plan.flags
 
     @property
     def _called(self) -> nn.Module:
@@ -173,8 +168,13 @@ class Recorder(RecorderSettings):
             NonFiniteTrainingError: the stop rule holds after this step, or after the one before.
         """
         self.begin(batch)
-        with self._on_exception():
+        try:
             yield self
+        except NonFiniteTrainingError:
+            raise
+        except BaseException:
+            self._tracker.on_exception()
+            raise
         self.end()
 
     def begin(self, batch: Any = None) -> None:
@@ -358,17 +358,6 @@ class Recorder(RecorderSettings):
                 "Give the recorder a function at the top level of a file: loss=loss_of, with "
                 "def loss_of(output, batch): return ..."
             )
-
-    @contextmanager
-    def _on_exception(self) -> Iterator[None]:
-        """If the step raises an error of its own, record it without raising NonFiniteTrainingError."""
-        try:
-            yield
-        except NonFiniteTrainingError:
-            raise
-        except BaseException:
-            self._tracker.on_exception()
-            raise
 
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.optimizers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
-from nandoctor.capture.updates import TrainedParameters, Update, largest_magnitude
+from nandoctor.capture.updates import TrainedParameters, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import read_loss_scale
@@ -44,19 +45,21 @@ class StepTracker:
         *,
         undo_nbytes: int,
         on_stop: Callable[[], None],
+        count: Callable[[], tuple[int, int]] | None,
     ) -> None:
         self.current: RecordedStep | None = None
         self.epoch: int | None = None
         self.next_step = 0
         self.unwatched_eval = False
-        self.count: Callable[[], tuple[int, int]] | None = None
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
+        self._count = count
         self._undo_nbytes = undo_nbytes
         self._pending: list[RecordedStep] = []
         self._names = {id(parameter): name for name, parameter in observer.model.named_parameters()}
         self._sharded = any(map(is_sharded, observer.model.parameters()))
         self._probe = next((p for p in observer.model.parameters() if p.requires_grad), None)
         self._trained: dict[int, TrainedParameters] = {}
+        self._all: TrainedParameters | None = None
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
@@ -72,8 +75,8 @@ class StepTracker:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
         scale, version = _read_scale(self._scaler)
         number, micro_batch = self._last
-        if self.count is not None:
-            number, micro_batch = self.count()
+        if self._count is not None:
+            number, micro_batch = self._count()
         elif self.current is not None and not self.current.flags:
             pass  # nobody watched it, so that it ends as no step and its number is free
         elif self._is_accumulating(version):
@@ -111,8 +114,8 @@ class StepTracker:
                 if was_left_out or not scale.on_device:
                     step.skipped = step.skipped or scale.values() < step.scale.values()
             if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
-                magnitude = largest_magnitude([p.grad for p in self._observer.model.parameters() if p.grad is not None])
-                step.accumulated = self._flag_of(magnitude, over_ranks=self._sharded and not final)
+                gradients = self._find_all().gradients()
+                step.accumulated = self._flag_of(gradients, over_ranks=self._sharded and not final)
             self._pending.append(step)
         self.flush_pending(wait=final)
 
@@ -320,6 +323,13 @@ class StepTracker:
             trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
             self._trained[id(optimizer)] = trained
         return trained
+
+    def _find_all(self) -> TrainedParameters:
+        """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
+        if self._all is None or not self._all.is_current:
+            groups = [{"params": list(self._observer.model.parameters())}]
+            self._all = TrainedParameters(SimpleNamespace(param_groups=groups), self._names, undo_nbytes=0)
+        return self._all
 
     def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
         """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""

@@ -57,7 +57,7 @@ class TrainedParameters:
     checkpoint, and no update is to blame for it. `sharded`: each rank holds, and looks at, its own part of them.
     """
 
-    def __init__(self, optimizer: Optimizer | DeepSpeedEngine, names: Mapping[int, str], undo_nbytes: int) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[int, str], undo_nbytes: int) -> None:
         self.optimizer = optimizer
         self.num_given = _count(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
