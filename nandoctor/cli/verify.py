@@ -149,9 +149,9 @@ def _choose(case: Case, pick: int) -> FixChoice:
 
     verified = [item for item in case.fixes if item.verified]
     if not verified:
-        why = " ".join(map(printable, case.report.search_notes))
+        found = f"{no_fix_heading(case.report)}. {case.report.headline}."
         raise NanDoctorError(
-            f"{no_fix_heading(case.report)}. {why}".rstrip(),
+            "\n".join([found, *case.report.search_notes]),
             remedy="\n".join(case.report.next_steps) or f"Every layer, on one page: {page_command(case.report)}",
         )
     if pick > len(verified):
