@@ -9,6 +9,7 @@ import pytest
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
+from nandoctor.fixes.source_changes import _root_of
 from nandoctor.working_tree import PatchError, plan_patch, restore_files, write_files
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
@@ -49,6 +50,15 @@ def test_a_line_that_looks_like_a_header_can_go(tmp_path):
 def test_a_file_without_a_newline_at_its_end_keeps_it(tmp_path):
     change = ChangedFile(path=str(tmp_path / "net.py"), before="a\nb", after="a\nc")
     assert applied(tmp_path, b"a\nb", SourcePatch(root=str(tmp_path), files=(change,)).diff) == b"a\nc"
+
+
+def test_a_path_with_dots_is_named_as_git_takes_it(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    change = ChangedFile(path=str(tmp_path / "docs" / ".." / "code" / "net.py"), before="a\n", after="b\n")
+    patch = SourcePatch(root=_root_of([change.path]), files=(change,))
+    assert patch.root == str(tmp_path / "code")
+    assert patch.diff.startswith("--- a/net.py\n+++ b/net.py\n")
 
 
 def test_line_endings_and_permissions_are_the_files_own(tmp_path):

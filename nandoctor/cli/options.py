@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.atomic_write import is_replaceable
@@ -87,6 +88,8 @@ def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
         shape["multiple"] = True
     elif option.reads is not str:
         shape["type"] = option.reads  # a ValueError of its own is wrong usage
+    elif option.metavar in ("SPEC", "PATH"):
+        shape["shell_complete"] = lambda *_: [CompletionItem("", type="file")]
     return click.option(
         option.flag, name, cls=SettingOption, group=option.group, help=option.help, callback=_check(name), **shape
     )

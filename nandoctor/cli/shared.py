@@ -74,7 +74,7 @@ class ReplayDisplay(Listener):
         self._tells = tells
         self._output = console(_own_output())
         errors = Console(stderr=True)
-        self._bar = ReplayBar(errors, shown=errors.is_terminal and not quiet)
+        self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal and not quiet)
         self._searching = False
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:

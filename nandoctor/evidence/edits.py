@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -298,7 +299,7 @@ class FixCost:
 
 
 def _unified_diff(file: ChangedFile, root: Path) -> str:
-    name = Path(file.path).relative_to(root).as_posix()
+    name = Path(os.path.normpath(file.path)).relative_to(root).as_posix()
     old, new = (text.splitlines(keepends=True) for text in (file.before, file.after))
     lines = difflib.unified_diff(old, new, fromfile=f"a/{name}", tofile=f"b/{name}")
     # https://www.gnu.org/software/diffutils/manual/html_node/Incomplete-Lines.html

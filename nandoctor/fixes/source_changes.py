@@ -352,8 +352,11 @@ class SourceWriter:
 
 
 def _root_of(paths: Sequence[str]) -> str:
-    """The folder that the diff's paths start from: the working directory, else the library's, else the file's own."""
-    here = Path.cwd()
+    """The folder that the diff's paths start from: the working directory, else the library's, else the file's own.
+
+    A folder of `sys.path` may have ".." in it, which git refuses in the paths of a diff.
+    """
+    here, paths = Path.cwd(), [os.path.normpath(path) for path in paths]
     if all(Path(path).is_relative_to(here) and PACKAGE_FOLDERS.isdisjoint(Path(path).parts) for path in paths):
         return str(here)
     for path in paths[:1]:

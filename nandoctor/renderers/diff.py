@@ -19,7 +19,6 @@ _MAX_NAMED = 3
 _MIN_NAME_WIDTH = 16
 _NUMBERS_WIDTH = 44
 _TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken": FAILED, "moved": FAILED}
-_NONE = "none"
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -34,7 +33,7 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
     yield labelled([("before", comparison.before), ("after", comparison.after)])
     if comparison.changes:
         yield Text()
-        yield labelled((change.name, " -> ".join(_describe_side(change))) for change in comparison.changes)
+        yield labelled((change.name, describe_change(change)) for change in comparison.changes)
     yield Text()
     if comparison.layers:
         yield literal(_describe_layers(comparison), "dim")
@@ -46,10 +45,10 @@ def _parts(comparison: Comparison, width: int) -> Iterator[Table | Text]:
         yield labelled(others)
 
 
-def _describe_side(change: Change) -> Iterator[str]:
+def describe_change(change: Change) -> str:
     """What a fact was and is; the grade of a replay in words."""
-    for value in (change.before, change.after):
-        yield GRADES.get(value, value) if change.name == "replay" and value else value or _NONE
+    words = GRADES if change.name == "replay" else {}
+    return " -> ".join(words.get(value, value) if value else "none" for value in (change.before, change.after))
 
 
 def _describe_layers(comparison: Comparison) -> str:

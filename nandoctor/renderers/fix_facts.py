@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Literal
 
 from nandoctor.evidence.formats import FP64
@@ -41,6 +43,7 @@ _TOLD_IN_FULL = ("output", "gradients")
 """Of the loss and of variations of the batch the names say enough."""
 _REASONS_ON_A_SCREEN = 2
 _SHOWN_BESIDE = 1
+_NEAR = 2
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _VISIBLE_ERROR = 0.01
 """A trial further from fp32 than a fix may be says by how much."""
@@ -92,7 +95,7 @@ def _show_fix(fix: Fix, report: Report, *, brief: bool) -> ShownFix:
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
-        facts=(*_how_to_apply(fix, report), *_check_facts(fix, brief=brief), *reason_facts(fix)),
+        facts=(*_how_to_apply(fix, report), *check_facts(fix, brief=brief), *reason_facts(fix)),
     )
 
 
@@ -114,7 +117,7 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     return "off", "finite when tried, but not written as code"
 
 
-def _check_facts(fix: Fix, *, brief: bool) -> Iterator[Fact]:
+def check_facts(fix: Fix, *, brief: bool = False) -> Iterator[Fact]:
     """What was checked and what was not; in `brief` no asides, a number of the variations, and fewer reasons."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
@@ -156,10 +159,16 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
         pick = () if number_of == 1 else (f"--pick {number_of}",)
         command = fix_command(report, *pick, "--write")
-        with_git = f"git apply, in {printable(fix.patch_root or 'your project')}"
+        with_git = f"git apply, in {printable(_from_here(fix.patch_root) if fix.patch_root else 'your project')}"
         yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
     elif fix.kind in WHERE_TO_RUN:
         yield Fact(label="apply it", text=WHERE_TO_RUN[fix.kind])
+
+
+def _from_here(folder: str) -> str:
+    """The folder as one would type it, where it is near the working directory."""
+    near = os.path.relpath(folder) if Path(folder).is_dir() else folder
+    return folder if near.count("..") > _NEAR else near
 
 
 WHERE_TO_RUN = {

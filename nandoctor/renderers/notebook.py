@@ -13,18 +13,21 @@ from typing import Any
 from rich.console import Console
 
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
-from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.report_diff import Change, Comparison
 from nandoctor.evidence.serialization import is_inlined
 from nandoctor.evidence.trace import Place, SourceLine, TensorStats
+from nandoctor.renderers.diff import describe_change
 from nandoctor.renderers.facts import describe_origin
-from nandoctor.renderers.fix_facts import describe_outcome
+from nandoctor.renderers.fix import code_of
+from nandoctor.renderers.fix_facts import check_facts, describe_outcome
+from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.renderers.notebook_card import report_html, rows_html
 from nandoctor.renderers.progress import ReplayBar
-from nandoctor.renderers.tensors import describe_tensor
+from nandoctor.renderers.tensors import describe_tensor, list_operands
 from nandoctor.replaying.progress import Listener
 from nandoctor.text import file_line, kinds_text, number, printable
 
-_LEFT_OUT = frozenset({"grid", "edit", "layers", "schema"})
+_LEFT_OUT = frozenset({"grid", "layers", "schema", "nth"})
 _MAX_ITEMS = 8
 _WIDTH = 100
 _UPDATE_S = 0.2
@@ -69,11 +72,19 @@ def record_line(record: Any) -> str:
 
 
 def _rows(record: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(record, Fix):
+        yield "fix", record.title
+        yield "patch", code_of(record)
+        yield "result", describe_outcome(record.outcome)
+        yield from ((fact.label, fact.text) for fact in (*check_facts(record), *reason_facts(record)))
+        return
     if isinstance(record, Origin):
         yield "", describe_origin(record)
     for item in dataclasses.fields(record):
         value = getattr(record, item.name)
-        if is_inlined(item):
+        if isinstance(record, Origin) and item.name in ("inputs", "output"):
+            yield from list_operands(record) if item.name == "inputs" else ()
+        elif is_inlined(item) and not isinstance(value, Place):
             yield from _rows(value)
         elif item.name not in _LEFT_OUT and value is not None and value not in ((), ""):
             yield item.name.replace("_", " "), _describe(item.name, value)
@@ -100,7 +111,7 @@ def _describe(name: str, value: Any) -> str:
 def _describe_record(record: Any) -> str:
     if hasattr(record, "finite"):
         return describe_outcome(record)
-    return str(getattr(record, "text", None) or f"{record.name}: {record.before} -> {record.after}")
+    return f"{record.name}: {describe_change(record)}" if isinstance(record, Change) else str(record.text)
 
 
 class NotebookProgress(Listener):

@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from nandoctor.text import cut, plural, printable
 
 _BAR_WIDTH = 6
 _BEST_WIDTH = 24
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """How long it still takes, where there is an end."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else Text.assemble(super().render(task), " left")
 
 
 class ReplayBar:
@@ -21,8 +29,7 @@ class ReplayBar:
             TextColumn("{task.description}"),
             BarColumn(_BAR_WIDTH),
             TextColumn("{task.fields[done]}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
+            _TimeLeft(compact=True),
             console=console,
             transient=True,
             disable=not shown,
