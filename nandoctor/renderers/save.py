@@ -5,7 +5,8 @@ Each renderer is imported only when its ending is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,37 +16,14 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 
-def _write_page(report: Report, path: Path) -> None:
-    from nandoctor.renderers.page import write_page
-
-    write_page(report, path)
-
-
-def _write_markdown(report: Report, path: Path) -> None:
-    from nandoctor.renderers.markdown import write_markdown
-
-    write_markdown(report, path)
-
-
-def _write_json(report: Report, path: Path) -> None:
-    from nandoctor.renderers.jsonfile import write_json
-
-    write_json(report, path)
-
-
-def _draw_ranges(report: Report, path: Path) -> None:
-    from nandoctor.renderers.plots.figures import draw_ranges, save_figure
-
-    save_figure(draw_ranges(report), path)
-
-
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-_WRITERS: Mapping[str, Callable[[Report, Path], None]] = {
-    ".html": _write_page,
-    ".md": _write_markdown,
-    ".json": _write_json,
-    **dict.fromkeys(PICTURE_ENDINGS, _draw_ranges),
+_WRITERS = {
+    ".html": ("page", "write_page"),
+    ".md": ("markdown", "write_markdown"),
+    ".json": ("jsonfile", "write_json"),
+    **dict.fromkeys(PICTURE_ENDINGS, ("plots.figures", "write_ranges")),
 }
+"""By ending, the module of this package and its function of a report and a path."""
 ENDINGS = tuple(_WRITERS)
 
 
@@ -56,7 +34,8 @@ def save_report(report: Report, path: Path) -> None:
         NanDoctorError: the ending is another one, there is nothing to draw, or the file cannot be written.
     """
     check_ending(path, ENDINGS)
-    _WRITERS[path.suffix.lower()](report, path)
+    module, function = _WRITERS[path.suffix.lower()]
+    getattr(import_module(f"nandoctor.renderers.{module}"), function)(report, path)
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> None:
