@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
@@ -23,11 +23,10 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.renderers.commands import fix_command
+from nandoctor.renderers.constant_facts import TableLine, describe_eps
 from nandoctor.renderers.facts import Fact, short_name
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import (
-    constant,
-    file_line,
     join_first,
     number,
     percent,
@@ -338,14 +337,6 @@ def _distance(outcome: TrialOutcome) -> str:
     return f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableLine:
-    """A line of a table: its cells, and whether it tells of a failure."""
-
-    cells: tuple[str, ...]
-    failed: bool
-
-
 def list_variations(report: Report) -> list[TableLine]:
     """A table: what was varied, and what came of it."""
     return [
@@ -354,54 +345,3 @@ def list_variations(report: Report) -> list[TableLine]:
         )
         for trial in report.counterfactuals
     ]
-
-
-def list_small_constants(report: Report) -> list[TableLine]:
-    """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
-    return [
-        TableLine(
-            cells=(
-                constant(use.value),
-                _describe_owner(use),
-                _describe_line(use),
-                printable(use.op or ""),
-                describe_effect(use),
-            ),
-            failed=use.effect == "zero",
-        )
-        for use in report.eps_audit
-    ]
-
-
-def _describe_owner(use: EpsUse) -> str:
-    if use.place == "optimizer":
-        return "the optimizer"
-    owner = short_name(use.module or "the model")
-    more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
-    return f"{owner}.{short_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
-
-
-def _describe_line(use: EpsUse) -> str:
-    return file_line(use.source.file, use.source.line) if use.source else ""
-
-
-def describe_eps(use: EpsUse) -> str:
-    """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
-    line = f" ({_describe_line(use)})" if use.source else ""
-    place = f"{printable(use.op)} of {short_name(use.module or 'the model')}" if use.place == "op" and use.op else None
-    return f"{constant(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
-
-
-def describe_effect(use: EpsUse) -> str:
-    """What the format that it was used in makes of a small constant."""
-    if use.dtype is None:
-        return "was not seen in use"
-    absorbed = ""
-    if use.absorbed_share:
-        absorbed = f", and lost in {percent(use.absorbed_share)} of what it is added to"
-    if use.effect == "zero":
-        return f"is zero in {use.dtype}{absorbed}"
-    if use.effect == "subnormal":
-        wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
-        return f"is subnormal in {use.dtype}{wrong}{absorbed}"
-    return f"is kept in {use.dtype}{absorbed}"

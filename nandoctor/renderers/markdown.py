@@ -13,12 +13,12 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.commands import next_facts
+from nandoctor.renderers.constant_facts import list_small_constants
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import (
     ShownFix,
     fp32_facts,
     list_fixes,
-    list_small_constants,
     list_variations,
     no_fix_heading,
     why_facts,

@@ -11,13 +11,12 @@ from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
+from nandoctor.renderers.constant_facts import describe_eps, list_small_constants
 from nandoctor.renderers.fix_facts import (
-    describe_eps,
     describe_outcome,
     describe_setting,
     fp32_facts,
     list_fixes,
-    list_small_constants,
     summarize_fixes,
     trial_facts,
 )
