@@ -70,8 +70,8 @@ def test_no_change_fails_for_want_of_memory(dump, monkeypatch, place):
     for enough in (2, 6, 10):
         report = replayed(dump, monkeypatch, enough=enough, place=place)
         assert all(fix.outcome.finite or not found[fix.title] for fix in report.fixes if fix.title in found)
-        assert not any("budget" in note for note in report.notes)
-        told += any(note.startswith("Not tried, because memory ran out: ") for note in report.notes)
+        assert not any("budget" in note for note in report.search_notes)
+        told += any(note.startswith("Not tried, because memory ran out: ") for note in report.search_notes)
     assert told == 3
 
 
@@ -79,7 +79,9 @@ def test_memory_after_the_failure_is_not_the_changes_fault(dump, monkeypatch):
     report = replayed(dump, monkeypatch, enough=4)
     assert report.verdict == "precision"
     assert not report.fixes
-    assert any(note.startswith("Not tried, because memory ran out: the rest of changes") for note in report.notes)
+    assert any(
+        note.startswith("Not tried, because memory ran out: the rest of changes") for note in report.search_notes
+    )
 
 
 def test_a_loss_without_memory_is_not_blamed(dump, monkeypatch):
