@@ -30,7 +30,7 @@ _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _BLACK = -255
 """Where the grey scale begins: a black image must not swallow the colour over it."""
-_FLAT = 6.0
+_FLAT = 3.0
 """A map this many times longer than high is stretched, so that it can be seen."""
 
 
