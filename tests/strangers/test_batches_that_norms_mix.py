@@ -58,7 +58,7 @@ def test_samples_that_fail_only_together_are_told_as_coupled(replay):
     report = replay(Scaled(), picture=pictures())
     assert outcomes(report, "samples") == [True, True]
     said = "it is finite with sample 5 alone and without. norm computes its statistics over the whole batch."
-    assert any(note.endswith(said) for note in report.notes)
+    assert any(note.endswith(said) for note in report.search_notes)
 
 
 def test_a_sample_that_fails_by_itself_is_not_told_as_coupled(replay):
@@ -68,7 +68,7 @@ def test_a_sample_that_fails_by_itself_is_not_told_as_coupled(replay):
 
     report = replay(Alone(), picture=pictures())
     assert (report.origin.elements.samples, outcomes(report, "samples")) == ((5,), [False, True])
-    assert not any("only as a whole" in note for note in report.notes)
+    assert not any("only as a whole" in note for note in report.search_notes)
 
 
 def test_masked_positions_of_other_samples_are_not_blamed(replay):
