@@ -25,11 +25,11 @@ _BYTE_ORDERS = frozenset("<>=|")
 class PickledDtype:
     """Stands for `numpy.dtype`: called with (code, align, copy), then given its state."""
 
-    __slots__ = ("byte_order", "code")
+    code: object = None
+    byte_order: object = "|"
 
     def __init__(self, code: object, *_: object) -> None:
         self.code = code
-        self.byte_order: object = "|"
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
         """The state is (version, byte order, ...); the rest concerns structured, text and time types only."""
@@ -39,12 +39,13 @@ class PickledDtype:
 class PickledArray:
     """Stands for `numpy.ndarray`, and for numpy's scalars, whose shape is ()."""
 
-    __slots__ = ("data", "dtype", "fortran_order", "shape")
+    shape: object = ()
+    dtype: object = None
+    fortran_order: object = False
+    data: object = b""
 
     def __init__(self, dtype: object = None, data: object = b"") -> None:
-        self.shape: object = ()
         self.dtype = dtype
-        self.fortran_order: object = False
         self.data = data
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
@@ -64,13 +65,18 @@ class PickledArray:
             DumpError: the bytes do not make an array of this shape and type.
         """
         assert isinstance(self.dtype, PickledDtype), "is_array was to be asked first"
-        if self.dtype.byte_order not in _BYTE_ORDERS or not isinstance(self.data, bytes):
+        order = self.dtype.byte_order
+        if not (isinstance(order, str) and order in _BYTE_ORDERS and isinstance(self.data, bytes)):
             raise _contradiction()
-        dtype = np.dtype(f"{self.dtype.byte_order}{self.dtype.code}")
+        dtype = np.dtype(f"{order}{self.dtype.code}")
         shape = _check_shape(self.shape)
         if math.prod(shape) * dtype.itemsize != len(self.data):
             raise _contradiction()
-        array: NDArray[Any] = np.ndarray(shape, dtype, self.data, order="F" if self.fortran_order else "C")
+        in_fortran = self.fortran_order is True
+        try:
+            array: NDArray[Any] = np.ndarray(shape, dtype, self.data, order="F" if in_fortran else "C")
+        except ValueError as error:  # an empty one of sizes that no array can have
+            raise _contradiction() from error
         return array
 
 

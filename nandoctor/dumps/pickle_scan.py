@@ -281,6 +281,8 @@ class _Machine:
             self._odd_keys_left -= sum(key.odd for key in operands[1::2])
         elif opcode in _CALLS and operands:
             callee = operands[0].global_name
+            if any(_is_stale(operand) for operand in operands[1:]):
+                raise _hostile("it fills the arguments of a call after they were counted")
             if callee in _HASHING:
                 # What is in the arguments may become keys, their tuple does not.
                 self._odd_keys_left -= sum(operand.odd - (operand.items is not None) for operand in operands[1:])
@@ -333,6 +335,11 @@ def _begins_with_rebuild(arguments: _Value) -> bool:
     """Whether the first of these arguments is one of torch's functions that make a tensor of a storage."""
     function = arguments.items[0].global_name if arguments.items else None
     return function is not None and function.startswith(_REBUILDS)
+
+
+def _is_stale(arguments: _Value) -> bool:
+    """Whether a container has grown since it was put into this tuple, whose size and keys are told without that."""
+    return arguments.items is not None and arguments.size != 1 + sum(item.size for item in arguments.items)
 
 
 def join_name(module: str, name: str) -> str:

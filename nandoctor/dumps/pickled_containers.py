@@ -21,21 +21,22 @@ class ContainerFields(dict[str, Any]):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    def __setstate__(self, state: object) -> None:
-        fields = self._fields_in(state) if isinstance(state, Mapping) else {}
+    def take(self, fields: Mapping[Any, Any]) -> None:
+        """Keep the fields, those that have a name."""
         self.update({name: fields[name] for name in fields if isinstance(name, str)})
         self[KIND] = self.kind
 
-    def _fields_in(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        return state
+    def fields_in(self, state: object) -> Mapping[Any, Any]:
+        """The fields that the object's state tells, if any."""
+        return state if isinstance(state, Mapping) else {}
 
 
 class _UserDict(ContainerFields):
     """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
 
-    def _fields_in(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        data = state.get("data")
-        return data if isinstance(data, Mapping) else {}
+    def fields_in(self, state: object) -> Mapping[Any, Any]:
+        """The items."""
+        return super().fields_in(super().fields_in(state).get("data"))
 
 
 class _PackedSequence(ContainerFields):

@@ -183,6 +183,9 @@ class _Storage:
     dtype: StoredDtype
 
 
+_Storage.__name__ = "TypedStorage"  # for what is said of it
+
+
 class StoredValues:
     """Makes what stands for the values of torch that a pickle describes; the data stays where it is in the file."""
 

@@ -122,6 +122,8 @@ def _rebuild_sparse(layout: torch.layout, data: Any) -> torch.Tensor:
         DumpError: it claims more elements than the file holds, which would be counted through.
         RuntimeError: an element lies elsewhere.
     """
+    if type(data) is not tuple:
+        raise damaged("a sparse tensor has no parts")
     if layout is torch.sparse_coo:
         indices, values, size, *coalesced = data
         _check_stored(indices, values)

@@ -18,6 +18,7 @@ from nandoctor.dumps.numpy_pickle import STAND_INS, PickledArray, PickledDtype
 from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
 from nandoctor.dumps.pickled_containers import ContainerFields, find_container
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
+from nandoctor.dumps.stored_tensor import is_tensor
 from nandoctor.dumps.zip_members import Member
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # What torch.save writes, by pickle protocol 2.
 _OPCODES = (
-    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BINPERSID),
+    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.BINPERSID),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
     *(pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING),
@@ -33,6 +34,8 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
 )
 _MAPPINGS = (dict, OrderedDict, Counter)
+_MADE_OF_ITEMS = (set, Counter, tuple)
+_ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
 
 
@@ -41,17 +44,36 @@ class _Kind:
 
 
 def _rebuild_plain(tensor: object, *_: object) -> object:
-    """A parameter, with whatever attributes it had, as the tensor that it holds."""
+    """A parameter, with whatever attributes it had, as the tensor that it holds.
+
+    Raises:
+        pickle.UnpicklingError: it holds another thing, a function say, which would come out unknown to the scan.
+    """
+    if not is_tensor(tensor):
+        raise pickle.UnpicklingError("a parameter without a tensor")
     return tensor
 
 
 def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
     """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
+    if type(arguments) is not tuple:
+        raise pickle.UnpicklingError("no tuple of arguments")
     return rebuild(*arguments)
 
 
+def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    """An ordered dict; Python 2 writes the pairs into the call, and the scan does not see which of them are keys.
+
+    Raises:
+        pickle.UnpicklingError: a key could collide with others.
+    """
+    if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
+        raise pickle.UnpicklingError("no pairs of a name and a value")
+    return OrderedDict(pairs)
+
+
 _PLAIN: Mapping[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
+    "collections.OrderedDict": _make_ordered,
     "collections.Counter": Counter,
     "builtins.set": set,
     "builtins.complex": complex,
@@ -113,6 +135,23 @@ def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callabl
     return fill
 
 
+def _call(opcode: bytes) -> Callable[[Any], None]:
+    """What obeys an instruction that calls, where nothing is iterated but what the scan has counted the items of.
+
+    A text has a million items for a set, and an expanded tensor any number.
+    """
+    obey = pickle._Unpickler.dispatch[opcode[0]]
+
+    def call(unpickler: Any) -> None:
+        callee, arguments = unpickler.stack[-2:]
+        takes_items = isinstance(callee, type) and issubclass(callee, _MADE_OF_ITEMS)
+        if type(arguments) is not tuple or (takes_items and not all(type(items) in _ITEMS for items in arguments)):
+            raise pickle.UnpicklingError("arguments that are no containers")
+        obey(unpickler)
+
+    return call
+
+
 class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every instruction
     """Obeys the instructions of torch.save alone, and gives a state to nothing but records and containers of ours."""
 
@@ -122,6 +161,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         super().__init__(BytesIO(pickled), encoding="utf-8")
         self._values, self._members = values, members
         self._storages: dict[str, object] = {}
+        self._num_fields_left = len(pickled)
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for the class or function."""
@@ -146,13 +186,21 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
     def load_build(self) -> None:
         """Give a record its state; attributes of a mapping are of no use here, and one called "keys" hides a method."""
         state, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, (PickledArray, PickledDtype, ContainerFields)):
+        if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
+        elif isinstance(made, ContainerFields):
+            fields = made.fields_in(state)
+            self._num_fields_left -= len(fields)  # many records may share a state, and each copies it
+            if self._num_fields_left < 0:
+                raise pickle.UnpicklingError("more fields than the pickle has bytes")
+            made.take(fields)
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
+        pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
+        pickle.REDUCE[0]: _call(pickle.REDUCE),
         pickle.BUILD[0]: load_build,
         pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
         pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),

@@ -1,0 +1,115 @@
+"""Files whose pickles call what they may with what no honest one has: each is refused by both readers, without harm.
+
+Memory and time are bounded by what is refused: with the calls obeyed, those over a tensor or a text take gigabytes.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import forge
+import pytest
+import torch
+
+from nandoctor.dumps.reader import look_at_dump, read_dump
+from nandoctor.errors import DumpError
+
+SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
+SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
+EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
+COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
+NO_ITEMS, STALE = "arguments that are no containers", "fills the arguments of a call"
+CONTRADICTION = "the shape, the type and the bytes of an array contradict each other"
+
+
+def filled_later(callee, items):
+    """A call with a list that was empty when it was put into the tuple of arguments."""
+    return b"](]q\x01\x85q\x02h\x01(" + items + b"e" + callee + b"h\x02Re"
+
+
+def pairs_filled_later():
+    """Pairs for an ordered dict whose keys come after the list of pairs was counted."""
+    key = b"(" + forge.integer(1 << 70) + b"Ne"
+    return b"](](]q\x01eq\x02h\x01" + key + forge.name("collections", "OrderedDict") + b"h\x02\x85Re"
+
+
+def sharing_a_state():
+    """Many records that each copy the same items, which came after their state was counted."""
+    record = forge.name("collections", "UserDict") + b")\x81h\x01b"
+    filled = b"h\x02(" + b"".join(forge.text(str(number)) + b"N" for number in range(300)) + b"u"
+    return b"](}q\x01" + forge.text("data") + b"}q\x02s" + filled + record * 300 + b"e"
+
+
+def array_with(shape=b"K\x00\x85", byte_order=None, code=None, fortran=b"\x89"):
+    dtype = forge.call(forge.name("numpy", "dtype"), forge.text("f4"), b"\x89", b"\x88")
+    state = forge.tuple_of(forge.integer(3), byte_order or forge.text("<"), *[b"N"] * 6)
+    made = forge.call(forge.name("numpy.core.multiarray", "_reconstruct"))
+    empty = forge.call(forge.name("builtins", "bytes"))
+    return made + forge.tuple_of(b"K\x01", shape, dtype + state + b"b", fortran, empty) + b"b"
+
+
+CALLS = {
+    "a set of a tensor": (forge.call(SET, EXPANDED), NO_ITEMS),
+    "a size of a tensor": (forge.call(SIZE, EXPANDED), NO_ITEMS),
+    "a set of a text": (forge.call(SET, forge.text("ab" * 500)), NO_ITEMS),
+    "a counter of a text": (forge.call(COUNTER, forge.text("ab" * 500)), NO_ITEMS),
+    "a size of bytes": (forge.call(SIZE, forge.latin1(b"abc")), NO_ITEMS),
+    "a tensor as arguments": (PARAMETER + EXPANDED + b"R", NO_ITEMS),
+    "a tensor as arguments, by way of torch": (
+        forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), PARAMETER, b"N", EXPANDED, b"N"),
+        "by way of torch|no tuple of arguments",
+    ),
+    "a tensor as the state of an array": (
+        forge.call(forge.name("numpy.core.multiarray", "_reconstruct")) + EXPANDED + b"b",
+        "a state for a PickledArray",
+    ),
+    "a tensor as the parts of a sparse one": (
+        forge.call(
+            forge.name("torch._utils", "_rebuild_sparse_tensor"),
+            forge.call(forge.name("torch.serialization", "_get_layout"), forge.text("torch.sparse_coo")),
+            EXPANDED,
+        ),
+        "a sparse tensor has no parts",
+    ),
+    "a function out of a parameter": (forge.call(PARAMETER, SET), "a parameter without a tensor"),
+    "a set of what came later": (filled_later(SET, COLLIDING), STALE),
+    "a size of what came later": (filled_later(SIZE, b"K\x01" * 9), STALE),
+    "pairs that came later": (pairs_filled_later(), "no pairs of a name and a value"),
+    "a state for many": (sharing_a_state(), "more fields than the pickle has bytes"),
+    "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
+    "an array of sizes that numpy lacks": (
+        array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 62))),
+        CONTRADICTION,
+    ),
+    "an array of sizes beyond any integer": (
+        array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 70))),
+        CONTRADICTION,
+    ),
+}
+
+
+@pytest.mark.parametrize("read", [look_at_dump, read_dump])
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_that_no_honest_file_has(kind, read, tmp_path):
+    made, message = CALLS[kind]
+    (tmp_path / "dump.pth").write_bytes(forge.archive(forge.mapping(state_dict=forge.weights(), image=made)))
+    with pytest.raises(DumpError, match=message):
+        read(tmp_path / "dump.pth")
+
+
+@pytest.mark.parametrize("read", [look_at_dump, read_dump])
+def test_arrays_without_a_call_are_left_out(read, tmp_path):
+    made = forge.name("numpy", "ndarray") + b")\x81"
+    (tmp_path / "dump.pth").write_bytes(forge.archive(forge.mapping(state_dict=forge.weights(), image=made)))
+    assert read(tmp_path / "dump.pth").left_out == ("image (an array of None)",)
+
+
+def test_honest_calls_are_obeyed(tmp_path):
+    """What torch.save writes, and the ordered dict of Python 2, with its pairs in the call."""
+    kept = {"seen": {1, 2}, "count": collections.Counter("aab"), "size": torch.Size([1, 2])}
+    torch.save({"state_dict": {"weight": torch.ones(2)}, **kept}, tmp_path / "new.pth")
+    assert read_dump(tmp_path / "new.pth").scalars == {"seen": [1, 2], "count.a": 2, "count.b": 1, "size": [1, 2]}
+    pair = b"](" + forge.text("weight") + forge.tensor() + b"e"
+    state = forge.call(forge.name("collections", "OrderedDict"), b"](" + pair + b"e")
+    (tmp_path / "old.pth").write_bytes(forge.archive(forge.mapping(state_dict=state)))
+    assert list(read_dump(tmp_path / "old.pth").state) == ["weight"]
