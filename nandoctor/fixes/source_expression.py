@@ -280,8 +280,9 @@ def _number_in_text(node: cst.Call) -> float | None:
 def grouped(text: str) -> str:
     """The text of an expression, in parentheses where an attribute could not follow it."""
     node = parse_expression(text)
+    is_closed = bool(node.lpar) and cst.Module([]).code_for_node(node) == text
     plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
-    return text if plain else f"({text})"
+    return text if plain or is_closed else f"({text})"
 
 
 def operator_text(tree: SourceTree, node: cst.AugAssign) -> str:

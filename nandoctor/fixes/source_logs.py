@@ -28,9 +28,13 @@ from nandoctor.ops import CASTS, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
-_MOVES = MOVES | {"diag", "diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
+_PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})
+"""They keep 0, whose logarithm is not 0; what is dropped is so in training alone."""
+_MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
 _HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
+_BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
 _LOG_OPS = frozenset({"log", "log1p"})
 
 
@@ -141,7 +145,10 @@ class LogSpace:
                 made = None if exponent is None else _softplus(exponent, self._functional)
         except CannotWriteError:
             return None
-        return None if made is None else made.text
+        if made is None:
+            return None
+        is_given = isinstance(cst.parse_expression(f"({made.text})"), (cst.Name, cst.Attribute, cst.Subscript))
+        return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
 
     def _log_of(self, node: cst.BaseExpression) -> _Log | None:  # noqa: PLR0911 - a table of forms
         """The logarithm of an expression, None where nothing is gained by another form of it."""
@@ -241,7 +248,7 @@ class LogSpace:
         logs = [self._log_of(side) for side in (node.left, node.right)]
         if logs == [None, None]:
             return None
-        if not all(log or self._is_share(node, side) for log, side in zip(logs, (node.left, node.right), strict=True)):
+        if not all(log or self._is_mask(node, side) for log, side in zip(logs, (node.left, node.right), strict=True)):
             return None
         left, right = (log or self._plain_log(side) for log, side in zip(logs, (node.left, node.right), strict=True))
         if left.text == "0":
@@ -249,20 +256,28 @@ class LogSpace:
         if right.text == "0":
             return left
         closed = grouped(right.text) if sign == "-" else right.text
-        return _Log(text=f"{left.text} {sign} {closed}", is_low=left.is_low and right.is_low)
+        return _Log(text=f"{left.wide} {sign} {closed}")
 
-    def _is_share(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
-        """Tell whether a factor is a positive number, or has only values from 0 to 1, as a mask or a weight has.
+    def _is_mask(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
+        """Tell whether an operand is a positive number, or given or compared and has no values but 0 and 1.
 
-        Any other one may be negative in the next batch, and so may its logarithm be NaN where their sum has one.
+        Any other one may be negative in the next batch, and its logarithm NaN where that of the whole is a number; of
+        one that is learned or computed the logarithm has no gradient at 0.
         """
         if (number := number_in(side)) is not None:
             return number > 0
         call = self._calls.get(node)
         taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
-        if taken is None or taken.min is None or taken.max is None:
+        if taken is None or taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
             return False
-        return taken.min >= 0 and taken.max <= 1
+        source = self._resolved(side)
+        name, expression = self._named_op(source)
+        while name in _UNTRACED_CASTS or name in _MOVES:
+            source = self._resolved(
+                source.value if isinstance(source, cst.Subscript) else expression.argument_node("self")
+            )
+            name, expression = self._named_op(source)
+        return isinstance(source, (cst.Name, cst.Comparison)) or name in _COMPARISONS
 
     def _added(self, node: cst.BaseExpression) -> _Log | None:
         """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
@@ -276,6 +291,8 @@ class LogSpace:
         for log, number in ((logs[0], numbers[1]), (logs[1], numbers[0])):
             if log is not None and number is not None:
                 return _softplus(log, self._functional) if number == 1 else None
+        if not all(log or self._is_mask(node, side) for log, side in zip(logs, sides, strict=True)):
+            return None
         left, right = (log or self._plain_log(side) for log, side in zip(logs, sides, strict=True))
         return _Log(text=f"torch.logaddexp({left.wide}, {right.wide})")
 
@@ -297,11 +314,14 @@ class LogSpace:
                 return self._hoist(node)
         elif not self._is_known_here(node):
             return self._hoist(node)
-        return _Log(text=self._tree.code(node), is_low=is_low)
+        code = self._tree.code(node)
+        is_loose = not node.lpar and isinstance(node, _BINDS_LOOSELY)
+        return _Log(text=f"({code})" if is_loose else code, is_low=is_low)
 
     def _hoist(self, node: cst.BaseExpression) -> _Log:
         """A name for an expression, given before the statement that it is in."""
-        if self._tree.statement_of(node) is None:
+        is_view = isinstance(node, (cst.Name, cst.Attribute)) or self._named_op(node)[0] in _UNTRACED_CASTS | _MOVES
+        if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
             raise CannotWriteError
         code = self._tree.code(node)
         if self._place in set(self._tree.ancestors(node)):  # all of the statement that holds it is written anew
@@ -360,8 +380,9 @@ def _softplus(exponent: _Log, functional: str) -> _Log:
 
 def _negated(text: str) -> str:
     node = cst.parse_expression(f"({text})")
-    is_minus = isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus)
-    return text.lstrip("-") if is_minus else f"-{grouped(text)}"
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+        return cst.Module([]).code_for_node(node.expression)
+    return f"-{grouped(text)}"
 
 
 def _calls_in(

@@ -123,6 +123,85 @@ def test_a_line_with_subscripts_and_a_number_first(tmp_path):
     assert any("- 2 * h.float() @ h.float().t()" in line for line in made)
 
 
+OTHER_MEANINGS = {
+    "dropout keeps 0, in training alone": """
+        p = F.dropout(torch.exp(self.fc(x)), 0.5, False)
+        return torch.log(p.sum(-1))
+    """,
+    "a summand may be negative": """
+        return torch.log(torch.exp(self.fc(x)) + y).sum(-1)
+    """,
+    "a weight may be negative": """
+        return torch.log((torch.exp(self.fc(x)) * y).sum(-1))
+    """,
+    "a weight that is learned has a gradient at 0": """
+        weight = self.fc.bias * 0 + 1
+        return torch.log((torch.exp(self.fc(x)) * weight).sum(-1))
+    """,
+    "a comprehension has names of its own": """
+        p = torch.exp(self.fc(x))
+        return torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)
+    """,
+    "the score is written over": """
+        score = self.fc(x)
+        p = torch.exp(score)
+        torch.clamp_(score, -900, 900)
+        return torch.log(p.sum(-1)) + score.sum(-1)
+    """,
+    "the score is written over through a view": """
+        score = self.fc(x)
+        p = torch.exp(score[:, :2])
+        score.view(-1).clamp_(-900, 900)
+        return torch.log(p.sum(-1)) + score.sum(-1)
+    """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_MEANINGS)
+def test_what_may_mean_another_thing_is_left(tmp_path, x, name):
+    code = "def forward(self, x, y):\n" + textwrap.indent(textwrap.dedent(OTHER_MEANINGS[name]), " " * 4)
+    report = replay(tmp_path, code, x=x, y=torch.full((4, 3), 0.5))
+    assert report.fixes
+    assert not any(item.edit.kind == "stable-log" for item in report.fixes)
+
+
+KEPT_MEANINGS = {
+    "a condition stays whole": (
+        """
+        h = self.fc(x)
+        p = torch.exp(h if self.training else h * 2)
+        return torch.log(p * torch.exp(h)).sum(-1)
+        """,
+        "return ((h if self.training else h * 2).float() + h).sum(-1)",
+    ),
+    "a copy stays one": (
+        """
+        h = self.fc(x)
+        y = torch.log(torch.exp(h))
+        y += 1
+        return y + h
+        """,
+        "y = h.float()",
+    ),
+    "a mask": (
+        """
+        return torch.log((torch.exp(self.fc(x)) * (y > 0).float()).sum(-1))
+        """,
+        "return torch.logsumexp(self.fc(x).float() + torch.log((y > 0).float()), -1)",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT_MEANINGS)
+def test_what_is_written_means_the_same(tmp_path, x, name):
+    body, expected = KEPT_MEANINGS[name]
+    code = "def forward(self, x, y):\n" + textwrap.indent(textwrap.dedent(body), " " * 4)
+    fixes = replay(tmp_path, code, x=x, y=torch.ones(4, 3)).fixes
+    assert any(expected in item.patch for item in fixes)
+
+
 FUNCTION = """
 def forward(x, sharp):
     p = x.exp()
@@ -135,7 +214,11 @@ def forward(x, sharp):
         first = p + total
         total = first.log()
     p = p + 1
-    return (p, q, total, x)
+    later = lambda: p
+    r = p
+    lines = [r for r in (q, r)]
+    relu(first, inplace=True)
+    return (p, q, total, x, first)
 """
 
 
@@ -146,9 +229,12 @@ def forward(x, sharp):
         ("p", 10, "x.exp()"),
         ("total", 10, None),  # the loop binds it as well
         ("first", 11, "p + total"),
-        ("p", 13, "p + 1"),
-        ("q", 13, None),  # by a branch
-        ("x", 13, None),  # a parameter
+        ("p", 13, None),  # in a function that is called later
+        ("r", 15, None),  # of a comprehension
+        ("first", 17, None),  # written into
+        ("p", 17, "p + 1"),
+        ("q", 17, None),  # by a branch
+        ("x", 17, None),  # a parameter
     ],
 )
 def test_what_a_name_stands_for(name, line, value):
