@@ -83,7 +83,6 @@ class Trials:
         self.step = step
         self.numerics = numerics
         self._lost_at = lost_at
-        self._is_varied = False
         self._budget = budget
         self._backward = backward and step.loss is not None
         self._is_own_batch = step.loss not in SURROGATES
@@ -117,14 +116,16 @@ class Trials:
         return made
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
-        """The trials of the same step in this mode and with this seed, out of the same budget."""
+        """The trials of the same step in this mode and with this seed, out of the same budget.
+
+        None is ended: where the step goes on from NaN to NaN, another mode or seed may leave what was lost out.
+        """
         if (training, seed) == (self.step.training, self.step.seed):
             return self
         step = replace(self.step, training=training, seed=seed)
         made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
         made._shares_references = False
         made._writes_infinities = self._writes_infinities
-        made._lost_at, made._is_varied = self._lost_at, True
         return made
 
     @cached_property
@@ -349,7 +350,7 @@ class Trials:
 
     def _may_end(self, edits: tuple[Change, ...], precision: Precision) -> bool:
         """Tell whether only the failure itself may be left to see: other values are asked of the step as it failed."""
-        return precision == "autocast" and bool(edits or self._is_varied) and not selects(edits)
+        return precision == "autocast" and bool(edits) and not selects(edits)
 
     def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
         """The same; infinities that the unchanged step has in fp32 too are left to a known loss to judge."""

@@ -72,6 +72,20 @@ def test_a_second_origin_leaves_it_open(tmp_path, x):
     assert find_lost_call(find(Twice(), x, tmp_path).findings) is None
 
 
+def test_another_mode_may_leave_out_what_was_lost(tmp_path, x):
+    class Skipped(Loud):
+        def forward(self, x):
+            made = self.calm(self.loud(x))
+            return self.last(made if self.training else x)
+
+    found = find(Skipped(), x, tmp_path)
+    assert found.step.training
+    lost_at = find_lost_call(found.findings)
+    assert lost_at == ("calm", 0)
+    trials = Trials(found.step, TrialBudget(), numerics=False, lost_at=lost_at)
+    assert trials.varied(training=False, seed=found.step.seed).look().finite
+
+
 def test_a_trial_ends_where_all_is_lost_and_only_there(tmp_path, x):
     found = find(Loud(), x, tmp_path)
     reached = []
