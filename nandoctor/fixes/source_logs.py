@@ -28,8 +28,7 @@ from nandoctor.ops import CASTS, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
-_PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})
-"""They keep 0, whose logarithm is not 0; what is dropped is so in training alone."""
+_PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # of a logarithm they would make 0 as well
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
@@ -269,15 +268,19 @@ class LogSpace:
         call = self._calls.get(node)
         taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
         if taken is None or taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
-            return False
-        source = self._resolved(side)
-        name, expression = self._named_op(source)
-        while name in _UNTRACED_CASTS or name in _MOVES:
-            source = self._resolved(
-                source.value if isinstance(source, cst.Subscript) else expression.argument_node("self")
-            )
-            name, expression = self._named_op(source)
-        return isinstance(source, (cst.Name, cst.Comparison)) or name in _COMPARISONS
+            return False  # of the magnitudes but for 0, the 5 % quantile is the largest
+        return self._is_given(side)
+
+    def _is_given(self, node: cst.BaseExpression) -> bool:
+        """Tell whether an expression is an argument of the function or a comparison, moved, cast or taken from 1."""
+        node = self._resolved(node)
+        name, expression = self._named_op(node)
+        if isinstance(node, cst.BinaryOperation):
+            is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
+            return is_rest and self._is_given(node.right)
+        if name in _UNTRACED_CASTS or name in _MOVES:
+            return self._is_given(node.value if isinstance(node, cst.Subscript) else expression.argument_node("self"))
+        return isinstance(node, (cst.Name, cst.Comparison)) or name in _COMPARISONS
 
     def _added(self, node: cst.BaseExpression) -> _Log | None:
         """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
@@ -363,10 +366,8 @@ class LogSpace:
         call = self._calls.get(node)
         if call is not None:
             return call.op, Expression(self._tree, node, call)
-        name = ""
-        if isinstance(node, cst.BinaryOperation):
-            name = _OPERATORS.get(type(node.operator), "")
-        elif isinstance(node, cst.Subscript):
+        name = _OPERATORS.get(type(node.operator), "") if isinstance(node, cst.BinaryOperation) else ""
+        if isinstance(node, cst.Subscript):
             name = "select"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             name = node.func.attr.value
