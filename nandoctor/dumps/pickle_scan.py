@@ -59,11 +59,13 @@ _MAX_TEXT = 1000  # longer than any name that is looked at
 # torch.save writes thirty instructions for a tensor; scan and load take ten microseconds for each.
 _MAX_INSTRUCTIONS = 2_000_000
 # Python randomises the hashes of texts alone: of other keys anybody can make thousands with one hash, and a dict takes
-# time quadratic in their number. Integers of 63 bits and floats have too few twins for that.
+# time quadratic in their number. A float, or an integer that is negative or beyond 16 bits, has a hash of its own, but
+# can be chosen so that its walk through the table is long: 1.8 ms each in a dict of half a million, 0.3 in 130,000.
 _MAX_ODD_KEYS = 2_000
-_PLAIN_KEY_BITS = 63
+_NUMBERS_PER_ODD_KEY = 50
+_PLAIN_KEY_BITS, _SMALL_KEY_BITS = 63, 16
 _MAX_INTEGER_BITS = 1023  # what a double can hold; a state of numpy's generators has 128 bits
-_HASHING = frozenset({"builtins.set", "collections.Counter", "collections.OrderedDict"})
+_HASHING = frozenset({"builtins.set", "collections.Counter"})
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
 _REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
 _REBUILDS = "torch._utils._rebuild_"
@@ -77,7 +79,7 @@ _TEXT_OPCODES = frozenset({"INT", "LONG", "FLOAT", "STRING", "UNICODE", "PERSID"
 class _Value:
     """What stands for a value: the references under it, and as much of its nature as is judged by.
 
-    `odd` counts the values in it, itself included, whose hashes the file could have chosen.
+    `odd` counts the values in it, itself included, whose hashes the file could have chosen, in numbers.
     """
 
     size: int
@@ -228,7 +230,7 @@ class _Machine:
         self.protocol = 0
         self.storages: list[_Value] = []
         self._work_left = work
-        self._odd_keys_left = _MAX_ODD_KEYS
+        self._odd_keys_left = _MAX_ODD_KEYS * _NUMBERS_PER_ODD_KEY
         self._stack: list[_Value] = []
         self._marks: list[int] = []
         self._memo: dict[object, _Value] = {}
@@ -285,13 +287,14 @@ class _Machine:
                 raise _hostile("it fills the arguments of a call after they were counted")
             if callee in _HASHING:
                 # What is in the arguments may become keys, their tuple does not.
-                self._odd_keys_left -= sum(operand.odd - (operand.items is not None) for operand in operands[1:])
+                self._odd_keys_left -= sum(operand.odd for operand in operands[1:])
+                self._odd_keys_left += _NUMBERS_PER_ODD_KEY * sum(operand.items is not None for operand in operands[1:])
             elif callee in _NOT_CALLED:
                 raise _hostile(f"it calls {callee}")
             elif callee == _REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
                 raise _hostile("it calls what is no function for tensors by way of torch")
         if self._odd_keys_left < 0:
-            raise _hostile("it has thousands of keys that are neither texts nor numbers")
+            raise _hostile("it has thousands of keys whose hashes it could have chosen")
 
     def _take(self, opcode: pickletools.OpcodeInfo) -> list[_Value]:
         needed = opcode.stack_before
@@ -313,13 +316,17 @@ def _describe(opcode: str, operands: list[_Value], argument: object, size: int) 
     if opcode == "STACK_GLOBAL":
         return _Value(size, global_name=join_name(*(operand.text or "?" for operand in operands)))
     if opcode in _TUPLES:
-        return _Value(size, items=tuple(operands), odd=1 + sum(operand.odd for operand in operands))
+        return _Value(size, items=tuple(operands), odd=_odd_with(operands))
     if isinstance(argument, str):
         return _Value(size, length=len(argument), text=argument if len(argument) <= _MAX_TEXT else None)
     if isinstance(argument, int) and opcode != "PROTO":
         return _describe_number(argument, size)
     is_made = opcode in _CALLS or opcode == "BINPERSID"
-    return _Value(size, odd=1 + sum(operand.odd for operand in operands) if is_made else 0)
+    return _Value(size, odd=_odd_with(operands) if is_made else int(isinstance(argument, float)))
+
+
+def _odd_with(operands: list[_Value]) -> int:
+    return _NUMBERS_PER_ODD_KEY + sum(operand.odd for operand in operands)
 
 
 def _describe_number(number: int, size: int) -> _Value:
@@ -328,7 +335,9 @@ def _describe_number(number: int, size: int) -> _Value:
             f"it holds an integer of {number.bit_length():,} bits, which no number of a training has.",
             remedy="Save numbers as floats or tensors; do not open the file if you do not know who wrote it.",
         )
-    return _Value(size, number=number, odd=int(number.bit_length() > _PLAIN_KEY_BITS))
+    if number.bit_length() > _PLAIN_KEY_BITS:
+        return _Value(size, number=number, odd=_NUMBERS_PER_ODD_KEY)
+    return _Value(size, number=number, odd=int(number < 0 or number.bit_length() > _SMALL_KEY_BITS))
 
 
 def _begins_with_rebuild(arguments: _Value) -> bool:

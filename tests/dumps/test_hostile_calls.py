@@ -97,6 +97,17 @@ def test_a_call_that_no_honest_file_has(kind, read, tmp_path):
         read(tmp_path / "dump.pth")
 
 
+@pytest.mark.parametrize("add", [0.5, 1 << 17, -(1 << 17)])
+def test_numbers_that_could_be_chosen_as_keys(add, tmp_path):
+    """A hundred thousand, each of which can be made to walk through the whole table; as many values are no harm."""
+    numbers = [number + add if add > 0 else add - number for number in range(100_001)]
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": numbers}, tmp_path / "values.pth")
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": set(numbers)}, tmp_path / "keys.pth")
+    assert len(read_dump(tmp_path / "values.pth").scalars["seen"]) == 100_001
+    with pytest.raises(DumpError, match="thousands of keys whose hashes it could have chosen"):
+        read_dump(tmp_path / "keys.pth")
+
+
 @pytest.mark.parametrize("read", [look_at_dump, read_dump])
 def test_arrays_without_a_call_are_left_out(read, tmp_path):
     made = forge.name("numpy", "ndarray") + b")\x81"
@@ -109,7 +120,7 @@ def test_honest_calls_are_obeyed(tmp_path):
     kept = {"seen": {1, 2}, "count": collections.Counter("aab"), "size": torch.Size([1, 2])}
     torch.save({"state_dict": {"weight": torch.ones(2)}, **kept}, tmp_path / "new.pth")
     assert read_dump(tmp_path / "new.pth").scalars == {"seen": [1, 2], "count.a": 2, "count.b": 1, "size": [1, 2]}
-    pair = b"](" + forge.text("weight") + forge.tensor() + b"e"
-    state = forge.call(forge.name("collections", "OrderedDict"), b"](" + pair + b"e")
+    pairs = b"".join(b"](" + forge.text(f"{number}.weight") + forge.tensor() + b"e" for number in range(600))
+    state = forge.call(forge.name("collections", "OrderedDict"), b"](" + pairs + b"e")
     (tmp_path / "old.pth").write_bytes(forge.archive(forge.mapping(state_dict=state)))
-    assert list(read_dump(tmp_path / "old.pth").state) == ["weight"]
+    assert list(read_dump(tmp_path / "old.pth").state) == [f"{number}.weight" for number in range(600)]
