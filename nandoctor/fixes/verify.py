@@ -116,10 +116,7 @@ class Trials:
         return made
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
-        """The trials of the same step in this mode and with this seed, out of the same budget.
-
-        None is ended: where the step goes on from NaN to NaN, another mode or seed may leave what was lost out.
-        """
+        """The trials of the same step in this mode and with this seed, none ended early: they may take another way."""
         if (training, seed) == (self.step.training, self.step.seed):
             return self
         step = replace(self.step, training=training, seed=seed)
