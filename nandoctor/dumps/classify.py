@@ -42,6 +42,7 @@ _MAX_DIMS = 32  # what every numpy takes
 # An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
+_QUANTIZED_DTYPES = {"qint8", "quint8", "qint32"}  # those of 4 and 2 bits cannot even be copied
 
 _NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -310,7 +311,7 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
             f"{name!r} has {tensor.dim()} dimensions, more than {_MAX_DIMS}, which every numpy knows.",
             remedy="Save it in fewer dimensions.",
         )
-    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES and not tensor.is_quantized:
+    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES | _QUANTIZED_DTYPES:
         raise DumpError(
             f"{name!r} is of {tensor.dtype}, which torch stores and does not compute with.",
             remedy="Save it in the format that the model computes in.",

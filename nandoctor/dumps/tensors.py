@@ -96,6 +96,8 @@ def _rebuild(*arguments: Any) -> Any:
 
 
 def _rebuild_v3(*arguments: Any) -> Any:
+    if str(arguments[6]).startswith("torch.q"):
+        raise damaged("a quantized tensor has no scale")
     return rebuild_function("_rebuild_tensor_v3")(*arguments[:4], False, None, *arguments[6:])
 
 

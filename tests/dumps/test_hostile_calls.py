@@ -76,6 +76,12 @@ CALLS = {
     "a size of what came later": (filled_later(SIZE, b"K\x01" * 9), STALE),
     "pairs that came later": (pairs_filled_later(), "no pairs of a name and a value"),
     "a state for many": (sharing_a_state(), "more fields than the pickle has bytes"),
+    "a quantized tensor without a scale": (
+        forge.call(
+            forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), forge.name("torch", "qint8")
+        ),
+        "a quantized tensor has no scale",
+    ),
     "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
     "an array of sizes that numpy lacks": (
         array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 62))),
