@@ -262,7 +262,7 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     if findings.trace.finite and not findings.reference.finite:
         in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
         gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
-    draws = doubt_draws(replayed.reproduction) if replayed.random and step.seed is not None else ()
+    draws = tuple(doubt_draws(replayed.reproduction)) if replayed.random and step.seed is not None else ()
     gaps = (*gaps, *findings.gaps, *draws)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))

@@ -12,7 +12,7 @@ from nandoctor.diagnosis.run_summary import differs
 from nandoctor.evidence.dump_summary import DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Origin, Reproduction
-from nandoctor.evidence.trace import TensorStats, Trace, describe_run
+from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import file_line, join_first, part_of, plural, samples_text
 
@@ -71,8 +71,7 @@ def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
 
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
     """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
-    line = f" ({file_line(origin.source.file, origin.source.line)})" if origin is not None and origin.source else ""
-    maker = f": {origin.op}{line} makes it so" if origin is not None and origin.op else ""
+    maker = f": {_name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
     return Gap(
         text=f"The step is finite {describe_run(trace.policy, trace.format)} and non-finite in fp32{maker}. Rounding "
         "alone keeps it finite here.",
@@ -83,13 +82,17 @@ def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
 def doubt_gradients(trace: Trace) -> Gap:
     """What is to be feared where the gradients of a stand-in loss are non-finite; `trace` has its backward pass."""
     made = next((op for op in trace.backward if op.analysis is not None), None)
-    line = f" ({file_line(made.source.file, made.source.line)})" if made is not None and made.source else ""
-    first = f": the backward of {made.op}{line} makes them" if made is not None else ""
+    first = f": the backward of {_name_op(made.op, made.source)} makes them" if made is not None else ""
     return Gap(
         text=f"The output is finite, and the gradients of a stand-in for the loss are not{first}. Those of your own "
         "loss may be finite, where it does not read the whole output.",
         remedy=_PASS_LOSS,
     )
+
+
+def _name_op(op: str, source: SourceLine | None) -> str:
+    """The op and its line, where that is known: "div (model.py:31)"."""
+    return f"{op} ({file_line(source.file, source.line)})" if source is not None else op
 
 
 def _returns_loss(trace: Trace) -> bool:

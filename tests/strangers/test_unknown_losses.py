@@ -86,3 +86,18 @@ def test_a_finite_step_with_other_random_numbers(examine, seed, verdict):
     report = examine(model, {"x": x, "logit": saved})
     assert report.verdict == verdict
     assert ("the replay drew others" in report.headline) == (verdict == "cannot-tell")
+
+
+class Overflowing(Noisy):
+    def forward(self, x):
+        return 1e4 * super().forward(x)
+
+
+def test_a_failing_step_with_other_random_numbers_says_so(examine):
+    model, x = Overflowing(4, 4), torch.tensor([[0.0] * 4, [1e4, 2e4, -1e4, 3e4]])
+    torch.manual_seed(77)
+    with nandoctor.cuda_autocast():
+        saved = model(x).detach()
+    report = examine(model, {"x": x, "logit": saved})
+    assert (report.verdict, report.reproduction.grade) == ("precision", "same-mask")
+    assert sum("the replay drew others" in note for note in report.notes) == 1
