@@ -147,11 +147,13 @@ def test_a_step_beyond_the_cap_is_not_said_to_replay(tmp_path, caplog):
 
 def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
     script = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); print(); time.sleep(600)"
+        "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
     )
     busy, dead = tmp_path / ".nan-step000001-a.tmp", tmp_path / ".nan-step000002-b.tmp"
     dead.write_bytes(b"half")
-    writer = subprocess.Popen([sys.executable, "-c", script, str(busy)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", script, str(busy)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     writer.stdout.readline()
     (path,) = fail_in(tmp_path).written
     writer.kill()
