@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nandoctor.errors import NanDoctorError
@@ -65,8 +66,10 @@ class SingleProcesses(Executor):
     def __init__(self, size: int, *, memory: int | None) -> None:
         self._memory = memory
         self._num_threads = max(count_cores() // size, 1)
-        self._idle = [self._start() for _ in range(size)]
-        self._pools = set(self._idle)
+        self._pools = {self._start() for _ in range(size)}
+        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        for pool in self._pools:
+            self._idle.put(pool)
         self._lock = threading.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
@@ -79,21 +82,23 @@ class SingleProcesses(Executor):
             )
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Have an idle process make the call. Raises IndexError where none is idle."""
+        """Have an idle process make the call: who waits for a result may come before its process is idle again."""
+        pool = self._idle.get()
         with self._lock, _off_the_working_directory():
-            pool = self._idle.pop()
             future = pool.submit(fn, *args, **kwargs)  # which starts the process
         future.add_done_callback(lambda done: self._release(pool, done))
         return future
 
     def _release(self, pool: ProcessPoolExecutor, done: Future[Any]) -> None:
         broken = not done.cancelled() and isinstance(done.exception(), BrokenProcessPool)
-        with self._lock:
+        try:
             if broken:
-                self._pools.discard(pool)
-                pool = self._start()
-                self._pools.add(pool)
-            self._idle.append(pool)
+                with self._lock:
+                    self._pools.discard(pool)
+                    pool = self._start()
+                    self._pools.add(pool)
+        finally:
+            self._idle.put(pool)  # a broken one where no other can be made: it refuses the next call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop; without `wait` the processes are killed, whatever they are doing."""

@@ -89,6 +89,14 @@ def test_processes_live_on_and_are_replaced_when_they_die():
         assert pool.submit(os.getpid).result() != first
 
 
+def test_a_call_waits_for_the_process_that_replaces_another(monkeypatch):
+    with SingleProcesses(1, memory=None) as pool:
+        release = pool._release
+        monkeypatch.setattr(pool, "_release", lambda *args: (time.sleep(0.3), release(*args)))  # results come before it
+        assert isinstance(pool.submit(os._exit, 1).exception(), Exception)
+        assert isinstance(pool.submit(os.getpid).result(), int)
+
+
 INTERRUPTIBLE = """
 import signal
 from nandoctor.cli import main
