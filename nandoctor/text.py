@@ -6,7 +6,6 @@ Strings that come from a dump or a model cannot be trusted: they are made printa
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +14,9 @@ _BRIEF_WIDTH = 120
 _CODE_WIDTH = 60
 _MAX_LISTED = 12
 _MAX_SAMPLES = 3
+_LEAST_SHARE = 1e-5
+MAX_SAMPLES_LISTED = 64
+"""So many affected samples of a tensor are listed at most; a list as long as this may lack some."""
 
 
 def number(value: float | None, *, unlike: float | None = None) -> str:
@@ -56,15 +58,25 @@ def constant(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share or a relative error with two significant digits, and 100 % only if it is all: 0.44 %, 18 %, 99.9 %."""
+    """A share or a relative error with two significant digits, and 100 % only if it is all: 0.44 %, 18 %, 99.9 %.
+
+    What is too small to matter is told as "<0.001 %".
+    """
     if share is None:
         return "?"
+    if 0 < share < _LEAST_SHARE:
+        return f"<{percent(_LEAST_SHARE)}"
     value = 100 * share
     if 99.5 <= value < 100:
         return "99.9 %"
     if 10 <= value < 99.5:
         return f"{value:.0f} %"
     return f"{number(round(value)) if 100 <= value < 1e7 else _plain_exponent(f'{value:.2g}')} %"
+
+
+def within(share: float | None) -> str:
+    """A bound on an error: "within 0.44 %", and never a smaller one than "within 0.001 %"."""
+    return f"within {percent(share).removeprefix('<')}"
 
 
 def excess(value: float, limit: float) -> str:
@@ -134,10 +146,15 @@ def relative_path(file: str) -> str:
 
 
 def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:
-    """Indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample"."""
+    """Indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample".
+
+    With `batch_size` the samples are those of a tensor, of which no more than 64 are listed: "and at least 61 more".
+    """
     if len(samples) == batch_size:
         return "every sample"
-    return f"sample{'s' * (len(samples) != 1)} {join_first([str(sample) for sample in samples], _MAX_SAMPLES)}"
+    text = f"sample{'s' * (len(samples) != 1)} {join_first([str(sample) for sample in samples], _MAX_SAMPLES)}"
+    is_cut = batch_size is not None and len(samples) == MAX_SAMPLES_LISTED
+    return text.replace(" and ", " and at least ") if is_cut else text
 
 
 def dtype_name(dtype: object) -> str:
@@ -211,12 +228,6 @@ def _escape(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
 
-def cell_width(text: str) -> int:
-    """The columns of a terminal that the text takes: two for a wide letter, none for a combining one."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
-
-
 def shorten(text: str, width: int) -> str:
     """The text cut in its middle to at most `width` characters, most of them from its end, where siblings differ."""
     if len(text) <= width:
@@ -224,16 +235,6 @@ def shorten(text: str, width: int) -> str:
     kept = max(width - 1, 0)
     tail = kept - kept // 3
     return f"{text[: kept - tail]}…{text[len(text) - tail :]}"
-
-
-def cut(text: str, width: int) -> str:
-    """The text cut at its end to at most `width` columns of a terminal."""
-    if cell_width(text) <= width:
-        return text
-    text = text[: width - 1]
-    while cell_width(text) > width - 1:
-        text = text[:-1]
-    return f"{text}…"
 
 
 def brief(text: str, width: int = _BRIEF_WIDTH) -> str:

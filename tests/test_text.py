@@ -111,6 +111,19 @@ def test_shares_in_per_cent(share, text):
     assert words.percent(share) == text
 
 
+def test_what_is_too_small_to_matter_is_told_by_a_bound():
+    assert [words.percent(share) for share in (7.8e-7, 9.9e-6, 1e-5, 0.0)] == ["<0.001 %", "<0.001 %", "0.001 %", "0 %"]
+    assert [words.within(share) for share in (7.8e-7, 0.0044)] == ["within 0.001 %", "within 0.44 %"]
+
+
+def test_a_list_of_samples_that_was_cut_says_so():
+    listed = tuple(range(1, 65))
+    assert words.samples_text(listed, 300) == "samples 1, 2, 3 and at least 61 more"
+    assert words.samples_text(listed[:-1], 300) == "samples 1, 2, 3 and 60 more"
+    assert words.samples_text(listed) == "samples 1, 2, 3 and 61 more"
+    assert words.samples_text(listed, 64) == "every sample"
+
+
 def test_a_share_that_is_not_known():
     assert words.percent(None) == "?"
 

@@ -33,6 +33,7 @@ from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES
+from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 4
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
@@ -265,9 +266,9 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
 
 
 def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:
-    """The batch without the samples to blame."""
+    """The batch without the samples to blame; where more of them than are listed may be, nothing."""
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
-    if guilty and kept:
+    if kept and 0 < len(guilty) < MAX_SAMPLES_LISTED:
         yield (KeepSamples(samples=kept),)
 
 

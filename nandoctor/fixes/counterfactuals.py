@@ -9,7 +9,7 @@ from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.fixes.verify import Trials
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import samples_text
+from nandoctor.text import MAX_SAMPLES_LISTED, samples_text
 from nandoctor.torch_compat import is_running_norm
 
 NUM_SEEDS = 3
@@ -54,7 +54,8 @@ def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tu
     if not guilty or num_samples is None or len(guilty) >= num_samples:
         return
     yield StepSetting(only=guilty), guilty
-    yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
+    if len(guilty) < MAX_SAMPLES_LISTED:  # as many as that may not be all
+        yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
 
 
 def _scales(loss_scale: float) -> tuple[float, ...]:

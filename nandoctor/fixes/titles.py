@@ -122,8 +122,8 @@ def _title_log(edit: StableLog) -> str:
 
 
 def _title_buffers(edit: ResetBuffers) -> str:
-    noun = "buffers" if len(edit.names) > 1 else "buffer"
-    return f"Reset {len(edit.names)} {noun}: {', '.join(edit.names[:3])}{' ...' if len(edit.names) > 3 else ''}"
+    count = len(edit.names)
+    return f"Reset the buffer {edit.names[0]}" if count == 1 else f"Reset {count} non-finite buffers"
 
 
 def _title_weights(edit: ZeroWeights) -> str:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.cells import cell_len, set_cell_size
+
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
-from nandoctor.renderers.facts import Fact, describe_reproduction
+from nandoctor.renderers.facts import Fact, describe_reproduction, short_name
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import cell_width, cut, kinds_text, ordinal, part_of, printable, samples_text
+from nandoctor.text import kinds_text, ordinal, part_of, printable, samples_text
 
 _MOST_CARETS = 4
 """An expression over more lines is marked by its lines alone."""
@@ -93,13 +95,13 @@ def _describe_where(report: Report) -> str:
     samples, count = origin.elements.samples, origin.output.shape[0] if origin.output and origin.output.shape else None
     notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples, count)] if samples else [])]
     notes = [note for note in notes if note]
-    owner = function or ("the batch" if origin.phase == "input" else origin.place.with_type)
+    owner = function or ("the batch" if origin.phase == "input" else short_name(origin.place.with_type))
     return f"{owner} ({', '.join(notes)})" if notes else owner
 
 
 def _describe_module(origin: Origin) -> str:
     place = origin.place
-    name = "the loss" if place.module == LOSS else place.module
+    name = "the loss" if place.module == LOSS else short_name(place.module)
     if not place.call:
         return name
     return f"{ordinal(place.call + 1)} call of {name or 'the model'}"
@@ -133,7 +135,7 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
             yield ExcerptLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start, seen)):
             note, blank = printable(remark) if number == excerpt.end_line else "", f"  {'':>{gutter}} |"
-            fits = room is None or cell_width(f"{caret} {note}") <= room
+            fits = room is None or cell_len(f"{caret} {note}") <= room
             yield ExcerptLine(text=f"{blank} {caret[:room]}", kind="caret", remark=note if fits else "")
             if note and not fits:
                 yield ExcerptLine(text=blank, kind="caret", remark=note)
@@ -147,7 +149,7 @@ def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:
 
 
 def _cut(seen: str, room: int | None) -> str:
-    return seen if room is None else cut(seen, room)
+    return seen if room is None or cell_len(seen) <= room else f"{set_cell_size(seen, room - 1)}…"
 
 
 def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> str:
@@ -158,4 +160,4 @@ def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> 
     end = excerpt.end_column if number == excerpt.end_line else len(text)
     if not start <= begin < end:
         return ""
-    return " " * cell_width(seen[: begin - start]) + "^" * max(cell_width(text[begin:end]), 1)
+    return " " * cell_len(seen[: begin - start]) + "^" * max(cell_len(text[begin:end]), 1)

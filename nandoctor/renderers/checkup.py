@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nandoctor.diagnosis.ranges import by_headroom
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
 from nandoctor.evidence.formats import FP16
-from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
 from nandoctor.renderers.table import common_path
 from nandoctor.renderers.templating import render
-from nandoctor.text import bits_text, number, percent, plural, shorten
+from nandoctor.text import bits_text, number, percent, plural
 
 _MAX_LAYERS = 12
 _MAX_CROSSINGS = 5
 _MIN_NAME_WIDTH = 16
-_NUMBERS_WIDTH = 62  # "1,000,000", the headings of the formats and of the last column, and the gaps
 _STYLES = {"fits": "", "near": "yellow", "overflows": "red"}
 RANGE_ONLY = (
     "Only the range is judged, not the rounding error. Shares are estimated from at most 1,024 elements of a tensor; "
@@ -45,16 +43,16 @@ def checkup_page(checkup: Checkup) -> str:
 
 def print_checkup(checkup: Checkup, console: Console) -> None:
     """Print for the last checkpoint the layers with the least headroom, then where the run is heading."""
-    print_parts(_parts(checkup, console.width), console)
+    print_parts(_parts(checkup), console)
 
 
-def _parts(checkup: Checkup, width: int) -> Iterator[Table | Text]:
+def _parts(checkup: Checkup) -> Iterator[RenderableType]:
     last = checkup.steps[-1]
     yield literal(describe_step(last), "bold")
     yield Text()
     yield labelled(list_facts(last))
     yield Text()
-    yield _table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS], width)
+    yield _table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS])
     if len(checkup.steps) > 1:
         yield Text()
         yield labelled(_trend_facts(checkup))
@@ -139,23 +137,25 @@ def describe_crossing(crossing: Crossing) -> str:
     return f"{growth}, and overflows fp16 at step {round(crossing.step):,} ({fit})"
 
 
-def _table(layers: Sequence[LayerRange], width: int) -> Table:
-    room = max(_MIN_NAME_WIDTH, width - _NUMBERS_WIDTH)
-    common = common_path(layer.module for layer in layers) if any(len(_name(layer)) > room for layer in layers) else ""
-    table = plain_table()
-    table.add_column(literal(shorten(f"in {common[:-1]}", room) if common else "module"), no_wrap=True)
-    for heading in ("largest", *(shown.label for shown in CHECKED_FORMATS), "to 0 in fp16"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    for layer in layers:
-        assert layer.values is not None
-        fits = [layer.values.fit_in(shown) for shown in CHECKED_FORMATS]
-        table.add_row(
-            literal(shorten(_name(layer).removeprefix(common), room)),
-            literal(number(layer.values.absmax)),
-            *(literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits),
-            literal(_lost(layer.values)),
-        )
-    return table
+def _table(layers: Sequence[LayerRange]) -> FittedTable:
+    common = common_path(layer.module for layer in layers)
+    names = [_name(layer) for layer in layers]
+    values = [layer.values for layer in layers if layer.values is not None]
+    columns = [
+        Column(
+            heading="module",
+            cells=names,
+            short=(f"in {common[:-1]}", [name.removeprefix(common) for name in names]) if common else None,
+            least=_MIN_NAME_WIDTH,
+        ),
+        Column(heading="largest", cells=[number(found.absmax) for found in values], right=True),
+    ]
+    for place, shown in enumerate(CHECKED_FORMATS):
+        fits = [found.fit_in(shown) for found in values]
+        cells = [literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits]
+        columns.append(Column(heading=shown.label, cells=cells, right=True, spare=place))
+    lost = Column(heading="to 0 in fp16", cells=[_lost(found) for found in values], right=True, spare=9)
+    return FittedTable([*columns, lost])
 
 
 def _name(layer: LayerRange) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nandoctor.text import diff_kind, printable, printable_code
+from nandoctor.text import diff_kind, printable, printable_code, shorten
 
 if TYPE_CHECKING:
     from nandoctor.renderers.facts import Fact
@@ -83,9 +86,84 @@ def literal(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def plain_table(gap: int = 2) -> Table:
-    """A table without lines, its columns so far apart."""
-    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+_GAP = 2
+
+
+def plain_table() -> Table:
+    """A table without lines."""
+    return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a `FittedTable`; a cell that is a `Text` has its own style.
+
+    Where the table is too wide, `short` stands in for heading and cells; then cells are cut in their middle, down to
+    `least` columns of the terminal (None: never); then the column is left out, those with the largest `spare` first
+    (0: never).
+    """
+
+    heading: str
+    cells: Sequence[str | Text]
+    right: bool = False
+    short: tuple[str, Sequence[str]] | None = None
+    least: int | None = None
+    spare: int = 0
+
+    @property
+    def width(self) -> int:
+        """The columns of the terminal that it takes as it is."""
+        return max(cell_len(str(cell)) for cell in (self.heading, *self.cells))
+
+    @property
+    def least_width(self) -> int:
+        """Those that it needs."""
+        return self.width if self.least is None else min(self.width, self.least)
+
+
+class FittedTable:
+    """A table without lines that fits the window: by shorter names, and by fewer columns where that is not enough."""
+
+    def __init__(self, columns: Sequence[Column], styles: Sequence[str] = ()) -> None:
+        self._columns = columns
+        self._styles = styles
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, widths = self._fit(options.max_width)
+        table = plain_table()
+        for column, width in zip(shown, widths, strict=True):
+            justify: JustifyMethod = "right" if column.right else "left"
+            table.add_column(_fit_cell(column.heading, width), justify=justify, no_wrap=True)
+        rows = zip(*(column.cells for column in shown), strict=True)
+        for row, style in zip_longest(rows, self._styles, fillvalue=""):
+            table.add_row(*map(_fit_cell, row, widths), style=style)
+        yield table
+
+    def _fit(self, window: int) -> tuple[list[Column], list[int]]:
+        """The columns that are shown, and how wide each of them is."""
+        shown = list(self._columns)
+        if _excess([column.width for column in shown], window) > 0:
+            shown = [replace(it, heading=it.short[0], cells=it.short[1]) if it.short else it for it in shown]
+        while _excess([column.least_width for column in shown], window) > 0 and any(column.spare for column in shown):
+            shown.remove(max(shown, key=lambda column: column.spare))
+        widths = [column.width for column in shown]
+        for _ in range(_excess(widths, window)):
+            slack = [width if width > column.least_width else 0 for column, width in zip(shown, widths, strict=True)]
+            widths[slack.index(max(slack))] -= bool(max(slack))
+        return shown, widths
+
+
+def _excess(widths: Sequence[int], window: int) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1) - window
+
+
+def _fit_cell(cell: str | Text, width: int) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    room, text = width, printable(cell)
+    while cell_len(shown := shorten(text, room)) > width:
+        room -= 1
+    return literal(shown)
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Table:

@@ -27,11 +27,11 @@ from nandoctor.text import (
     kinds_text,
     number,
     part_of,
-    percent,
     plural,
     printable,
     samples_text,
     shape_text,
+    within,
 )
 
 _NAME_WIDTH = 64
@@ -81,7 +81,7 @@ def detail_facts(report: Report) -> list[Fact]:
     facts = []
     if report.first_nonfinite is not None:
         facts.append(Fact(label="extent", text=_describe_extent(report.first_nonfinite)))
-    if report.reproduction.attempts and report.reproduction.grade not in ("exact", "same-mask"):
+    if report.reproduction.attempts and report.reproduction.grade in ("elsewhere", "finite"):
         attempts = "; ".join(map(_describe_attempt, report.reproduction.attempts))
         facts.append(Fact(label="replays", text=attempts))
     return facts
@@ -129,7 +129,7 @@ def _closeness(reproduction: Reproduction) -> str:
     if reproduction.max_rel_err is None:
         return "no others to compare"
     others = "all others" if reproduction.num_bad_saved else "its values"
-    return f"{others} within {percent(reproduction.max_rel_err)} of the largest"
+    return f"{others} {within(reproduction.max_rel_err)} of the largest"
 
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:

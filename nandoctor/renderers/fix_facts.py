@@ -34,6 +34,7 @@ from nandoctor.text import (
     printable,
     printable_code,
     samples_text,
+    within,
 )
 
 _MAX_LISTED = 3
@@ -187,7 +188,7 @@ def describe_outcome(outcome: TrialOutcome) -> str:
         return "finite, nothing to compare with fp32"
     if outcome.max_rel_err == 0:
         return "finite, equal to fp32"
-    return f"finite, within {percent(outcome.max_rel_err)} of fp32"
+    return f"finite, {within(outcome.max_rel_err)} of fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
-from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
 from nandoctor.text import brief, byte_size, plural, shape_text, shorten
 
 _LAYOUTS = {
@@ -20,6 +19,7 @@ _LAYOUTS = {
 }
 _MAX_ROWS = 20
 _NAME_WIDTH, _DTYPE_WIDTH = 32, 10
+_MIN_NAME_WIDTH = 14
 
 
 def print_inspection(summary: DumpSummary, console: Console) -> None:
@@ -27,7 +27,7 @@ def print_inspection(summary: DumpSummary, console: Console) -> None:
     print_parts(_parts(summary), console)
 
 
-def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
+def _parts(summary: DumpSummary) -> Iterator[RenderableType]:
     yield literal(summary.path, "bold")
     yield labelled(_outline(summary))
     tables = (
@@ -38,7 +38,9 @@ def _parts(summary: DumpSummary) -> Iterator[Table | Text]:
     for title, arrays in tables:
         if arrays:
             yield Text()
-            yield _table(title, arrays)
+            yield _table(title, arrays[:_MAX_ROWS])
+        if len(arrays) > _MAX_ROWS:
+            yield literal(f"and {len(arrays) - _MAX_ROWS} more")
     remarks = [*(("note", text) for text in summary.notes), *(("missing", text) for text in summary.missing)]
     if remarks:
         yield Text()
@@ -58,17 +60,15 @@ def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
         yield "scalars", f"and {len(summary.scalars) - _MAX_ROWS} more"
 
 
-def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
-    table = plain_table()
-    for heading in (title, "shape", "dtype", "role", "non-finite"):
-        table.add_column(heading, no_wrap=True)
-    for array in arrays[:_MAX_ROWS]:
-        name, dtype = brief(array.name, _NAME_WIDTH), shorten(array.dtype, _DTYPE_WIDTH)
-        cells = (name, shape_text(array.shape), dtype, array.role or "", _describe_nonfinite(array))
-        table.add_row(*map(literal, cells), style="red" if array.num_bad else "")
-    if len(arrays) > _MAX_ROWS:
-        table.add_row(f"and {len(arrays) - _MAX_ROWS} more")
-    return table
+def _table(title: str, arrays: Sequence[ArraySummary]) -> FittedTable:
+    columns = (
+        Column(heading=title, cells=[brief(array.name, _NAME_WIDTH) for array in arrays], least=_MIN_NAME_WIDTH),
+        Column(heading="shape", cells=[shape_text(array.shape) for array in arrays], spare=1),
+        Column(heading="dtype", cells=[shorten(array.dtype, _DTYPE_WIDTH) for array in arrays], spare=2),
+        Column(heading="role", cells=[array.role or "" for array in arrays], spare=3),
+        Column(heading="non-finite", cells=[_describe_nonfinite(array) for array in arrays]),
+    )
+    return FittedTable(columns, ["red" if array.num_bad else "" for array in arrays])
 
 
 def _describe_nonfinite(array: ArraySummary) -> str:

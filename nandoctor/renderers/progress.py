@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from nandoctor.text import cut, plural, printable
+from nandoctor.text import plural, printable
 
 _BAR_WIDTH = 6
 _BEST_WIDTH = 24
@@ -52,6 +52,7 @@ class ReplayBar:
             self.display.reset(self._phase, description="Fixes", done="")
         most = None if most_runs is None or math.isinf(most_runs) else most_runs
         limit = "" if most is None else f" of at most {most:,.0f}"
-        found = f", best: {cut(printable(best), _BEST_WIDTH)}" if best else ""
-        runs = f"{num_runs:,}{limit} runs{found}"
+        found = Text(printable(best))
+        found.truncate(_BEST_WIDTH, overflow="ellipsis")
+        runs = f"{num_runs:,}{limit} runs{f', best: {found}' if best else ''}"
         self.display.update(self._phase, completed=num_runs, total=most, done=runs)

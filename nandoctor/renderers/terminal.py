@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, plain_table, print_parts, unbroken
+from nandoctor.renderers.console import (
+    CodeLine,
+    Column,
+    FittedTable,
+    diff_style,
+    fact_rows,
+    literal,
+    print_parts,
+    unbroken,
+)
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import printable, shorten
+from nandoctor.text import printable
 
-_JUSTIFY: Sequence[JustifyMethod] = ("left", "left", "right", "right", "right", "left")
 _MAX_NOTES = 4
 _LESS_THAN_A_FIX = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
 _TOLD_BY_A_FIX = _LESS_THAN_A_FIX | {"cause", "extent"}
@@ -30,9 +37,7 @@ _CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
 _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
-_GAP = 2
-_HEADROOM_WIDTH = 6 + _BAR_WIDTH  # "-12.3 " and the bar
-_MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 12, 10
+_MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
 
 
 def one_line(report: Report) -> str:
@@ -48,7 +53,7 @@ def print_report(report: Report, console: Console, *, told: bool = False, has_pa
     if not told:
         print_parts(answer_parts(report, console.width), console, crop=False)
     print_parts(fix_parts(report), console, crop=False)
-    print_parts(evidence_parts(report, console.width, has_page=has_page), console, crop=False)
+    print_parts(evidence_parts(report, has_page=has_page), console, crop=False)
 
 
 def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
@@ -79,7 +84,7 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
     yield from fact_rows(fixes.facts, _INDENT)
 
 
-def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[RenderableType]:
+def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType]:
     """What speaks for the answer, what else was tried, and what to do next; the layers where no fix was verified."""
     solved = any(fix.verified for fix in report.fixes)
     table = None if solved else make_table(report, before=2, after=1) if report.fixes else make_table(report)
@@ -97,7 +102,7 @@ def evidence_parts(report: Report, width: int, *, has_page: bool) -> Iterator[Re
     if table is not None:
         yield Text()
         yield literal(table.title, "dim")
-        yield _layers(table, width)
+        yield _layers(table)
         if table.legend:
             yield literal(table.legend, "dim")
     if last:
@@ -120,24 +125,26 @@ def _capped(notes: Sequence[Fact]) -> Iterator[Fact]:
         yield Fact(label="note", text=f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")
 
 
-def _layers(layers: LayerTable, width: int) -> Table:
-    """The table, fitted to `width`: names lose the path they share, then their middle."""
-    numbers = [layers.headings[2:5], *((row.autocast, row.fp32, row.rel_err) for row in layers.rows)]
-    numbers_width = sum(max(map(len, column)) + _GAP for column in zip(*numbers, strict=True)) + _HEADROOM_WIDTH
-    room = width - numbers_width - 2 * _GAP - len("> ")
-    names, types = max(len(row.layer) for row in layers.rows), max(len(row.type) for row in layers.rows)
-    common = layers.common if names + types > room else ""
-    type_width = min(types, max(_MIN_TYPE_WIDTH, room // 3, room - (names - len(common))))
-    name_width = max(_MIN_NAME_WIDTH, room - type_width)
-    table = plain_table(_GAP)
-    name_heading = shorten(f"in {common[:-1]}", name_width) if common else layers.headings[0]
-    for heading, justify in zip((f"  {name_heading}", *layers.headings[1:]), _JUSTIFY, strict=True):
-        table.add_column(literal(heading), justify=justify, no_wrap=True)
-    for row in layers.rows:
-        name = f"{row.mark} {shorten(row.layer.removeprefix(common), name_width)}"
-        cells = (name, shorten(row.type, type_width), row.autocast, row.fp32, row.rel_err)
-        table.add_row(*map(literal, cells), _headroom(row, layers.full_bits), style=_row_style(row))
-    return table
+def _layers(layers: LayerTable) -> FittedTable:
+    rows = layers.rows
+    name, kind, *numbers, headroom = layers.headings
+    short = [f"{row.mark} {row.layer.removeprefix(layers.common)}" for row in rows]
+    cells = [[getattr(row, field) for row in rows] for field in ("autocast", "fp32", "rel_err")]
+    columns = (
+        Column(
+            heading=f"  {name}",
+            cells=[f"{row.mark} {row.layer}" for row in rows],
+            short=(f"  in {layers.common[:-1]}", short) if layers.common else None,
+            least=_MIN_NAME_WIDTH,
+        ),
+        Column(heading=kind, cells=[row.type for row in rows], least=_MIN_TYPE_WIDTH, spare=3),
+        *(
+            Column(heading=heading, cells=column, right=True, spare=place)
+            for place, (heading, column) in enumerate(zip(numbers, cells, strict=True))
+        ),
+        Column(heading=headroom, cells=[_headroom(row, layers.full_bits) for row in rows]),
+    )
+    return FittedTable(columns, [_row_style(row) for row in rows])
 
 
 def _row_style(row: TableRow) -> str:

@@ -7,22 +7,20 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
 from nandoctor.renderers.atomic_write import MARK
-from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import brief, join_first, join_words, percent, plural, printable, relative_path, shorten
+from nandoctor.text import brief, file_line, join_first, join_words, percent, plural, printable, relative_path, shorten
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
-_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 24, 22, 24
-_LEAST_COLUMNS = 3  # dumps, cause and place
+_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 13, 22, 18
 _OUTCOMES = {
     "unreadable": "unreadable",
     "failed": "not replayed",
@@ -41,14 +39,14 @@ def triage_lines(triage: Triage) -> str:
 
 def print_triage(triage: Triage, console: Console) -> None:
     """Print the groups, what fixes them, what recurs, what could not be analysed, and where the rest is."""
-    print_parts(_parts(triage, console.width), console)
+    print_parts(_parts(triage), console)
 
 
-def _parts(triage: Triage, width: int) -> Iterator[Table | Text]:
+def _parts(triage: Triage) -> Iterator[RenderableType]:
     yield literal(describe_triage(triage), "bold")
     if triage.groups:
         yield Text()
-        yield _table(triage.groups, width)
+        yield _table(triage.groups)
     facts = [*_fix_facts(triage.groups), *_recurring_facts(triage)]
     if facts:
         yield Text()
@@ -114,39 +112,25 @@ def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str
     return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
 
 
-def _table(groups: Sequence[Group], width: int) -> Table:
+def _table(groups: Sequence[Group]) -> FittedTable:
     """The columns that say something; where the window is narrow the last ones are on the page alone."""
-    columns: list[tuple[str, bool, list[str]]] = [
-        ("dumps", True, [f"{len(group.paths):,}" for group in groups]),
-        ("cause", False, [shorten(group.cause or group.verdict, _CAUSE_WIDTH) for group in groups]),
-        ("place", False, [describe_place(group.place) for group in groups]),
-        ("samples", False, [shorten(describe_samples(group), _SAMPLES_WIDTH) for group in groups]),
-        ("steps", True, [describe_steps(group) for group in groups]),
-        ("ranks", False, [_listed(group.ranks) for group in groups]),
-        ("folds", False, [_listed(group.folds) for group in groups]),
-        ("runs", True, [f"{len(group.runs):,}" for group in groups]),
-    ]
-    shown = [column for column in columns if any(cell not in ("-", "") for cell in column[2])]
-    while (room := width - _width_beside_place(shown)) < _MIN_PLACE_WIDTH and len(shown) > _LEAST_COLUMNS:
-        shown.pop()
-    room = max(room, _MIN_PLACE_WIDTH)
-    table = plain_table()
-    for name, is_number, _ in shown:
-        table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
-    for row in zip(*(cells for _, _, cells in shown), strict=True):
-        cells = (_fit_place(cell, room) if shown[i][0] == "place" else cell for i, cell in enumerate(row))
-        table.add_row(*map(literal, cells))
-    return table
-
-
-def _width_beside_place(columns: Sequence[tuple[str, bool, list[str]]]) -> int:
-    """The width of the columns but for the place itself, their gaps included."""
-    return sum(2 if name == "place" else max(map(len, (name, *cells))) + 2 for name, _, cells in columns)
-
-
-def _fit_place(place: str, room: int) -> str:
-    """The place without the folder of its file where that is too long, then cut."""
-    return shorten(place if len(place) <= room else place.rpartition(os.sep)[2], room)
+    places = [group.place for group in groups]
+    columns = (
+        Column(heading="dumps", cells=[f"{len(group.paths):,}" for group in groups], right=True),
+        Column(heading="cause", cells=[group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
+        Column(
+            heading="place",
+            cells=[describe_place(place) for place in places],
+            short=("place", [file_line(it.file, it.line) if it.file else describe_place(it) for it in places]),
+            least=_MIN_PLACE_WIDTH,
+        ),
+        Column(heading="samples", cells=[shorten(describe_samples(it), _SAMPLES_WIDTH) for it in groups], spare=1),
+        Column(heading="steps", cells=[describe_steps(group) for group in groups], right=True, spare=2),
+        Column(heading="ranks", cells=[_listed(group.ranks) for group in groups], spare=3),
+        Column(heading="folds", cells=[_listed(group.folds) for group in groups], spare=4),
+        Column(heading="runs", cells=[f"{len(group.runs):,}" for group in groups], right=True, spare=5),
+    )
+    return FittedTable([column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -15,10 +15,9 @@ import torch
 
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, SampleStats
-from nandoctor.text import dtype_name
+from nandoctor.text import MAX_SAMPLES_LISTED, dtype_name
 from nandoctor.torch_compat import plain_torch, unwrap
 
-MAX_SAMPLES_LISTED = 64
 _AT_ONCE = 1 << 16
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

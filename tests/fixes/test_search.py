@@ -16,6 +16,7 @@ from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.fp32_sets import search_fp32_sets
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
+from nandoctor.renderers.answer import make_answer
 from nandoctor.replaying.settings import Settings
 
 
@@ -256,3 +257,24 @@ def test_sets_found_for_few_samples_hold_for_all(middle, tmp_path):
     assert [member.module for member in of_all[0].modules] == [f"columns.{it}" for it in (0, middle) if it is not None]
     assert "3" in few_rows
     assert middle is not None or few_rows.count("16") < all_rows.count("16")
+
+
+class Distance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+
+    def forward(self, a, b):
+        return (self.embed(a) - self.embed(b)).pow(2).sum(-1).sqrt()
+
+
+def test_samples_that_may_not_be_all_are_not_left_out(tmp_path):
+    """70 samples fail and 64 are listed: the batch without those fails as well, which says nothing of the others."""
+    model, a = Distance(), torch.randn(90, 4)
+    twins = torch.arange(90)[:, None] < 70
+    dump = {"model": model.state_dict(), "a": a, "b": torch.where(twins, a, a + 1)}
+    torch.save(dump, tmp_path / "nan.pth")
+    report = nandoctor.replay(tmp_path / "nan.pth", model, loss=lambda output, batch: output.mean()).report
+    assert "and at least" in make_answer(report).where
+    assert [trial for trial in report.counterfactuals if trial.setting.without] == []
+    assert not any(fix.kind == "data" for fix in report.fixes)

@@ -24,6 +24,6 @@ def test_titles_name_the_line_and_numbers_as_code_does():
 
 
 def test_titles_count_and_name_what_they_change():
-    assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset 1 buffer: door.running_mean"
+    assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset the buffer door.running_mean"
     clamp = ClampArgument(site=at("y = a / b"), argument="other", low=1e-6, high=None)
     assert write_title(clamp) == "Clamp the divisor of div to at least 1e-6 in line 45 of unet.py"

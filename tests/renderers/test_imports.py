@@ -11,7 +11,7 @@ import pytest
         ("nandoctor.renderers.inspect_dump", "torch matplotlib jinja2"),
         ("nandoctor.renderers.explain", "torch matplotlib jinja2"),
         ("nandoctor.renderers.jsonfile", "torch matplotlib jinja2 rich"),
-        ("nandoctor.renderers.notebook_card", "torch matplotlib rich"),
+        ("nandoctor.renderers.notebook_card", "torch matplotlib rich.console"),
         ("nandoctor.renderers.plots.figures", "torch jinja2 rich matplotlib.pyplot"),
         ("nandoctor.renderers.save", "torch matplotlib jinja2 rich"),
     ],

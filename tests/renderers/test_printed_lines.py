@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import re
 import subprocess
 from dataclasses import replace
 
@@ -74,6 +75,15 @@ def test_lines_fit_and_end_where_they_end(show, width):
     assert [line for line in printed if line != line.rstrip()] == []
     code = {line for fix in factory.fixable().fixes for line in fix.patch.splitlines()}
     assert [line for line in printed if len(line) > width and line not in code and "nandoctor " not in line] == []
+
+
+def test_tables_fit_a_narrow_window():
+    """Names are cut and columns left out; no row is broken, and none loses its numbers."""
+    for name, ending in (("diff", r"NaN/Inf +22\.6$"), ("inspect", r"^image .* none$"), ("precision", r"11\.5 ████░$")):
+        printed = lines(PRINTED[name], 40)
+        assert any(re.search(ending, line) for line in printed), name
+    for name in ("checkup", "triage"):
+        assert max(map(len, lines(PRINTED[name], 40))) <= 40
 
 
 @pytest.mark.parametrize("show", PRINTED.values(), ids=PRINTED)

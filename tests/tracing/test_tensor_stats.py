@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
+from nandoctor.text import MAX_SAMPLES_LISTED
 from nandoctor.tracing import exact_counts
-from nandoctor.tracing.exact_counts import MAX_SAMPLES_LISTED
 from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, all_finite, collect, format_of, measure
 
 NAN, INF = math.nan, math.inf

@@ -17,7 +17,7 @@ from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_edges, fill_bars
-from nandoctor.text import percent
+from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0
 _MARKS_AT = 0.97
@@ -48,7 +48,7 @@ def _write_finding(report: Report) -> str:
     nonfinite = next((row for row in rows if not row.finite), None)
     ending = f" {nonfinite.place.label} is the first to be non-finite." if nonfinite else ""
     if maker is not None:
-        inherited = f" of inputs within {percent(maker.inherited_err)}" if maker.inherited_err is not None else ""
+        inherited = f" of inputs {within(maker.inherited_err)}" if maker.inherited_err is not None else ""
         made = f"{maker.place.label} makes an error of {percent(maker.rel_err)}"
         return f"{made}{inherited}{under}.{ending}"
     errors = {row.place.label: row.rel_err for row in rows if row.rel_err is not None}

@@ -70,7 +70,7 @@
 
   const value = text => {
     if (/NaN|Inf/.test(text)) return Infinity;
-    const number = parseFloat(text.replaceAll(",", ""));
+    const number = parseFloat(text.replace(/[<,]/g, ""));
     return Number.isNaN(number) ? text.toLowerCase() : number;
   };
 
