@@ -301,8 +301,8 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     in_loss = trace.loss is not None and not trace.loss.finite
-    if in_loss and not found_trace.sources and not found_trace.written:
-        yield from _from_constants(found_trace)
+    if not found_trace.sources and not found_trace.written:
+        yield from _from_constants(found_trace, in_loss=in_loss)
     for source in found_trace.sources or (found_trace.written if in_loss else ()):
         if source.op.analysis is None:
             continue
@@ -315,14 +315,21 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
             yield source.op.order, diagnosis, suspect(finding.op, finding, cause)
 
 
-def _from_constants(found_trace: NonfiniteTrace) -> Iterator[_Found]:
-    """Tensors that the code made of numbers, where the first op that computes with them takes them."""
+def _from_constants(found_trace: NonfiniteTrace, *, in_loss: bool) -> Iterator[_Found]:
+    """Tensors that the code made of numbers: for a loss, where the first op that computes with them takes them.
+
+    In an output a number or a mask is meant. Anything else that is infinite may have been computed outside of torch.
+    """
     for op, tensor in found_trace.outside:
-        if is_constant(tensor) and tensor.stats is not None:
+        if tensor.stats is None or not is_constant(tensor):
+            continue
+        if in_loss:
             computing = (later for later in found_trace.way_from(op.order) if later.op not in MOVES | CASTS)
             taker = next(computing, op)
             cause = find_cause("constant", OutsideTensor(name="", stats=tensor.stats))
             yield taker.order, Diagnosis(origin=origin_taken(taker, tensor), cause=cause), None
+        elif tensor.stats.shape and tensor.stats.absmax:
+            yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
 
 
 def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:

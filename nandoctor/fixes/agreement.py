@@ -221,8 +221,13 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
 def _in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Tensors of one shape, piece by piece: what is made of a piece stays in the cache, which is ten times as fast."""
     if all(tensor.layout is torch.strided for tensor in tensors):
-        return zip(*(torch.split(tensor.flatten(), _PIECE) for tensor in tensors), strict=True)
+        return zip(*(torch.split(_real(tensor).flatten(), _PIECE) for tensor in tensors), strict=True)
     return iter((tensors,))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor's real and imaginary parts, in one more dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def gradient_norm(made: Result) -> float:
@@ -232,6 +237,7 @@ def gradient_norm(made: Result) -> float:
 
 def _norm(gradient: torch.Tensor) -> float:
     """Over what is finite; in float64 where the squares leave fp32."""
+    gradient = _real(gradient)
     norm = float(torch.linalg.vector_norm(gradient))
     if math.isfinite(norm) and norm > _SMALLEST_NORM:
         return norm

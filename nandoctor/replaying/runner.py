@@ -259,7 +259,7 @@ def _run(run: _Run) -> Outcome:
     for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
         outcome, error = _record(run := replace(run, grad=grad))
         if error is not None and is_wrong_call(error):
-            raise error
+            raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
         if error is None or shows_damage(outcome.trace):
             return outcome
     # What is made and checked in one forward shows in its ops alone.

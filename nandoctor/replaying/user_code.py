@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn
 
+from torch import nn
+
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
@@ -73,8 +75,11 @@ _exits_raise = Shared(_patched_exit)
 
 
 def is_wrong_call(error: Exception) -> bool:
-    """Tell whether a loss was called with what it is not made for, which no value of the output explains."""
-    return isinstance(error, LossError) and isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
+    """Tell whether a module or a loss was called with what it is not made for, which no value of a tensor explains."""
+    if isinstance(error, LossError):
+        return isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, TypeError) and frames[-1].f_globals.get("__name__") == nn.Module.__module__
 
 
 def shows_damage(trace: Trace) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nandoctor.fixes.agreement import Result, compare
+from nandoctor.fixes.agreement import Result, compare, gradient_error, gradient_norm
 
 LIMIT = torch.finfo(torch.float32).min
 
@@ -32,3 +32,12 @@ def test_a_mask_that_is_lost_is_an_error(lost):
 
 def test_nan_in_the_place_of_a_mask_is_not_finite():
     assert not compare(result(1.0, float("nan")), result(1.0, LIMIT)).finite
+
+
+def test_gradients_of_complex_weights_are_compared():
+    made, reference = (
+        Result(values={}, gradients={"filter": torch.tensor([3 + imaginary * 1j, 0])}, ran=True) for imaginary in (5, 4)
+    )
+    assert gradient_norm(reference) == 5
+    assert gradient_error(made, reference) == 0.2
+    assert gradient_error(reference, reference) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import nandoctor
 from nandoctor.errors import LossError, ModelError
@@ -44,6 +45,13 @@ def project(tmp_path):
 
 def replay(spec, **options):
     return nandoctor.replay(Path(spec).with_name("dump.pth"), model=spec, fixes=False, **options).report
+
+
+def test_a_batch_is_not_blamed_for_a_call_that_does_not_fit(tmp_path):
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": {}, "x": torch.ones(2, 4), "output": torch.full((2, 4), torch.nan)}, path)
+    with pytest.raises(ModelError, match="unexpected keyword argument 'output'"):
+        nandoctor.replay(path, model=nn.Tanh(), call=lambda model, batch: model(batch["x"], output=batch["output"]))
 
 
 @pytest.mark.parametrize("line", EXITS)

@@ -174,3 +174,21 @@ def test_two_infinities_that_meet(examine):
             return x.masked_fill(x < 0, math.inf) - x.masked_fill(x < 1, math.inf)
 
     assert blamed(examine(Gap(), {"x": normal(4, 8)})) == ("numerics", "", "sub", "indeterminate-form")
+
+
+def test_a_logarithm_that_numpy_took_of_zero(examine):
+    class Loud(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read = nn.Linear(5, 2)
+
+        def forward(self, x):
+            with np.errstate(divide="ignore"):
+                levels = np.log(x.numpy())
+            return self.read(torch.from_numpy(levels))
+
+    silent = normal(3, 5).abs()
+    silent[1, 2] = 0
+    report = examine(Loud(), {"x": silent})
+    assert (report.verdict, line(report)) == ("numerics", "return self.read(torch.from_numpy(levels))")
+    assert blamed(examine(Loud(), {"x": silent + 1})) == HEALTHY
