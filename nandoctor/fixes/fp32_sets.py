@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,14 +17,22 @@ from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 
+Kept = tuple[KeepModule, ...]
+
 
 def search_fp32_sets(
-    findings: Findings, trials: Trials, few: tuple[int, ...] | None = None
-) -> tuple[Fp32SetSearch, list[tuple[KeepModule, ...]]]:
+    findings: Findings,
+    trials: Trials,
+    few: tuple[int, ...] | None = None,
+    *,
+    is_fix: Callable[[Kept], bool] = lambda _: False,
+    trusting: bool = True,
+) -> tuple[Fp32SetSearch, list[Kept]]:
     """The smallest sets of modules in fp32; a budget may end the search early.
 
-    Those that are enough for a `few` samples, where these fail as well, are tried on the whole batch; where one is not
-    enough there, the search begins again with all of it.
+    Those that are enough for a `few` samples, where these fail as well, are tried on the whole batch, first as the fix
+    that is printed of them (`is_fix`); where one is not enough there, the search begins again with all of it. Without a
+    few, and if the search is `trusting`, two guessed modules are taken to be enough until they are tried so.
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
@@ -36,10 +44,14 @@ def search_fp32_sets(
     ]
     before, found, complete = trials.num_judged, [], True
     of_few = trials.of_samples(few) if few is not None else None
+    # To leave either out costs no more than to try both, and is asked anyway.
+    trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
 
-    def passes(kept: tuple[KeepModule, ...]) -> bool:
+    def passes(kept: Kept) -> bool:
         known = trials.judged(*kept)
-        return known if known is not None else (of_few if of_few and _fails(of_few) else trials).passes(*kept)
+        if known is not None:
+            return known
+        return kept in trusted or (of_few if of_few and _fails(of_few) else trials).passes(*kept)
 
     def count() -> int:
         return trials.num_judged - before + (of_few.num_judged if of_few else 0)
@@ -47,9 +59,9 @@ def search_fp32_sets(
     try:
         enough = guesses[0] and passes(tuple(guesses[0]))
         for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
-            if not trials.passes(*kept):
+            if not (is_fix(kept) or trials.passes(*kept)):
                 probed = count()
-                again, sets = search_fp32_sets(findings, trials)
+                again, sets = search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
                 return replace(again, num_probes=again.num_probes + probed), sets
             found.append(kept)
             if not products.isdisjoint(member.module for member in kept):
@@ -83,7 +95,7 @@ def _exceeds(member: KeepModule, findings: Findings) -> bool:
     return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
 
 
-def _record_set(kept: tuple[KeepModule, ...]) -> Fp32Set:
+def _record_set(kept: Kept) -> Fp32Set:
     members = (Fp32Module(module=member.module, children=member.children) for member in kept)
     return Fp32Set(modules=tuple(members), minimal=True)
 
@@ -108,7 +120,7 @@ def _ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-def refine(kept: tuple[KeepModule, ...], findings: Findings, trials: Trials) -> Edit:
+def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
     """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}

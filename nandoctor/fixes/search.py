@@ -43,7 +43,7 @@ from nandoctor.fixes.candidates import by_lines, guilty_samples, is_below, join,
 from nandoctor.fixes.cost import cost_of
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.early_end import find_lost_call
-from nandoctor.fixes.fp32_sets import refine, search_fp32_sets
+from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title
@@ -224,19 +224,27 @@ class _Search:
         findings, trials = self._findings, self._trials
         if findings.verdict in ("precision", "silent"):
             with self._budget.holding_back(_FOR_THE_REST):
-                self._fp32_sets, found = search_fp32_sets(findings, trials, self._verifier.few)
-            # What helps by the way, because an input happens to arrive in fp32, is of no use beside a fix of the place.
-            of_use = (kept for kept in found if not (self._succeeded and _is_only_upstream(join(kept), findings)))
-            candidates = (
-                (*by_lines(kept, findings, self._step.model), refine(kept, findings, trials)) for kept in of_use
-            )
-            self._attempt(candidates, self._from_fp32_sets)
+                self._fp32_sets, found = search_fp32_sets(
+                    findings, trials, self._verifier.few, is_fix=self._is_verified
+                )
+            self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)
             if self._step.loss is not None and not self._succeeded:
                 self._try_later_origins()
         if self._fp32_sets is None or self._fp32_sets.complete:
             self._untried.remove(_FP32_SETS)
+
+    def _is_verified(self, kept: Kept) -> bool:
+        return self._is_of_use(kept) and any(fix.verified for fix in self._try(self._as_printed(kept)))
+
+    def _is_of_use(self, kept: Kept) -> bool:
+        """Tell whether to try a set: what helps because an input arrives in fp32 is of no use beside a proper fix."""
+        return not (self._succeeded and _is_only_upstream(join(kept), self._findings))
+
+    def _as_printed(self, kept: Kept) -> Candidate:
+        lines = by_lines(kept, self._findings, self._step.model)
+        return (*lines, refine(kept, self._findings, self._trials))
 
     def vary_settings(self) -> None:
         """Show what the failure depends on."""

@@ -278,3 +278,34 @@ def test_samples_that_may_not_be_all_are_not_left_out(tmp_path):
     assert "and at least" in make_answer(report).where
     assert [trial for trial in report.counterfactuals if trial.setting.without] == []
     assert not any(fix.kind == "data" for fix in report.fixes)
+
+
+class Chain(nn.Module):
+    """The first of three layers overflows in fp16; the last bring it back, by `second` and 1e-5: [n, 2] -> same."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+        for layer, scale in zip(self.layers, (3e4, second, 1e-5), strict=True):
+            layer.weight.data = torch.eye(2) * scale
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(("second", "size"), [(1e-4, 2), (1.0, 3)])
+def test_two_guessed_modules_are_no_set_before_they_are_tried(second, size, tmp_path):
+    """Two are taken for enough until their text is run; where it fails, and a run with them too, a third is found."""
+    model = Chain(second)
+    dump = read_dump(save(tmp_path / "dump.pth", model, x=torch.full((4, 2), 8.0)))
+    found = replay_dump(dump, model, Settings())
+    printed = []
+
+    def search(**options):
+        trials = Trials(found.step, TrialBudget(), numerics=False)
+        return search_fp32_sets(found.findings, trials, **options)[0].sets
+
+    sets = search(trusting=False)
+    assert [len(kept.modules) for kept in sets] == [size]
+    assert search() == search(is_fix=lambda kept: printed.append(len(kept)) is not None) == sets
+    assert printed == [*range(2, size + 1)]
