@@ -2,13 +2,12 @@
 
 numpy's own unpickling trusts the file: `dtype.__setstate__` takes any layout and flags, and with them an array's bytes
 become Python objects at addresses of the file's choice, also under `torch.load(weights_only=True)` with numpy allowed.
-So the names of numpy's functions stand here for records that only note what they are given and judge it at the end.
+So records stand for what numpy's functions make, which only note what they are given and judge it at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,25 +88,3 @@ def _check_shape(shape: object) -> tuple[int, ...]:
 
 def _contradiction() -> DumpError:
     return damaged("the shape, the type and the bytes of an array contradict each other")
-
-
-def _reconstruct(*_: object) -> PickledArray:
-    """Stands for numpy's function of that name, called with (ndarray, (0,), b"b") before the state comes."""
-    return PickledArray()
-
-
-def _empty_bytes() -> bytes:
-    """Stands for `bytes`, which pickle calls for the content of an empty array; with a number it would fill memory."""
-    return b""
-
-
-# numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
-STAND_INS: dict[str, Callable[..., object]] = {
-    "builtins.bytes": _empty_bytes,
-    "numpy.dtype": PickledDtype,
-    "numpy.ndarray": PickledArray,
-    "numpy.core.multiarray._reconstruct": _reconstruct,
-    "numpy._core.multiarray._reconstruct": _reconstruct,
-    "numpy.core.multiarray.scalar": PickledArray,
-    "numpy._core.multiarray.scalar": PickledArray,
-}

@@ -10,8 +10,7 @@ from io import BytesIO
 from typing import IO, cast
 
 from nandoctor.dumps.file_type import Container
-from nandoctor.dumps.numpy_pickle import STAND_INS
-from nandoctor.dumps.pickled_containers import find_container
+from nandoctor.dumps.stand_ins import ENCODE, REBUILD_ANY, find_stand_in
 from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 
@@ -20,16 +19,13 @@ _NUM_LEGACY_PICKLES = 5
 # torch.save's default, and what torch.load(weights_only=True) reads.
 _PROTOCOL = 2
 
-# torch's own allow-list less what lets a few bytes claim gigabytes (bytearray(n), nested tensors, conversions of
-# expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
-_TORCH_GLOBALS = frozenset(
+# Of torch's own allow-list what makes tensors, less what lets a few bytes claim gigabytes (nested tensors, conversions
+# of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+_TENSOR_GLOBALS = frozenset(
     """
-    collections.OrderedDict collections.Counter builtins.set builtins.complex _codecs.encode
-    torch.Size torch.device torch.Tensor torch.nn.parameter.Parameter torch.serialization._get_layout
-    torch.storage.UntypedStorage torch._tensor._rebuild_from_type_v2
+    torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
     torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
-    torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor
-    torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
+    torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
     """.split()
 )
 STORAGE_DTYPES = {
@@ -45,8 +41,6 @@ _TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w
 # Protocol 2 writes the names that Python 2 knew.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
-_ENCODE = "_codecs.encode"
-_LATIN1 = ("latin1", "latin-1")
 _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _MUTATORS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
@@ -67,10 +61,7 @@ _PLAIN_KEY_BITS, _SMALL_KEY_BITS = 63, 16
 _MAX_INTEGER_BITS = 1023  # what a double can hold; a state of numpy's generators has 128 bits
 _HASHING = frozenset({"builtins.set", "collections.Counter"})
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
-_REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
 _REBUILDS = "torch._utils._rebuild_"
-# As values they are types. Called with a number they allocate as much.
-_NOT_CALLED = frozenset({"torch.Tensor", "torch.storage.UntypedStorage"})
 _OPCODES = {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes}
 _TEXT_OPCODES = frozenset({"INT", "LONG", "FLOAT", "STRING", "UNICODE", "PERSID", "GET", "PUT"})
 
@@ -193,7 +184,7 @@ def _is_known(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
     is_value = _TORCH_VALUE.fullmatch(name) is not None
-    return is_storage or is_value or name in _TORCH_GLOBALS or name in STAND_INS or find_container(name) is not None
+    return is_storage or is_value or name in _TENSOR_GLOBALS or find_stand_in(name) is not None
 
 
 def _item_nbytes(storage: str) -> int:
@@ -257,7 +248,7 @@ class _Machine:
 
     def _compute(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
         operands = self._take(opcode)
-        self._work_left -= _encoded_length(opcode.name, operands)
+        self._work_left -= _encoded_length(operands)
         self._count_odd_keys(opcode.name, operands)
         if opcode.name in _MUTATORS:
             result = operands[0]
@@ -289,9 +280,7 @@ class _Machine:
                 # What is in the arguments may become keys, their tuple does not.
                 self._odd_keys_left -= sum(operand.odd for operand in operands[1:])
                 self._odd_keys_left += _NUMBERS_PER_ODD_KEY * sum(operand.items is not None for operand in operands[1:])
-            elif callee in _NOT_CALLED:
-                raise _hostile(f"it calls {callee}")
-            elif callee == _REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
+            elif callee == REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
                 raise _hostile("it calls what is no function for tensors by way of torch")
         if self._odd_keys_left < 0:
             raise _hostile("it has thousands of keys whose hashes it could have chosen")
@@ -356,17 +345,11 @@ def join_name(module: str, name: str) -> str:
     return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
 
-def _encoded_length(opcode: str, operands: list[_Value]) -> int:
-    """How many bytes are made from text, as pickle writes bytes: the text, and a call that encodes it in latin1.
-
-    Any other codec is refused, for bytes that are encoded in hex again and again double at each call.
-    """
-    if not any(operand.global_name == _ENCODE for operand in operands):
+def _encoded_length(operands: list[_Value]) -> int:
+    """How many bytes are made from text, as pickle writes bytes: by a call that encodes it, a byte for each letter."""
+    if not operands or operands[0].global_name != ENCODE:
         return 0
-    arguments = operands[1].items if opcode == "REDUCE" and operands[0].global_name == _ENCODE else None
-    if not arguments or len(arguments) != 2 or arguments[1].text not in _LATIN1:
-        raise _hostile("it calls a codec on its own content")
-    return arguments[0].length
+    return sum(item.length for arguments in operands[1:] for item in arguments.items or ())
 
 
 def _hostile(what: str) -> DumpError:

@@ -14,11 +14,10 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nandoctor.dumps.file_type import Container
-from nandoctor.dumps.numpy_pickle import STAND_INS, PickledArray, PickledDtype
+from nandoctor.dumps.numpy_pickle import PickledArray, PickledDtype
 from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
-from nandoctor.dumps.pickled_containers import ContainerFields, find_container
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
-from nandoctor.dumps.stored_tensor import is_tensor
+from nandoctor.dumps.stand_ins import ContainerFields, find_stand_in
 from nandoctor.dumps.zip_members import Member
 
 if TYPE_CHECKING:
@@ -37,53 +36,6 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _MADE_OF_ITEMS = (set, Counter, tuple)
 _ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
-
-
-class _Kind:
-    """Stands for a class that only names another's: everything is a plain tensor here."""
-
-
-def _rebuild_plain(tensor: object, *_: object) -> object:
-    """A parameter, with whatever attributes it had, as the tensor that it holds.
-
-    Raises:
-        pickle.UnpicklingError: it holds another thing, a function say, which would come out unknown to the scan.
-    """
-    if not is_tensor(tensor):
-        raise pickle.UnpicklingError("a parameter without a tensor")
-    return tensor
-
-
-def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
-    """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
-    if type(arguments) is not tuple:
-        raise pickle.UnpicklingError("no tuple of arguments")
-    return rebuild(*arguments)
-
-
-def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """An ordered dict; Python 2 writes the pairs into the call, and the scan does not see which of them are keys.
-
-    Raises:
-        pickle.UnpicklingError: a key could collide with others.
-    """
-    if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
-        raise pickle.UnpicklingError("no pairs of a name and a value")
-    return OrderedDict(pairs)
-
-
-_PLAIN: Mapping[str, Any] = {
-    "collections.OrderedDict": _make_ordered,
-    "collections.Counter": Counter,
-    "builtins.set": set,
-    "builtins.complex": complex,
-    "_codecs.encode": str.encode,
-    "torch.Tensor": _Kind,
-    "torch.nn.parameter.Parameter": _Kind,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_by,
-    "torch._utils._rebuild_parameter": _rebuild_plain,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_plain,
-}
 
 
 def load_pickle(container: Container, scan: Scan, values: Values) -> tuple[object, Provenance]:
@@ -166,8 +118,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
     def find_class(self, module: str, name: str) -> Any:
         """What stands for the class or function."""
         name = join_name(module, name)
-        found = _PLAIN.get(name) or STAND_INS.get(name) or find_container(name)
-        if found is not None:
+        if found := find_stand_in(name):
             return found
         module, _, attribute = name.rpartition(".")
         if module.startswith("torch") and attribute in STORAGE_DTYPES:

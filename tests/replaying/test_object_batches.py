@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import nandoctor
 from nandoctor.dumps.packing import Fields, fill, pack
-from nandoctor.dumps.pickled_containers import find_container
 from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.stand_ins import find_stand_in
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_batches_and_outputs_of_transformers_are_read_without_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["transformers.utils.hub.cached_file", "transformers.pipelines.output", "os.system"])
 def test_other_names_of_a_library_are_refused_as_before(name):
-    assert find_container(name) is None
+    assert find_stand_in(name) is None
 
 
 @pytest.mark.parametrize(

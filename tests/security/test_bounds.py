@@ -93,8 +93,8 @@ BOMBS = {
         ),
         "by way of torch",
     ),
-    "a storage without a file": (lambda f: archive(allocation("torch.storage", "UntypedStorage")), "it calls torch"),
-    "a tensor without a storage": (lambda f: archive(allocation("torch", "Tensor")), "it calls torch"),
+    "a storage without a file": (lambda f: archive(allocation("torch.storage", "UntypedStorage")), "TypeError"),
+    "a tensor without a storage": (lambda f: archive(allocation("torch", "Tensor")), "TypeError"),
     "a storage by way of torch": (
         lambda f: archive(
             global_name("torch._tensor", "_rebuild_from_type_v2")
