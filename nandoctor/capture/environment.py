@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
-from nandoctor.dumps.backends import BACKENDS
+from nandoctor.process_wide import BACKENDS
 from nandoctor.text import dtype_name
 
 

@@ -15,7 +15,7 @@ from nandoctor.dumps.numpy_pickle import PickledArray
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, is_array, is_bytes, is_tensor, types_of
-from nandoctor.dumps.trees import KIND, MAX_NAME, Slot, name_tensors
+from nandoctor.dumps.trees import KIND, MAX_DEPTH, MAX_NAME, PLAIN, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size, dtype_name
 
@@ -36,7 +36,6 @@ _AVERAGE_WORDS = ("ema", "average", "averaged", "swa", "teacher", "shadow")
 _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight"})
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
-_MAX_DEPTH = 16
 _MAX_VALUES = 100_000
 _MAX_DIMS = 32  # what every numpy takes
 # An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
@@ -45,7 +44,6 @@ _CLAIM_FLOOR = 1 << 28
 _QUANTIZED_DTYPES = {"qint8", "quint8", "qint32"}  # those of 4 and 2 bits cannot even be copied
 
 _NOTHING = object()
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,9 +95,6 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     shelf = _Shelf(contents)
     recorded = read_recorded(saved, shelf.take, values.check_state)
     name_tensors(saved.get("output"), "output", shelf.take)
-    for name, state in get(saved, "rng", dict, {}).items():
-        if is_bytes(state):
-            contents.rng_states[str(name)] = contents.values.check_state(state)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
@@ -195,7 +190,7 @@ def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
 def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     """Sort a value and all that it holds; its part of the tree, `_NOTHING` where no batch has it."""
     contents.num_values += 1
-    if depth > _MAX_DEPTH or contents.num_values > _MAX_VALUES:
+    if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise DumpError(
             "it nests without end, or holds more values than any step of training.",
             remedy="Save the tensors of the failing step in one flat dict.",
@@ -208,7 +203,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
         contents.rng_states[name] = contents.values.check_state(value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
-    elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, _PLAIN) for item in value):
+    elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, PLAIN) for item in value):
         items = [_sort(contents, _join(name, str(index)), item, depth + 1) for index, item in enumerate(value)]
         kept = [None if item is _NOTHING else item for item in items]
         return tuple(kept) if isinstance(value, tuple) else kept
@@ -287,7 +282,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
             return Slot(name=name)
         contents.scalars[name] = tensor.item()
         return tensor
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         contents.scalars[name] = value
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents.scalars[name] = list(value)

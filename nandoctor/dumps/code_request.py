@@ -18,25 +18,21 @@ from nandoctor.text import brief
 _MAX_SHOWN = 20
 
 
-def code_rows(recorded: Recorded) -> tuple[tuple[str, str], ...]:
+def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     """What a replay would import and call, and whether it is here: pairs of a label and a text."""
-    return tuple(_rows(recorded))
-
-
-def _rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     model, loss = recorded.model, recorded.loss_function
     if model is not None and model.name:
-        yield "model", f"{brief(spec_of(model))} ({_whereabouts(model)})"
+        yield "model", f"{brief(model.spec)} ({_whereabouts(model)})"
         if model.arguments and not model.config:
             yield "arguments", _shown_arguments(model.arguments)
         if model.config:
-            yield "config", f"{brief(spec_of(config_of(model)))}, filled with the values in the file"
+            yield "config", f"{brief(model.config.spec)}, filled with the values in the file"
         if model.attention:
             yield "attention", brief(model.attention)
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     yield "method", f"{brief(recorded.method or 'forward')}{times}"
     if loss is not None:
-        yield "loss", f"{brief(spec_of(loss))} ({_whereabouts(loss)})"
+        yield "loss", f"{brief(loss.spec)} ({_whereabouts(loss)})"
     elif recorded.loss_field:
         yield "loss", f"{brief(recorded.loss_field)} of what the model returns"
 
@@ -46,32 +42,18 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
-    words += ["--model", spec_of(model) if model is not None and _can_be_named(model) else "FILE.py:NAME"]
+    words += ["--model", model.spec if model is not None and model.can_be_named else "FILE.py:NAME"]
     if model is not None and model.config:
-        words += ["--config", spec_of(config_of(model))]
+        words += ["--config", model.config.spec]
     elif model is not None:
         for name, value in model.arguments.items():
             text = as_option(value)
             words += ["--model-arg", f"{name}={text}"] if text is not None and str(name).isidentifier() else []
     if recorded.method:
         words += ["--method", recorded.method]
-    if loss is not None and _can_be_named(loss):
-        words += ["--loss", spec_of(loss)]
+    if loss is not None and loss.can_be_named:
+        words += ["--loss", loss.spec]
     return " ".join(map(_quote, words))
-
-
-def spec_of(reference: Reference) -> str:
-    """What a user would write after --model; a module of a package by its dotted name, which its own imports need."""
-    dotted = reference.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    in_package = "." in reference.module and reference.module == dotted
-    location = reference.module if not reference.file or in_package else reference.file
-    return f"{location}:{reference.name}"
-
-
-def config_of(model: Reference) -> Reference:
-    """The class of the configuration that a model of transformers is built from."""
-    module, _, name = model.config.rpartition(":")
-    return Reference(module=module, name=name, file=model.config_file, sha256=model.config_sha256)
 
 
 def _whereabouts(reference: Reference) -> str:
@@ -84,10 +66,6 @@ def _whereabouts(reference: Reference) -> str:
         return "in this folder; its sha256 was not recorded"
     same = hash_of(path) == reference.sha256
     return f"in this folder; {'sha256 as recorded' if same else 'changed since it was recorded'}"
-
-
-def _can_be_named(reference: Reference) -> bool:
-    return bool(reference.name) and all(part.isidentifier() for part in reference.name.split("."))
 
 
 def _shown_arguments(arguments: Mapping[str, Any]) -> str:

@@ -12,23 +12,18 @@ _MAX_OPTION = 2000  # characters of one argument in the command
 
 def as_option(value: Any) -> str | None:
     """The value as `--model-arg` reads it back: a Python literal, or a text that is none; None where that fails."""
-    if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _is_literal(value):
+    if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
         return value
     text = _literal(value)
-    if text is None or len(text) > _MAX_OPTION:
-        return None
-    try:
-        return text if ast.literal_eval(text) == value else None
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+    return text if text is not None and len(text) <= _MAX_OPTION and _read_literal(text) == [value] else None
 
 
-def _is_literal(text: str) -> bool:
+def _read_literal(text: str) -> list[Any]:
+    """The value that Python reads in the text, by itself; nothing where it is no literal."""
     try:
-        ast.literal_eval(text)
+        return [ast.literal_eval(text)]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return True
+        return []
 
 
 def _literal(value: Any) -> str | None:

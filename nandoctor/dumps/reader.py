@@ -188,7 +188,7 @@ def _make_recorded(container: Container, saved: Any, provenance: Provenance, val
         state_name="state_dict",
         arrays=contents.arrays,
         scalars=contents.scalars,
-        rng_states=tuple(contents.rng_states.values()),
+        rng_states=recorded.random.torch_states if recorded.random is not None else (),
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         recorded=recorded,

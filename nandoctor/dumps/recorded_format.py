@@ -6,15 +6,15 @@ Nothing in it is imported, called or believed here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.dumps.stored_tensor import StoredTensor, is_bytes, is_dense, is_tensor
-from nandoctor.dumps.trees import check_depth, name_tensors, slots
+from nandoctor.dumps.stored_tensor import is_bytes, is_dense
+from nandoctor.dumps.trees import name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.source_files import SourceHash
@@ -40,8 +40,8 @@ class RandomStates:
     """States of torch's generators, and of numpy's and Python's as their own functions take them."""
 
     torch_states: tuple[torch.Tensor, ...]
-    numpy_state: tuple[Any, ...] | None
-    python_state: tuple[Any, ...] | None
+    numpy_state: tuple[Any, ...] | None = None
+    python_state: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,7 @@ class Reference:
 
     `file` is its source relative to the directory that the training ran in, "" for code from elsewhere; `sha256` is
     that of the source. `arguments` are plain data. `config` is the class of a transformers configuration, whose values
-    then are `arguments["config"]`, and `config_file` its source where the project itself defines it. `structure` is the
-    model as Python prints it.
+    then are `arguments["config"]`. `structure` is the model as Python prints it.
     """
 
     module: str
@@ -73,16 +72,21 @@ class Reference:
     file: str = ""
     sha256: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    config: str = ""
-    config_file: str = ""
-    config_sha256: str = ""
+    config: Reference | None = None
     attention: str = ""
     structure: str = ""
 
     @property
     def spec(self) -> str:
-        """What a user would write after --model."""
-        return f"{self.file if self.module == '__main__' else self.module}:{self.name}"
+        """What a user would write after --model; a module of a package by its dotted name, which its imports need."""
+        dotted = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        in_package = "." in self.module and self.module == dotted
+        return f"{self.module if not self.file or in_package else self.file}:{self.name}"
+
+    @property
+    def can_be_named(self) -> bool:
+        """Whether it can be found by its name: a lambda, and what another function defines, cannot."""
+        return all(part.isidentifier() for part in self.name.split("."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +139,7 @@ class Recorded:
 
     `calls` are the calls of the model in their order, or of its `method`; `watched` are the modules inside whose
     outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
-    module names to train flags. `numpy_state` and `python_state` are what the generators' own functions take.
+    module names to train flags. `random` are the generators before the step.
     `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
     place. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
     under torch. `update` is the step's own, where that spoiled the weights. `sources` are the project's files by their
@@ -149,8 +153,7 @@ class Recorded:
     batch: Any = None
     training: Mapping[str, bool] = field(default_factory=dict)
     autocast: Autocast | None = None
-    numpy_state: tuple[Any, ...] | None = None
-    python_state: tuple[Any, ...] | None = None
+    random: RandomStates | None = None
     model: Reference | None = None
     loss_function: Reference | None = None
     loss_field: str | None = None
@@ -187,8 +190,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
     Raises:
         DumpError: a part of it is not what the format says.
     """
-    rng = get(saved, "rng", dict, {})
-    calls = get(saved, "calls", list, [])
+    calls, method = get(saved, "calls", list, []), get(saved, "method", str, "")
     if len(calls) > _MAX_CALLS:
         raise DumpError(
             f"it holds {len(calls):,} calls of the model, of which every run would make each.",
@@ -196,23 +198,19 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
         )
     return Recorded(
         calls=tuple(_read_call(call, index, take, check_state) for index, call in enumerate(calls)),
-        method=_read_method(saved),
+        method="" if method == "forward" else method,
         watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
         batch=name_tensors(saved.get("batch"), "batch", take),
         training={str(name): _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
         autocast=_read_autocast(get(saved, "autocast", dict, {})),
-        numpy_state=_read_numpy(get(rng, "numpy", dict, {})),
-        python_state=_read_python(get(rng, "python", dict, {})),
+        random=_read_random(get(saved, "rng", dict, {}), check_state),
         model=_read_reference(get(saved, "model", dict, {})),
         loss_function=_read_reference(get(saved, "loss_function", dict, {})),
         loss_field=get(saved, "loss_field", str, None),
         argv=tuple(_check(argument, str, "argv") for argument in get(saved, "argv", list, [])),
         backends=get(saved, "backends", dict, {}),
         update=_read_update(get(saved, "update", dict, {})),
-        sources={
-            str(name): _read_source(_check(source, dict, "sources"))
-            for name, source in get(saved, "sources", dict, {}).items()
-        },
+        sources={name: SourceHash(**_texts(source, "sha256", "lines")) for name, source in _dicts(saved, "sources")},
         checkpoint=_read_checkpoint(get(saved, "checkpoint", dict, {})),
         module_casts=_read_casts(get(saved, "mixed_precision", dict, {})),
     )
@@ -243,11 +241,6 @@ def _check(value: Any, kind: type[T], name: str) -> T:
     )
 
 
-def _read_method(saved: Mapping[str, Any]) -> str:
-    method = get(saved, "method", str, "")
-    return "" if method == "forward" else method
-
-
 def _read_call(call: Any, index: int, take: Take, check_state: CheckState) -> Call:
     name = f"input{index or ''}"
     fields = _check(call, dict, "calls")
@@ -267,9 +260,11 @@ def _read_call(call: Any, index: int, take: Take, check_state: CheckState) -> Ca
 def _read_random(fields: Mapping[str, Any], check_state: CheckState) -> RandomStates | None:
     if not fields:
         return None
-    found = (_get_tensor(fields, name) for name in ("torch", "cuda"))
+    states = [fields[name] for name in ("torch", "cuda") if fields.get(name) is not None]
+    if not all(map(is_bytes, states)):
+        raise no_state("torch")
     return RandomStates(
-        torch_states=tuple(check_state(state) for state in found if is_bytes(state)),
+        torch_states=tuple(map(check_state, states)),
         numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
         python_state=_read_python(get(fields, "python", dict, {})),
     )
@@ -299,10 +294,6 @@ def _read_update(fields: Mapping[str, Any]) -> OptimizerUpdate | None:
     )
 
 
-def _read_source(fields: Mapping[str, Any]) -> SourceHash:
-    return SourceHash(sha256=get(fields, "sha256", str, ""), lines=get(fields, "lines", str, ""))
-
-
 def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     casts = {what: get(fields, what, dict, {}) for what in ("parameters", "inputs", "outputs", "gradients")}
     if not any(casts.values()):
@@ -317,19 +308,23 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
 def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
     if not fields:
         return None
-    samples = get(fields, "samples", dict, {})
-    return Checkpoint(
-        path=brief(get(fields, "path", str, ""), 1000),
-        samples={str(name): _read_sample(_check(sample, dict, "samples")) for name, sample in samples.items()},
-    )
+    samples = {name: _read_sample(sample) for name, sample in _dicts(fields, "samples")}
+    return Checkpoint(path=brief(get(fields, "path", str, ""), 1000), samples=samples)
 
 
 def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
-    at, values = (_check_tensor(fields.get(name), "samples") for name in ("at", "values"))
-    plain = all(str(tensor.layout) == "torch.strided" and tensor.dim() == 1 for tensor in (at, values))
-    if not plain or dtype_name(at.dtype) != "int64" or at.shape != values.shape or at.numel() > MAX_SAMPLED:
+    at, values = fields.get("at"), fields.get("values")
+    if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
         raise DumpError("a sample of a weight in it is none.", remedy=_AS_WRITTEN)
+    if at.shape != values.shape or at.numel() > MAX_SAMPLED:
+        raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=_AS_WRITTEN)
     return WeightSample(at=at, values=values)
+
+
+def _dicts(fields: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The items of a dict of dicts."""
+    for key, item in get(fields, name, dict, {}).items():
+        yield str(key), _check(item, dict, name)
 
 
 def _read_counts(counts: Any) -> tuple[int, int]:
@@ -340,13 +335,20 @@ def _read_counts(counts: Any) -> tuple[int, int]:
 def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
     if not fields:
         return None
-    texts = {name: get(fields, name, str, "") for name in _REFERENCE_TEXTS}
     arguments = get(fields, "arguments", dict, {})
-    check_depth(arguments, "model.arguments")
-    return Reference(**texts, arguments=arguments)
+    name_tensors(arguments, "model.arguments", lambda name, _: name)  # for its checks: tensors stay where they are
+    texts = _texts(fields, "module", "name", "file", "sha256", "attention", "structure")
+    return Reference(**texts, arguments=arguments, config=_read_config(fields))
 
 
-_REFERENCE_TEXTS = "module name file sha256 config config_file config_sha256 attention structure".split()
+def _read_config(fields: Mapping[str, Any]) -> Reference | None:
+    module, _, name = get(fields, "config", str, "").rpartition(":")
+    file, sha256 = (get(fields, f"config_{what}", str, "") for what in ("file", "sha256"))
+    return Reference(module=module, name=name, file=file, sha256=sha256) if module or name else None
+
+
+def _texts(fields: Mapping[str, Any], *names: str) -> dict[str, str]:
+    return {name: get(fields, name, str, "") for name in names}
 
 
 def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -355,11 +357,7 @@ def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     keys = _words(fields, "keys", 624).astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
     state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
-    try:
-        np.random.RandomState().set_state(state)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise no_state("numpy") from error
-    return state
+    return _tried(np.random.RandomState().set_state, state, "numpy")
 
 
 def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -367,10 +365,15 @@ def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
         return None
     words = _words(fields, "words", 625).tolist()
     state = get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
+    return _tried(random.Random().setstate, state, "Python")
+
+
+def _tried(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str) -> tuple[Any, ...]:
+    """The state, which a generator of that kind has taken."""
     try:
-        random.Random().setstate(state)
+        set_state(state)
     except (ValueError, TypeError, OverflowError) as error:
-        raise no_state("Python") from error
+        raise no_state(whose) from error
     return state
 
 
@@ -381,16 +384,7 @@ def no_state(whose: str) -> DumpError:
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
     """The words of a Mersenne twister, whose number its owner would complain about at replay."""
-    words = _get_tensor(fields, name)
+    words = fields.get(name)
     if not is_dense(words) or words.shape != (number,) or dtype_name(words.dtype) != "int64":
         raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=_AS_WRITTEN)
     return words.numpy()
-
-
-def _get_tensor(fields: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    value = fields.get(name)
-    return None if value is None else _check_tensor(value, name)
-
-
-def _check_tensor(value: Any, name: str) -> torch.Tensor:
-    return value if is_tensor(value) else cast("torch.Tensor", _check(value, StoredTensor, name))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from nandoctor.dumps.stored_tensor import types_of
 from nandoctor.errors import DumpError
 
-_PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
+PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
 KIND = "<type>"
 """Beside the fields of what is no plain container: the class that it was of."""
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
@@ -37,7 +37,7 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
         return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}
     if type(tree) in (list, tuple):
         return type(tree)(name_tensors(item, f"{name}.{i}", take, depth + 1) for i, item in enumerate(tree))
-    if isinstance(tree, (*_PLAIN, *types_of("dtype", "device", "Size"))):
+    if isinstance(tree, (*PLAIN, *types_of("dtype", "device", "Size"))):
         return tree
     return Slot(name=take(name, tree))
 
@@ -50,21 +50,6 @@ def _check_key(key: Any, name: str) -> Any:
         f"{name!r} holds a key that is neither a short text nor a number.",
         remedy="Take the file as the recorder wrote it.",
     )
-
-
-def check_depth(tree: Any, name: str, depth: int = 0) -> None:
-    """Check that plain containers end.
-
-    Raises:
-        DumpError: they nest without end.
-    """
-    if depth > MAX_DEPTH:
-        raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
-    if isinstance(tree, Mapping):
-        tree = [*tree, *tree.values()]
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            check_depth(item, name, depth + 1)
 
 
 def slots(tree: Any) -> Iterator[str]:

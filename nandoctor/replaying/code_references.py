@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.dumps.code_request import approving_command, code_rows, config_of, is_transformers_config, spec_of
+from nandoctor.dumps.code_request import approving_command, code_rows, is_transformers_config
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
@@ -58,7 +58,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
-            kind = _import_config(reference, dump, provenance)
+            kind = _import_config(reference, reference.config, dump, provenance)
             return _build_from_config(found, kind, reference)
         made: nn.Module = found(**{**reference.arguments, **more})
         return made
@@ -104,16 +104,16 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     found = find_attribute(spec, directory=directory)
     if isinstance(found, type):
         if not issubclass(found, nn.Module):
-            return None, [f"{brief(spec_of(reference))} is no function; {command}."]
+            return None, [f"{brief(reference.spec)} is no function; {command}."]
         found = build_model(found, {})
     note = f"{brief(reference.file)} has changed since the training."
     return found, [note] if source.changed else []
 
 
 def _name_of_loss(reference: Reference) -> str:
-    """What to type for the loss; a lambda, and what another function defines, has no name to be found by."""
-    if all(part.isidentifier() for part in reference.name.split(".")):
-        return f"add --loss {shlex.quote(brief(spec_of(reference)))}"
+    """What to type for the loss."""
+    if reference.can_be_named:
+        return f"add --loss {shlex.quote(brief(reference.spec))}"
     file = brief(reference.file or "FILE.py")
     spec = shlex.quote(f"{file}:loss_of")
     return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
@@ -166,8 +166,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     return find_attribute(spec, directory=directory)
 
 
-def _import_config(model: Reference, dump: Path, provenance: Provenance) -> Any:
-    config = config_of(model)
+def _import_config(model: Reference, config: Reference, dump: Path, provenance: Provenance) -> Any:
     return _import_source(config, dump, provenance) if config.file else _import_installed(model, config.spec, dump)
 
 

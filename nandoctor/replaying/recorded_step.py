@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
-from nandoctor.process_wide import generators_kept, is_forked
+from nandoctor.process_wide import BACKENDS, generators_kept, is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.replaying.manual_optimization import call_up_to_backward, optimizes_manually
 from nandoctor.torch_compat import unobserved
@@ -151,12 +150,12 @@ def _write(place: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def restore_host_generators(recorded: Recorded | RandomStates) -> None:
+def restore_host_generators(saved: RandomStates) -> None:
     """Hand numpy's and Python's generators their saved states."""
-    if recorded.numpy_state is not None:
-        np.random.set_state(recorded.numpy_state)
-    if recorded.python_state is not None:
-        random.setstate(recorded.python_state)
+    if saved.numpy_state is not None:
+        np.random.set_state(saved.numpy_state)
+    if saved.python_state is not None:
+        random.setstate(saved.python_state)
 
 
 def _called(model: nn.Module, method: str) -> Callable[..., Any]:
@@ -234,8 +233,8 @@ def seeded(
         _seed_torch(seed or 0, device)
         if seed is None:
             restore_generators(states, device)
-            if recorded is not None:
-                restore_host_generators(recorded)
+            if recorded is not None and recorded.random is not None:
+                restore_host_generators(recorded.random)
         before = _generator_states(device)
         with from_saved_states() if seed is None else nullcontext():
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))

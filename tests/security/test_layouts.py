@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from nandoctor.case import replay
-from nandoctor.dumps.backends import BACKENDS
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
+from nandoctor.process_wide import BACKENDS
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.replaying.recorded_step import recorded_backends
 
