@@ -26,6 +26,7 @@ from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import is_running_norm, schema_of, tree_leaves, tree_map
 from nandoctor.tracing.dispatch_hook import Proceed, intercepting
+from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all
@@ -123,23 +124,18 @@ def known_tensors(
     yield from (("batch", name, tensor) for name, tensor in batch.items())
 
 
-def with_nonfinite_state(calls: tuple[ModuleCall, ...], model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
-    """The calls, each with its module's non-finite state; it reads every weight, so only call it after a failure."""
+def with_nonfinite_state(modules: Tracer, model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
+    """The calls of a run, each with its module's non-finite state; after a failure every weight is read for it."""
+    calls = modules.calls()
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
-    state = _nonfinite_state(model, low)
-    return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
-
-
-def _nonfinite_state(model: nn.Module, low: FloatFormat) -> dict[str, tuple[TensorStats, ...]]:
-    """Per module path, its own non-finite weights and the non-finite buffers that a forward would read."""
-    nonfinite: dict[str, tuple[TensorStats, ...]] = {}
+    state: dict[str, tuple[TensorStats, ...]] = {}
     for path, module in model.named_modules():
         buffers = () if _writes_only(module) else module.named_buffers(recurse=False)
         own = (*module.named_parameters(recurse=False), *buffers)
-        if found := [(name, tensor) for name, tensor in own if not is_finite(measure(tensor))]:
-            nonfinite[path] = measure_all(found, counts_for=low)
-    return nonfinite
+        if found := [(name, tensor) for name, tensor in own if not is_finite(modules.reading_of(tensor))]:
+            state[path] = measure_all(found, counts_for=low)
+    return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
 def _writes_only(module: nn.Module) -> bool:

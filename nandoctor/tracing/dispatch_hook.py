@@ -32,7 +32,7 @@ from nandoctor.torch_compat import (
     without_observer,
 )
 from nandoctor.torch_places import HIGHER_ORDER_KEYS
-from nandoctor.tracing.op_call import Invocation, op_name
+from nandoctor.tracing.op_call import Invocation, signature_of
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -72,7 +72,7 @@ def intercepting(handler: Handler) -> Iterator[None]:
 
 
 def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    if op_name(op) in _LOOKED_INTO:
+    if signature_of(op).name in _LOOKED_INTO:
         return call_below_observer(op, keys, *args, **kwargs)
     with unobserved():
         return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))

@@ -77,30 +77,38 @@ class _Tally(NamedTuple):
     num_nan: int
     num_posinf: int
     num_zero: int
+    num_subnormal: int
+    num_flushed: int
     smallest: int
     lowest: int
     highest: int
 
     @staticmethod
-    def of(stored: _Stored) -> _Tally:
-        """Count one piece."""
+    def of(stored: _Stored, subnormal: int, flushed: int) -> _Tally:
+        """Count one piece; the integers are the largest that are subnormal, and that are flushed to zero."""
         signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
         magnitudes = signed & stored.kind.max
-        nonfinite = magnitudes >= infinity
-        num_bad = _count(nonfinite)
-        if num_bad == math.prod(signed.shape):  # what is finite has no smallest and no limits
+        size = math.prod(signed.shape)
+        smallest = int(magnitudes.min()) if size else infinity
+        if smallest >= infinity:  # what is finite has no smallest and no limits
             num_nan = _count(magnitudes > infinity)
+            num_posinf = _count(signed == infinity) if num_nan < size else 0
+            return _Tally(size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0)
+        num_bad = num_nan = num_posinf = num_zero = 0
+        lowest, highest = int((signed ^ sign).max()), int(signed.max())
+        if max(lowest, highest) >= infinity:
+            nonfinite = magnitudes >= infinity
+            num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
             num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
-            return _Tally(num_bad, num_nan, num_posinf, 0, infinity, 0, 0)
-        num_nan = _count(magnitudes > infinity) if num_bad else 0
-        num_posinf = _count(signed == infinity) if num_bad > num_nan else 0
-        num_zero = _count(magnitudes == 0)
-        # What is not finite counts as zero, and so does whatever has the other sign.
-        finite = signed * ~nonfinite if num_bad else signed
-        lowest, highest = int((finite ^ sign).max()), int(finite.max())
-        magnitudes -= 1  # zero becomes the largest of all
-        magnitudes &= stored.kind.max
-        return _Tally(num_bad, num_nan, num_posinf, num_zero, int(magnitudes.min()) + 1, lowest, highest)
+            # What is not finite counts as zero, and so does whatever has the other sign.
+            finite = signed * ~nonfinite
+            lowest, highest = int((finite ^ sign).max()), int(finite.max())
+        if smallest == 0:
+            num_zero = _count(magnitudes == 0)
+            smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero becomes the largest of all
+        num_subnormal = _count(magnitudes <= subnormal) - num_zero if smallest <= subnormal else 0
+        num_flushed = _count(magnitudes <= flushed) - num_zero if smallest <= flushed else 0
+        return _Tally(num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed, smallest, lowest, highest)
 
 
 def count_exactly(
@@ -118,26 +126,21 @@ def count_exactly(
     where non-finite elements are, `per_sample` for the samples and exponents of any tensor.
     """
     stored = _Stored.of(values)
-    columns = list(zip(*map(_Tally.of, stored.parts()), strict=True))
-    num_bad, num_nan, num_posinf, num_zero = map(sum, columns[:4])
-    smallest = _number(min(columns[4]), stored.format) if min(columns[4]) < stored.infinity else math.inf
+    subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
+    flushed = _last_up_to(target.flush_threshold, stored.format)
+    columns = list(zip(*(_Tally.of(part, subnormal, flushed) for part in stored.parts()), strict=True))
+    num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed = map(sum, columns[:6])
+    smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
     num_finite = values.numel() - num_bad
-
-    def num_up_to(limit: float) -> int:
-        if smallest > limit:
-            return 0
-        last = _last_up_to(limit, stored.format)
-        return sum(_count((part.signed & part.kind.max) <= last) for part in stored.parts()) - num_zero
-
     first_bad_index, nonfinite_samples = _locate(stored, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
         num_neginf=num_bad - num_nan - num_posinf,
         num_zero=num_zero,
-        num_subnormal=num_up_to(own.smallest_normal - own.smallest_subnormal),
-        smallest=smallest if smallest < math.inf else None,
-        flushed_share=num_up_to(target.flush_threshold) / max(values.numel(), 1),
+        num_subnormal=num_subnormal,
+        smallest=_number(smallest, stored.format) if smallest < stored.infinity else None,
+        flushed_share=num_flushed / max(values.numel(), 1),
         first_bad_index=first_bad_index,
         samples=nonfinite_samples if samples else (),
         by_sample=_count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else (),
@@ -146,9 +149,8 @@ def count_exactly(
     )
     if not num_finite:
         return counts, None
-    highest, lowest = (_number(max(0, *column), stored.format) for column in (columns[6], columns[5]))
-    least = 0.0 if num_zero else smallest
-    return counts, (-lowest or least, highest or 0.0 - least)
+    least = 0.0 if num_zero else _number(smallest, stored.format)
+    return counts, (-_number(lowest, stored.format) or least, _number(highest, stored.format) or 0.0 - least)
 
 
 def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
@@ -185,11 +187,16 @@ def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, .
         return (SampleStats(num_bad=size, absmax=None),) * len(rows)
     counted = []
     for row in rows:
-        parts = [part & stored.kind.max for part in _cut(row)]
-        num_finite = sum(_count(part < stored.infinity) for part in parts)
-        largest = max(int((part * (part < stored.infinity)).max()) for part in parts)
-        absmax = _number(largest, stored.format) if num_finite else None
-        counted.append(SampleStats(num_bad=size - num_finite, absmax=absmax))
+        num_bad = largest = 0
+        for part in _cut(row):
+            magnitudes = part & stored.kind.max
+            most = int(magnitudes.max())
+            if most >= stored.infinity:
+                finite = magnitudes < stored.infinity
+                num_bad += math.prod(part.shape) - _count(finite)
+                most = int((magnitudes * finite).max())
+            largest = max(largest, most)
+        counted.append(SampleStats(num_bad=num_bad, absmax=_number(largest, stored.format) if num_bad < size else None))
     return tuple(counted)
 
 
@@ -200,13 +207,11 @@ def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tupl
         return (), ()
     if everywhere:
         return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
-    nonfinite = torch.as_tensor(stored.nonfinite)
-    bytes_ = nonfinite.view(torch.uint8)  # which are reduced many times as fast as truth values
-    rows = bytes_.flatten(1).amax(1) if nonfinite.dim() > 1 else bytes_
-    nonfinite_rows = rows.nonzero().flatten()
+    nonfinite = stored.nonfinite
+    nonfinite_rows = torch.as_tensor(nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten()
     first_row = int(nonfinite_rows[0])
-    inner = int(bytes_[first_row].flatten().argmax())
-    first = (first_row, *(int(i) for i in np.unravel_index(inner, tuple(nonfinite.shape[1:]))))
+    inner = int(torch.as_tensor(nonfinite[first_row]).numpy(force=True).argmax())
+    first = (first_row, *(int(i) for i in np.unravel_index(inner, shape[1:])))
     return first, tuple(nonfinite_rows[:MAX_SAMPLES_LISTED].tolist())
 
 

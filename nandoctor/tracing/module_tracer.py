@@ -114,6 +114,10 @@ class Tracer:
             readings = [(path, self._measure_once(tensor, counts)) for path, tensor in found]
         return [(path, reading) for path, reading in readings if reading is not None]
 
+    def reading_of(self, tensor: torch.Tensor) -> Reading | None:
+        """What a traced op has read of a tensor as it is now, else what there is to read."""
+        return (self._reading_of(tensor) if self._reading_of is not None else None) or measure(tensor)
+
     def calls(self) -> tuple[ModuleCall, ...]:
         """The calls so far, in the order in which they were entered."""
         stats = collect_all([call.inputs for call in self._calls] + [call.outputs for call in self._calls])
@@ -201,7 +205,7 @@ class Tracer:
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         low, per_sample = self._counts_for, self._statistics == "per sample"
-        reading = (self._reading_of(tensor) if self._reading_of is not None else None) or measure(tensor)
+        reading = self.reading_of(tensor)
         if reading is None:
             return None
         if counts or per_sample:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,38 @@ if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
 
 _DIMENSIONS = frozenset({"dim", "dims"})
+
+
+class Signature(NamedTuple):
+    """What an op's schema says, read once: torch makes new objects of it each time.
+
+    `name` is the aten name without namespace, overload and the in-place underscore, `add` for `add_.Tensor`; of an op
+    with dimensions its family's. `written` are the arguments that the op only writes to, `eps` the default of the one
+    of that name.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    eps: float | None
+    is_mutable: bool
+    is_random: bool
+
+
+@cache
+def signature_of(op: OpOverload) -> Signature:
+    """The signature of an op."""
+    schema = schema_of(op)
+    name = schema.name.partition("::")[2].removesuffix("_nd")
+    defaults = (argument.default_value for argument in schema.arguments if argument.name == "eps")
+    return Signature(
+        name=name if name.startswith("_") else name.rstrip("_"),
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=frozenset(argument.name for argument in schema.arguments if argument.is_out),
+        eps=next((float(default) for default in defaults if default is not None), None),
+        is_mutable=schema.is_mutable,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +63,27 @@ class Invocation:
     @property
     def name(self) -> str:
         """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
-        return op_name(self.op)
+        return signature_of(self.op).name
 
     @property
     def is_random(self) -> bool:
         """Tell whether the op draws from torch's generator."""
-        return torch.Tag.nondeterministic_seeded in self.op.tags
+        return signature_of(self.op).is_random
+
+    @property
+    def is_mutable(self) -> bool:
+        """Tell whether the op writes to one of its arguments."""
+        return signature_of(self.op).is_mutable
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
         """The arguments that were given, by their names in the schema."""
-        yield from zip((argument.name for argument in schema_of(self.op).arguments), self.args, strict=False)
+        yield from zip(signature_of(self.op).arguments, self.args, strict=False)
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the op reads; those of a list are numbered, and what it only writes to is left out."""
         arguments = dict(self.arguments())
-        skipped = {argument.name for argument in schema_of(self.op).arguments if argument.is_out}
-        skipped.update(unread_inputs(self.name, arguments))
+        skipped = signature_of(self.op).written.union(unread_inputs(self.name, arguments))
         for name, value in arguments.items():
             if name in skipped:
                 continue
@@ -67,10 +104,9 @@ class Invocation:
                 yield name, float(value.detach())
             elif name in _DIMENSIONS and isinstance(value, (list, tuple)):
                 yield from ((f"{name}[{i}]", float(dim)) for i, dim in enumerate(value))
-        given = {name for name, _ in self.arguments()}
-        for argument in schema_of(self.op).arguments:  # the dispatcher leaves out what equals its default
-            if argument.name == "eps" and argument.name not in given and argument.default_value is not None:
-                yield "eps", float(argument.default_value)
+        eps = signature_of(self.op).eps
+        if eps is not None and "eps" not in dict(self.arguments()):  # the dispatcher leaves out what equals its default
+            yield "eps", eps
 
     def run(self) -> Any:
         """What the op returns."""
@@ -78,7 +114,7 @@ class Invocation:
 
     def kept(self) -> Invocation:
         """The same call with the arguments as they are now: copied where the op will write to them."""
-        return self.mapped(_copy) if schema_of(self.op).is_mutable else self
+        return self.mapped(_copy) if self.is_mutable else self
 
     def widened(self) -> Invocation:
         """The same call in float64, or complex128: tensors and dtypes both."""
@@ -91,7 +127,7 @@ class Invocation:
             items = list(dict(self.arguments())[listed])
             items[int(index[:-1])] = value
             return self.with_argument(listed, items)
-        names = [argument.name for argument in schema_of(self.op).arguments[: len(self.args)]]
+        names = signature_of(self.op).arguments[: len(self.args)]
         if name in names:
             place = names.index(name)
             return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))
@@ -114,12 +150,6 @@ class Invocation:
         """The same call with `change` made to every value among the arguments."""
         args, kwargs = tree_map(change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
-
-
-def op_name(op: OpOverload) -> str:
-    """The aten name without namespace, overload and the in-place underscore; of an op with dimensions, its family's."""
-    name = schema_of(op).name.partition("::")[2].removesuffix("_nd")
-    return name.rstrip("_") if not name.startswith("_") else name
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

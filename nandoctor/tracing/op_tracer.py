@@ -22,7 +22,6 @@ from nandoctor.torch_compat import (
     answers_itself,
     function_backward,
     replace_function_backward,
-    schema_of,
     tree_leaves,
     unwrap,
     version_of,
@@ -193,7 +192,7 @@ class OpTracer:
             recording = self._recordings[order]
             self._gradients.claim(made, order, recording.op, recording.owner)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, order, reading, wrote=schema_of(call.op).is_mutable)
+            self._remember(leaf, order, reading, wrote=call.is_mutable)
         if self._on_op is not None:
             self._on_op(order, call, output)
 
