@@ -6,7 +6,8 @@ The script is run before it is given.
 from __future__ import annotations
 
 import contextlib
-import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -25,7 +26,7 @@ from nandoctor.repro_scripts.nearest_passing import mend
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
 from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
-from nandoctor.text import file_line
+from nandoctor.text import file_line, printable
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
 _OUTSIDE = ("weight", "buffer", "batch")
@@ -183,14 +184,17 @@ def _describe(origin: Origin) -> str:
 
 def _prove(script: str) -> None:
     """Run the script as it is: it must fail as it says, and the nearest case pass."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(script, "repro.py", "exec"), {"__name__": "__main__"})
-    except Exception as error:
+    complaint = run_afresh(script)
+    if complaint is not None:
         raise NanDoctorError(
-            f"The script does not show the failure by itself ({type(error).__name__}: {error}).",
+            f"The script does not show the failure by itself ({printable(complaint)}).",
             remedy="`nandoctor replay -o report.json` keeps what is known of it.",
-        ) from error
-    finally:
-        if torch.cuda.is_available():
-            torch.set_default_device(None)
+        )
+
+
+def run_afresh(script: str) -> str | None:
+    """Run the script in a process of its own; the last line that it complains with, None where it ends well."""
+    done = subprocess.run([sys.executable, "-P", "-"], input=script.encode(), capture_output=True, check=False)
+    if done.returncode == 0:
+        return None
+    return next(iter(done.stderr.decode("utf-8", "replace").splitlines()[-1:]), f"exit status {done.returncode}")

@@ -1,6 +1,7 @@
 """Makes the tensors of a program as small and plain as they can be while it still fails in the same way.
 
-It fails alike with the same kind of value, and with fp32 finite if it was.
+It fails alike with the same kind of value from operands of the same kinds, and with fp32 and float64 finite if they
+were.
 """
 
 from __future__ import annotations
@@ -30,24 +31,40 @@ Dimension = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a program fails: the worst kind of value that it gives, and whether fp32 gives none."""
+    """How a program fails: the worst kind of value that it gives, and what tells one cause of it from another.
+
+    `finite_in_fp32` where nothing is rounded on the way, `finite_exactly` where float64 is finite from the operands
+    that the last op had: an overflow, and no division by zero. `taken` is the worst kind of value among those operands.
+    """
 
     kind: ValueKind
     finite_in_fp32: bool
+    finite_exactly: bool
+    taken: ValueKind | None
 
     def is_shown_by(self, program: Program) -> bool:
         """Whether the program fails so; one that does not run does not."""
         try:
-            found = kinds_of(program.run())
-            return self.kind in found and (not kinds_of(program.run_in_fp32())) == self.finite_in_fp32
+            return _find(program, lambda kinds: self.kind if self.kind in kinds else None) == self
         except Exception:  # shapes that do not fit each other raise whatever the op raises
             return False
 
 
 def find_failure(program: Program) -> Failure | None:
     """How the program fails, None where it is finite."""
-    kinds = kinds_of(program.run())
-    return Failure(kind=kinds[0], finite_in_fp32=not kinds_of(program.run_in_fp32())) if kinds else None
+    return _find(program, lambda kinds: next(iter(kinds), None))
+
+
+def _find(program: Program, choose: Callable[[tuple[ValueKind, ...]], ValueKind | None]) -> Failure | None:
+    kind = choose(kinds_of(program.run()))
+    if kind is None:
+        return None
+    return Failure(
+        kind=kind,
+        finite_in_fp32=not kinds_of(program.run_in(torch.float32)),
+        finite_exactly=not kinds_of(program.run_last_exactly()),
+        taken=next(iter(kinds_of(program.taken_by_last())), None),
+    )
 
 
 def shrink(program: Program, failure: Failure) -> Program:
@@ -65,9 +82,9 @@ class _Shrinking:
     def shrink(self, program: Program) -> Program:
         """Halves first, since each run of what is large takes long; one value for all before single elements go."""
         program = self._narrow_all(program, 2)
-        program = self._simplify(program, _constants)
+        program = self._simplify_all(self._simplify(program, _constants))
         program = self._narrow_all(program, _MAX_SHARE)
-        return self._simplify(self._simplify(program, _constants), _roundings)
+        return self._simplify(self._simplify(self._simplify(program, _constants), _largest_alone), _roundings)
 
     def _narrow_all(self, program: Program, finest: int) -> Program:
         before = None
@@ -110,6 +127,16 @@ class _Shrinking:
             program = next(filter(self._holds, simpler), program)
         return program
 
+    def _simplify_all(self, program: Program) -> Program:
+        """One magnitude for each leaf that is not constant yet, all at once: what they give may hang on their signs."""
+        varied = {name: _magnitude(leaf) for name, leaf in program.leaves.items() if _varies(leaf)}
+        first = next(iter(varied), "")
+        for name in (first, ""):
+            constant = {other: -values if other == name else values for other, values in varied.items()}
+            if self._holds(simpler := program.with_leaves(**constant)):
+                return simpler
+        return program
+
 
 def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:
     name, dim = slots[0]
@@ -138,7 +165,26 @@ def _sliced(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) 
     leaves = dict(program.leaves)
     for name, dim in slots:
         leaves[name] = leaves[name].index_select(dim, kept)
-    return replace(program, leaves=leaves)
+    return _with_fitting_gradient(replace(program, leaves=leaves), float(kept[0]) / _extent(program, slots))
+
+
+def _with_fitting_gradient(program: Program, start: float) -> Program:
+    """The program with its gradient cut to the result's shape, from `start` on, as a share of what is cut.
+
+    A convolution that strides or does not pad has a gradient of another size than its input.
+    """
+    if program.gradient is None:
+        return program
+    gradient = program.leaves[program.gradient]
+    try:
+        shape = program.result_shape
+    except Exception:  # shapes that do not fit each other raise whatever the op raises
+        return program
+    if len(shape) == gradient.dim():
+        for dim, (size, wanted) in enumerate(zip(gradient.shape, shape, strict=True)):
+            if wanted < size:
+                gradient = gradient.narrow(dim, min(round(start * size), size - wanted), wanted)
+    return program.with_leaves(**{program.gradient: gradient})
 
 
 def _names_size(program: Program, size: int) -> bool:
@@ -169,13 +215,35 @@ def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: tor
 
 
 def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
-    """One value for all of a leaf that is finite: none, one, its mean or its largest, to few digits."""
-    if leaf.numel() == 0 or not torch.isfinite(leaf).all():
+    """One value for all that is finite in a leaf: none, one, its mean or its largest, to few digits."""
+    finite = leaf[torch.isfinite(leaf)]
+    if not finite.numel():
         return
-    yield from (torch.zeros_like(leaf), torch.ones_like(leaf))
+    values = [0.0, 1.0]
     if leaf.is_floating_point():
-        ends = float(leaf.double().mean()), float(leaf.flatten()[leaf.abs().argmax()])
-        yield from (torch.full_like(leaf, _round(value, digits)) for digits in (1, 2, 3) for value in ends)
+        ends = float(finite.double().mean()), float(finite[finite.abs().argmax()])
+        values += [_round(value, digits) for digits in (1, 2, 3) for value in ends]
+    yield from (torch.where(torch.isfinite(leaf), torch.full_like(leaf, value), leaf) for value in values)
+
+
+def _varies(leaf: torch.Tensor) -> bool:
+    """Tell whether a leaf of numbers is finite, and more than one value."""
+    values = leaf.flatten()
+    return leaf.is_floating_point() and bool(torch.isfinite(leaf).all()) and bool((values[1:] != values[:-1]).any())
+
+
+def _magnitude(leaf: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a leaf for all of it, to two digits."""
+    return torch.full_like(leaf, _round(float(leaf.abs().max()), 2))
+
+
+def _largest_alone(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Ever more of the largest values of a leaf, among zeros or ones."""
+    count = 1
+    while _varies(leaf) and 4 * count < leaf.numel():
+        largest = leaf.abs() >= leaf.abs().flatten().kthvalue(leaf.numel() - count + 1).values
+        yield from (torch.where(largest, leaf, other) for other in (0.0, 1.0))
+        count *= 2
 
 
 def _roundings(leaf: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.torch_compat import tree_map
+from nandoctor.torch_compat import tree_leaves, tree_map
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
@@ -48,20 +48,29 @@ class Node:
 
     def run(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
         """What the op gives on these values, with `low` in the place of the format that autocast computed in."""
+        args, kwargs = self._fill(values, own_low, low)
+        function = find_function(self.function)
+        if self.mode == "plain":
+            return function(*args, **kwargs)
+        args_in_fp32, kwargs_in_fp32 = cast(self._lift((args, kwargs), low), torch.float32)
+        made = function(*args_in_fp32, **kwargs_in_fp32)
+        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
+    def operands(self, values: Mapping[str, Any], low: torch.dtype) -> list[torch.Tensor]:
+        """The tensors that the op takes, those of a product rounded to `low`."""
+        taken = self._lift(self._fill(values, low, low), low)
+        return [leaf for leaf in tree_leaves(taken) if isinstance(leaf, torch.Tensor)]
+
+    def _fill(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
         def fill(value: Any) -> Any:
             if isinstance(value, Ref):
                 return values[value.name] if value.item is None else values[value.name][value.item]
             return low if value is own_low else value
 
-        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
-        function = find_function(self.function)
-        if self.mode == "plain":
-            return function(*args, **kwargs)
-        lifted = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
-        args_in_fp32, kwargs_in_fp32 = cast(lifted, torch.float32)
-        made = function(*args_in_fp32, **kwargs_in_fp32)
-        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
+        return tree_map(fill, (self.args, dict(self.kwargs)))
+
+    def _lift(self, taken: Any, low: torch.dtype) -> Any:
+        return cast(taken, low) if self.mode == "product" else taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +95,27 @@ class Program:
         """What fails: the result, or the gradients of the leaves."""
         return self._run(self.leaves, self.low)
 
-    def run_in_fp32(self) -> tuple[torch.Tensor, ...]:
-        """The same from the same values, with nothing rounded on the way."""
-        return self._run({name: widen(leaf) for name, leaf in self.leaves.items()}, torch.float32)
+    def run_in(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The same from the same values in fp32 or float64, with nothing rounded on the way."""
+        return self._run({name: cast(leaf, dtype) for name, leaf in self.leaves.items()}, dtype)
+
+    def run_last_exactly(self) -> tuple[torch.Tensor, ...]:
+        """The last op in float64, from the operands that it had; for gradients all ops, from the leaves."""
+        if self.gradient is not None:
+            return self.run_in(torch.float64)
+        values = cast(self._run_nodes(self.leaves, self.low), torch.float64)
+        return (self._result_in({**values, self.result.name: self.nodes[-1].run(values, self.low, torch.float64)}),)
+
+    def taken_by_last(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the last op takes, or its backward takes: the result and the gradient beside them."""
+        values = self._run_nodes(self.leaves, self.low)
+        behind = [] if self.gradient is None else [self._result_in(values), self.leaves[self.gradient]]
+        return (*self.nodes[-1].operands(values, self.low), *behind)
+
+    @property
+    def result_shape(self) -> torch.Size:
+        """The shape of what the last op gives, which the gradient has to have."""
+        return self._result_in(self._run_nodes(self.leaves, self.low)).shape
 
     def with_leaves(self, **leaves: torch.Tensor) -> Program:
         """The same ops on other tensors."""
@@ -99,19 +126,27 @@ class Program:
         return replace(self, numbers={**self.numbers, **numbers})
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
-        values: dict[str, Any] = {**leaves, **self.numbers}
+        if self.gradient is None:
+            return (self._result_in(self._run_nodes(leaves, low)),)
         tracked = {name: leaves[name].detach().requires_grad_() for name in self.trained}
-        values |= tracked
-        with torch.set_grad_enabled(self.gradient is not None), _seeded() if self.random else nullcontext():
+        with torch.enable_grad():
+            made = self._result_in(self._run_nodes({**leaves, **tracked}, low))
+        incoming = leaves[self.gradient].to(made.dtype)
+        gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
+        return tuple(gradient for gradient in gradients if gradient is not None)
+
+    def _run_nodes(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> dict[str, Any]:
+        """Every value by its name: leaves, numbers, and what the ops give."""
+        values: dict[str, Any] = {**leaves, **self.numbers}
+        with _seeded() if self.random else nullcontext():
             for node in self.nodes:
                 values[node.name] = node.run(values, self.low, low)
-            made = values[self.result.name]
-            made = made if self.result.item is None else made[self.result.item]
-            if self.gradient is None:
-                return (made,)
-            incoming = leaves[self.gradient].to(made.dtype)
-            gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
-        return tuple(gradient for gradient in gradients if gradient is not None)
+        return values
+
+    def _result_in(self, values: Mapping[str, Any]) -> torch.Tensor:
+        made: Any = values[self.result.name]
+        result: torch.Tensor = made if self.result.item is None else made[self.result.item]
+        return result
 
 
 @contextmanager
@@ -129,11 +164,6 @@ def find_function(name: str) -> Callable[..., Any]:
     if name.startswith(METHOD) and name.endswith("_"):
         return lambda first, *args, **kwargs: function(first.clone(), *args, **kwargs)
     return function
-
-
-def widen(value: torch.Tensor) -> torch.Tensor:
-    """A floating-point tensor in fp32 at least."""
-    return cast(value, torch.float32)  # type: ignore[no-any-return]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

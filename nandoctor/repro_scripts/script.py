@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ _INDENT = "    "
 _WIDTH = 110
 _TENSOR_WIDTH = 100
 _MAX_NUMEL = 20_000
+_MAX_ASSIGNED = 12
 
 
 def write_script(program: Program, failure: Failure, mend: PassingCase | None, facts: Mapping[str, str]) -> str:
     """The script; `facts` are the labelled lines of its docstring."""
-    tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in program.leaves.items())
+    tensors = "\n".join(f"{name} = {write_tensor(leaf, name)}" for name, leaf in program.leaves.items())
     head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
     body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, mend))
     return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(program)), body]) + "\n"
@@ -179,7 +182,7 @@ def _reference(program: Program, failure: Failure) -> Iterator[str]:
 def _expectation(program: Program, failure: Failure) -> str:
     if not failure.finite_in_fp32:
         return "The same in fp32, from the same inputs."
-    got, exact = program.run(), program.run_in_fp32()
+    got, exact = program.run(), program.run_in(torch.float32)
     nonfinite = [ours[~torch.isfinite(theirs)] for theirs, ours in zip(got, exact, strict=True)]
     wanted = max(float(values.abs().max()) for values in nonfinite if len(values))
     limit = torch.finfo(got[0].dtype).max
@@ -199,24 +202,40 @@ def _mended_arguments(program: Program, mend: PassingCase) -> Iterable[str]:
     return [*leaves, *(f"{name}={mend.changes[name]}" for name in program.numbers if name in mend.changes)]
 
 
-def write_tensor(tensor: torch.Tensor) -> str:
+def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
     """An expression for a dense tensor, on several lines where one would be too long.
 
+    Where a `name` is given that the expression is assigned to, a few values among equal ones are assigned after it.
     Raises NanDoctorError for one of so many different values that nobody would read them.
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype)
     if tensor.numel() == 0:
         return f"torch.empty({shape}, dtype={dtype})"
     values = tensor.flatten().tolist()
-    if len(values) > 1 and all(value == values[0] for value in values):
-        return f"torch.full({shape}, {_write_number(values[0], tensor.dtype)}, dtype={dtype})"
-    if len(values) > _MAX_NUMEL:
+    texts = [*map(repr, values)]  # which tell -0.0 from 0.0, and take one NaN for another
+    usual = max(Counter(texts).items(), key=itemgetter(1))[0]
+    others = [place for place, text in enumerate(texts) if text != usual]
+    full = f"torch.full({shape}, {_write_number(values[texts.index(usual)], tensor.dtype)}, dtype={dtype})"
+    if len(values) > 1 and not others:
+        return full
+    if len(others) > _MAX_NUMEL:
         raise NanDoctorError(
-            f"It takes {len(values)} different values to fail, too many for a script.",
+            f"It takes {len(set(texts))} different values to fail, too many for a script.",
             remedy="`nandoctor replay -o report.json` keeps what is known of them.",
         )
     line = f"torch.tensor({_write_nested(tensor.tolist(), tensor.dtype)}, dtype={dtype})"
-    return line if len(line) <= _TENSOR_WIDTH else _wrap_tensor(line, dtype)
+    if len(line) <= _TENSOR_WIDTH:
+        return line
+    if not name or len(others) > _MAX_ASSIGNED:
+        return _wrap_tensor(line, dtype)
+    return "\n".join(
+        [full, *(f"{name}{_index(place, shape)} = {_write_number(values[place], tensor.dtype)}" for place in others)]
+    )
+
+
+def _index(place: int, shape: Sequence[int]) -> list[int]:
+    """The index of an element by its place in the flat tensor."""
+    return [int(part) for part in torch.unravel_index(torch.tensor(place), tuple(shape))]
 
 
 def write_value(value: Any) -> str:

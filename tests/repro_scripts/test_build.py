@@ -16,6 +16,7 @@ from torch import nn
 import nandoctor
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
+from nandoctor.repro_scripts.build import run_afresh
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLES = sorted((ROOT / "sample_dumps").glob("*.pth"))
@@ -150,6 +151,12 @@ def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path, heale
     done = run_bare(str(changed))
     assert done.returncode == 1
     assert message in done.stderr
+
+
+def test_a_script_runs_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch, "float16", None)
+    assert run_afresh("import torch\nassert torch.float16 is not None") is None
+    assert run_afresh("raise ValueError('as it is')") == "ValueError: as it is"
 
 
 @pytest.mark.parametrize("name", sorted(OUT_OF_REACH))

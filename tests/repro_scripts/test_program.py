@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_a_product_is_rounded_once_after_its_sum():
     product = program("torch.matmul", x * 2, y, mode="product")
     assert product.run()[0].tolist() == [[0.0]]  # 90000 on the way
     assert product.run()[0].dtype == torch.float16
-    assert product.run_in_fp32()[0].dtype == torch.float32
+    assert product.run_in(torch.float32)[0].dtype == torch.float32
 
 
 def test_a_finite_excerpt_has_no_failure():
@@ -93,6 +95,46 @@ def test_a_failure_by_range_does_not_become_another_failure():
     found = smallest(program("torch.reciprocal", half(1e-5, 1.0)))
     assert find_failure(found).finite_in_fp32
     assert found.leaves["x"].tolist() == half(1e-5).tolist()
+
+
+def test_a_divisor_is_not_shrunk_to_zero():
+    """1e30 / 1e-20 overflows fp32 and not float64; 1 / 0 overflows both."""
+    found = smallest(program("torch.div", torch.full((3, 4), 2e30), torch.full((3, 4), 2e-20)))
+    assert found.leaves["x"].shape == (1, 1)
+    assert found.leaves["y"].all()
+
+
+def test_an_overflow_of_lost_digits_stays_one():
+    """x / (v + 1e-8) overflows fp16 where v is small, and fp32 is finite for v = 0 as well."""
+    nodes = (
+        Node(name="denominator", function="torch.add", mode="plain", args=(Ref(name="v"), Ref(name="eps")), kwargs={}),
+        Node(name="made", function="torch.div", mode="plain", args=(Ref(name="x"), Ref(name="denominator")), kwargs={}),
+    )
+    leaves = {"v": torch.full((2, 3), 1e-5).half(), "x": torch.full((2, 3), 900.0).half()}
+    case = Program(nodes=nodes, result=Ref(name="made"), leaves=leaves, numbers={"eps": 1e-8}, low=torch.float16)
+    assert smallest(case).leaves["v"].all()
+
+
+def test_infinities_that_are_subtracted_stay():
+    found = smallest(program("torch.sub", torch.full((5,), INF), torch.full((5,), INF)))
+    assert [leaf.tolist() for leaf in found.leaves.values()] == [[INF], [INF]]
+
+
+def test_a_product_of_many_signs_becomes_one_of_constants():
+    signs = torch.tensor([1.0, -1.0]).repeat(150)
+    found = smallest(program("torch.matmul", signs[None] * 30, signs[:, None] * 30, mode="product"))
+    assert sum(leaf.numel() for leaf in found.leaves.values()) <= 150  # 900 * 73 is what fp16 cannot hold
+    assert all(len(leaf.unique()) == 1 for leaf in found.leaves.values())
+
+
+def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 4, 32, 32), torch.randn(8, 4, 3, 3) * 100
+    conv = replace(program("torch.nn.functional.conv2d", x, weight, mode="product"), gradient="grad", trained=("x",))
+    node = replace(conv.nodes[0], kwargs={"stride": [2, 2], "padding": [1, 1]})
+    found = smallest(replace(conv.with_leaves(grad=torch.randn(2, 8, 16, 16) * 3e3), nodes=(node,)))
+    assert found.result_shape == found.leaves["grad"].shape
+    assert sum(leaf.numel() for leaf in found.leaves.values()) < 40
 
 
 @pytest.mark.parametrize(
@@ -161,6 +203,16 @@ def test_a_literal_has_shape_dtype_and_values(tensor):
     again = eval(text, {"torch": torch, "inf": INF, "nan": NAN})
     assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(again, tensor)
+
+
+def test_a_few_values_among_equal_ones_are_assigned():
+    tensor = torch.zeros(30, 20)
+    tensor[3, 4], tensor[29, 0] = NAN, -0.0
+    text = f"x = {write_tensor(tensor, 'x')}"
+    assert text.splitlines()[1:] == ["x[3, 4] = nan", "x[29, 0] = -0.0"]
+    values = {"torch": torch, "nan": NAN}
+    exec(text, values)
+    assert repr(values["x"].tolist()) == repr(tensor.tolist())
 
 
 def test_what_nobody_would_read_is_refused():
