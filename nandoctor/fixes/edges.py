@@ -1,4 +1,4 @@
-"""What a change that keeps an argument within a domain does at its edge, where the derivative is infinite."""
+"""What a change that keeps an argument within bounds does at them: where a derivative, or the format, ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nandoctor.evidence.edits import ClampArgument, GuardArgument, SingleEdit
-from nandoctor.ops import DOMAINS
+from nandoctor.ops import DOMAINS, EXPONENTIALS
 from nandoctor.text import constant, number
 
 _PROBED = "_probed"
@@ -34,6 +34,20 @@ def text_at_edges(text: str, edit: ClampArgument | GuardArgument) -> str:
         sign = "<=" if edge == DOMAINS[edit.site.op].low else ">="
         made = f"torch.where({value} {sign} {edge}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
     return made
+
+
+def bound_of(edit: SingleEdit) -> float | None:
+    """The largest exponent that the edit leaves, None for any other edit; the powers of larger ones are lost."""
+    is_exponent = isinstance(edit, ClampArgument) and edit.site.op in EXPONENTIALS
+    return edit.high if isinstance(edit, ClampArgument) and is_exponent else None
+
+
+def text_past_bound(text: str, bound: float) -> str:
+    """The source text of an exponent with all of it between the bound and the largest one, in the same order."""
+    above = f"{_PROBED}.amax() - {bound}"
+    share = f"({_PROBED} - {_PROBED}.amin()) / ({_PROBED}.amax() - {_PROBED}.amin()).clamp(min=1e-9)"
+    made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
+    return f"torch.where(({_PROBED} := {text}).amax() > {bound}, {made}, {_PROBED})"
 
 
 def describe_cost(edits: Iterable[SingleEdit]) -> str:

@@ -22,8 +22,10 @@ from nandoctor.fixes.agreement import (
     gradients_finite,
     sample_errors,
 )
+from nandoctor.fixes.changed_statements import failing_op
 from nandoctor.fixes.edges import describe_cost, edges_of
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
+from nandoctor.fixes.source_changes import PastBound
 from nandoctor.fixes.variations import (
     NEARLY_THE_SAME,
     OTHER_SEED,
@@ -88,7 +90,10 @@ class Verifier:
         ]
         if written.at_edge is not None:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
-        judge_varied = cache(partial(self._judge_variation, written, change, scale))
+        if written.past_bound is not None:
+            criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
+        mended = change if isinstance(change, SourcePatch) and not _widens(edit) else None
+        judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
         criteria.append(("samples to blame alone", partial(self._judge_alone, change, judge_varied)))
         checks: list[Check] = []
         for name, judge in criteria:
@@ -164,6 +169,29 @@ class Verifier:
             return "failed", f"{what} not finite with arguments of exactly {told}"
         cost = describe_cost(edits)
         return "passed", f"finite with arguments of exactly {told}{f'; {cost}' if cost else ''}"
+
+    def _judge_past_bound(self, written: PastBound) -> Said:
+        """Say whether exponents that the change makes alike give what float64 gives without it.
+
+        One score past the bound of a softmax may be the largest still; two of them would tie.
+        """
+        trials = self._trials
+        if trials.numerics and not trials.exact().finite:
+            if self._smaller is None:
+                return "not-checked", "float64 overflows too"
+            _, trials = self._smaller
+        exact = trials.exact(written.unchanged)
+        made = compare(trials.reference(written.changed), exact)
+        if not exact.ran or not made.values:
+            return "not-checked", "the step cannot be run in float64 with such exponents"
+        usual = compare(exact, trials.exact()).values
+        off = max(
+            float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
+            for name, found in made.values.items()
+        )
+        return (
+            "passed" if off <= TOLERANCE else "failed"
+        ), f"{percent(off)} off float64 with all exponents past the bound"
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
@@ -257,8 +285,7 @@ class Verifier:
 
     def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:
         """Judge it among others at once; what does not pass so is run by itself, on the whole batch."""
-        widens = all(isinstance(single, KeepModule | KeepOp) for single in interventions.flatten((edit,)))
-        for tried in self._first_tries(name, widens=widens):
+        for tried in self._first_tries(name, widens=_widens(edit)):
             said = [judge(self._joined[names]) for names in tried]
             if all(status == "passed" for status, _ in said) and _AS_FP32 not in said:
                 others = dict.fromkeys(other for names in tried for other in names if other != name)
@@ -294,9 +321,17 @@ class Verifier:
         return said
 
     def _judge_variation(
-        self, written: WrittenChange, change: Change, scale: float | None, varied: Trials | None
+        self,
+        written: WrittenChange,
+        change: Change,
+        scale: float | None,
+        mended: SourcePatch | None,
+        varied: Trials | None,
     ) -> Said:
-        """Finite is asked for, and no more: elsewhere the step itself may magnify what fp16 rounds."""
+        """Finite is asked for, and no more: elsewhere the step itself may magnify what fp16 rounds.
+
+        Of what is `mended`, and not only kept in fp32, the whole statement has to be finite, even where fp32 is not.
+        """
         if written.kind == "data":
             return "not-checked", "the change is of this batch alone"
         if varied is None:
@@ -314,7 +349,13 @@ class Verifier:
             plain = self._trials.on(replace(varied.step, loss=surrogate_loss))
             if plain.run(*at_scale(change, 1.0)).finite:
                 return "passed", "output finite, gradients too where they do not grow with the output"
-        return self._excuse(made, varied.reference())
+        said = self._excuse(made, varied.reference())
+        is_excused = said[0] != "failed" and made.ran and not made.values_finite
+        traces = varied.trace(mended) if is_excused and mended is not None else None
+        failing = failing_op(mended, traces[0]) if mended is not None and traces is not None else None
+        if failing is None:
+            return said
+        return "failed", f"{failing.op} is not finite there, in a statement that the change is in"
 
     def _describe_finite(self, made: Result, lowered: float | None) -> str:
         """What was finite: gradients may be asked for and not there, and of a stand-in loss there is no value."""
@@ -333,6 +374,11 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
+
+
+def _widens(edit: Edit) -> bool:
+    """Tell whether a change does nothing but to keep code in fp32."""
+    return all(isinstance(single, KeepModule | KeepOp) for single in interventions.flatten((edit,)))
 
 
 def _not_run(name: str) -> Check:

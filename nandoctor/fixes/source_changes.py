@@ -6,13 +6,14 @@ What is written here is not trusted: the step is run with the text itself before
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
 
+from nandoctor.causes.base import ancestors
 from nandoctor.evidence.edits import (
     ChangedFile,
     ClampArgument,
@@ -28,11 +29,12 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
-from nandoctor.fixes.edges import edges_of, text_at_edges
-from nandoctor.fixes.guards import inside, outside, selects_by, write_average_loss, zero_where
+from nandoctor.fixes.edges import bound_of, edges_of
+from nandoctor.fixes.source_bounds import Probe, write_clamp, write_guard
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
+    FileChange,
     attribute_text,
     grouped,
     nodes_below,
@@ -45,7 +47,7 @@ from nandoctor.fixes.source_expression import (
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
 from nandoctor.fixes.titles import code_number
-from nandoctor.ops import CASTS, DIVISIONS, PRODUCTS
+from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
@@ -53,14 +55,11 @@ OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FileChange:
-    """What is to be replaced in one file, the `names` that it binds, and the assignments that it leaves `unread`."""
+class PastBound:
+    """A patch that clamps exponents, and one that does not, both with all of them between the bound and the largest."""
 
-    tree: SourceTree
-    names: set[str] = field(default_factory=set)
-    replacements: list[Replacement] = field(default_factory=list)
-    wraps: list[Wrap] = field(default_factory=list)
-    unread: list[cst.Assign] = field(default_factory=list)
+    changed: SourcePatch
+    unchanged: SourcePatch
 
 
 class SourceWriter:
@@ -68,18 +67,15 @@ class SourceWriter:
 
     def __init__(self, ops: Sequence[OpCall]) -> None:
         self._ops = ops
-        self._files: dict[str, _FileChange] = {}
-        self._at_edge = False
+        self._files: dict[str, FileChange] = {}
+        self._probe: Probe | None = None
 
-    def write(self, edits: Sequence[SingleEdit], *, at_edge: bool = False) -> SourcePatch | None:
+    def write(self, edits: Sequence[SingleEdit], probe: Probe | None = None) -> SourcePatch | None:
         """The patch that makes all of `edits`, None where one of them cannot be written.
 
-        With `at_edge` the arguments that are kept within a domain are put exactly on its edge first, wherever they are
-        there or beyond: what the change is to stand in another batch.
+        A `probe` moves the arguments that are kept within bounds first, to where another batch may have them.
         """
-        if at_edge and not any(map(edges_of, edits)):
-            return None
-        self._files, self._at_edge = {}, at_edge
+        self._files, self._probe = {}, probe
         try:
             for edit in edits:
                 self._write_one(edit)
@@ -87,6 +83,17 @@ class SourceWriter:
         except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError, OSError, UnicodeDecodeError):
             return None
         return SourcePatch(root=_root_of([file.path for file in files]), files=files) if files else None
+
+    def at_edge(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
+        """The patch with what is on the edge of a domain, or beyond, exactly there; None where none is kept."""
+        return self.write(edits, "edge") if any(map(edges_of, edits)) else None
+
+    def past_bound(self, edits: Sequence[SingleEdit]) -> PastBound | None:
+        """The patch, and the code without it, with exponents past their bound; None where none is bounded."""
+        bounded = [edit for edit in edits if bound_of(edit) is not None]
+        changed = self.write(edits, "past bound") if bounded else None
+        unchanged = self.write(bounded, "past bound alone") if bounded else None
+        return PastBound(changed=changed, unchanged=unchanged) if changed and unchanged else None
 
     def _write_one(self, edit: SingleEdit) -> None:
         if isinstance(edit, SetArgument):
@@ -99,7 +106,7 @@ class SourceWriter:
             change, expression = self._open(edit.site)
             change.replacements.append(expression.with_keyword(edit.argument, "True"))
         elif isinstance(edit, GuardArgument):
-            self._guard(edit)
+            write_guard(*self._open(edit.site), edit, self._probe)
         elif isinstance(edit, ScaleFirst):
             self._scale_first(edit)
         elif isinstance(edit, StableLog):
@@ -118,7 +125,7 @@ class SourceWriter:
                 text = with_import(change.tree, text)
             yield ChangedFile(path=path, before=change.tree.text, after=text)
 
-    def _open(self, site: OpSite) -> tuple[_FileChange, Expression]:
+    def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
         """The file of a site, and the expression that called its op."""
         source = site.source
         if source is None or not Path(source.file).is_file():
@@ -132,17 +139,17 @@ class SourceWriter:
             raise CannotWriteError  # the op stands in a module of torch, not in this line
         return change, expression
 
-    def _open_beside(self, change: _FileChange, expression: Expression, site: OpSite) -> Expression:
+    def _open_beside(self, change: FileChange, expression: Expression, site: OpSite) -> Expression:
         """The expression of a second op, in the function of the first: elsewhere its names mean something else."""
         other, found = self._open(site)
         if other is not change or change.tree.scope_of(found.node) is not change.tree.scope_of(expression.node):
             raise CannotWriteError
         return found
 
-    def _file(self, source: SourceLine) -> _FileChange:
+    def _file(self, source: SourceLine) -> FileChange:
         if source.file not in self._files:
             text = Path(source.file).read_text(encoding="utf-8")
-            self._files[source.file] = _FileChange(tree=parse_source(text))
+            self._files[source.file] = FileChange(tree=parse_source(text))
         return self._files[source.file]
 
     def _op_at(self, site: OpSite, source: SourceLine) -> OpCall | None:
@@ -223,85 +230,25 @@ class SourceWriter:
                         yield Expression(tree, node, op).cast_to_fp32()
 
     def _clamp(self, edit: ClampArgument) -> None:
+        """The clamp; in a statement that calls the function of other arguments too, of those as well."""
         change, expression = self._open(edit.site)
-        if edit.nan and not edit.argument:
-            self._take_zero(change, expression)
-            return
-        target = expression.argument_node(edit.argument) if edit.argument else expression.node
-        if not isinstance(target, cst.BaseExpression):
-            raise CannotWriteError
-        taken = self._argument(change, target, edit)
-        if edit.keeps_sign and edit.low is not None:
-            first, again, before = self._named(change, target, taken, "divisor")
-            low = code_number(edit.low)
-            is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
-            text = f"torch.where({is_near}, {low}, {again})"
-            change.replacements.extend(expression.with_texts({target: text}, before))
-            return
-        if edit.nan:
-            change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.nan_to_num(0.0)"}))
-            return
-        bounds = {"min": edit.low, "max": edit.high}
-        given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
-        change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.clamp({given})"}))
+        write_clamp(change, expression, edit, self._probe)
+        for other in self._others_like(change, expression) if edges_of(edit) else ():
+            with suppress(CannotWriteError):
+                write_clamp(change, other, edit, self._probe)
 
-    def _take_zero(self, change: _FileChange, expression: Expression) -> None:
-        """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
-        tree, node = change.tree, expression.node
-        if (loss := write_average_loss(expression)) is not None:
-            change.replacements.append(Replacement(node=node, text=loss))
-            return
-        if expression.op is not None and expression.op.op == "mean" and not expression.texts_after_first():
-            averaged = expression.argument_node("self")
-            first, again, before = self._named(change, averaged, tree.code(averaged), "averaged")
-            text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
-            change.replacements.append(Replacement(node=node, text=text, before=before))
-            return
-        tensors = list(expression.tensors())
-        tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
-        named = {tensor: self._named(change, tensor, tree.code(tensor), "averaged") for tensor in tensors}
-        whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
-        first, again, before = self._named(change, node, whole, "average")
-        spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
-        text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0))"
-        statements = tuple(line for _, _, lines in named.values() for line in lines)
-        change.replacements.append(Replacement(node=node, text=text, before=(*statements, *before)))
-
-    def _argument(self, change: _FileChange, node: cst.BaseExpression, edit: ClampArgument | GuardArgument) -> str:
-        """The text of an argument, put on the edge of its domain where that is asked for."""
-        text = change.tree.code(node)
-        return text_at_edges(text, edit) if self._at_edge and edges_of(edit) else text
-
-    def _named(
-        self, change: _FileChange, node: cst.CSTNode, text: str, wanted: str
-    ) -> tuple[str, str, tuple[str, ...]]:
-        """The text of a value that is needed more than once: the first time, then, and the statements before.
-
-        It is computed once, by a statement before its own or, where none can be put there, where it is needed first.
-        """
-        parsed = parse_expression(text)
-        if isinstance(parsed, (cst.Name, cst.Attribute)):
-            return text, text, ()
-        text = f"({text})" if parsed.lpar else text
-        name = change.tree.free_name(wanted, node, change.names)
-        change.names.add(name)
-        if change.tree.statement_of(node) is None:
-            return f"({name} := {text})", name, ()
-        return name, name, (f"{name} = {text}",)
-
-    def _guard(self, edit: GuardArgument) -> None:
-        change, expression = self._open(edit.site)
-        tree, node = change.tree, expression.spelled
-        argument = expression.argument_node(edit.argument)
-        is_selected = selects_by(tree, node, inside(edit, operand_text(tree, argument)))
-        first, again, before = self._named(change, expression.node, self._argument(change, argument, edit), "guarded")
-        if is_selected:
-            safe = f"torch.where({inside(edit, first, again)}, {again}, {edit.safe})"
-            text = text_with(tree, node, {argument: safe})
-        else:
-            safe = f"torch.where({outside(edit, again)}, {edit.safe}, {again})"
-            text = zero_where(outside(edit, first, again), tree, node, {argument: safe})
-        change.replacements.append(Replacement(node=expression.node, text=text, before=before))
+    def _others_like(self, change: FileChange, expression: Expression) -> Iterator[Expression]:
+        """The same function of other arguments in the statement: another batch may be on the edge there."""
+        tree, ops = change.tree, {op.order: op for op in self._ops}
+        statement, seen = tree.statement_of(expression.node), {expression.node}
+        assert expression.op is not None
+        for op in self._ops if statement is not None else ():
+            node = tree.find(op.source) if op.op == expression.op.op and op.source is not None else None
+            if node is None or node in seen or tree.statement_of(node) is not statement:
+                continue
+            seen.add(node)
+            if not _is_kept_off_zero(op, ops):
+                yield Expression(tree, node, op)
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         change, scale = self._open(edit.scale)
@@ -349,6 +296,14 @@ class SourceWriter:
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
+
+
+def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
+    """Tell whether the code adds a number to what the op takes, or bounds it from below."""
+    maker = next(ancestors(ops, op.inputs[0], 4, through=MOVES | CASTS), None)
+    scalars = dict(maker.scalars) if maker is not None else {}
+    is_bounded = maker is not None and maker.op in CLAMPS | MAXIMA | {"add"} and max(scalars.values(), default=0.0) > 0
+    return is_bounded or (maker is not None and maker.op == "exp")
 
 
 def _root_of(paths: Sequence[str]) -> str:

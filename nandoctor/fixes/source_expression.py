@@ -6,13 +6,14 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import libcst as cst
 import torch
 
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap
 from nandoctor.ops import PRODUCTS
 
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
@@ -305,3 +306,29 @@ def _in_fp32(tree: SourceTree, node: cst.BaseExpression) -> str:
 def attribute_text(tree: SourceTree, node: cst.BaseExpression, call: str) -> str:
     """The text of a method call on an expression."""
     return f"{operand_text(tree, node)}.{call}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChange:
+    """What is to be replaced in one file, the `names` that it binds, and the assignments that it leaves `unread`."""
+
+    tree: SourceTree
+    names: set[str] = field(default_factory=set)
+    replacements: list[Replacement] = field(default_factory=list)
+    wraps: list[Wrap] = field(default_factory=list)
+    unread: list[cst.Assign] = field(default_factory=list)
+
+    def named(self, node: cst.CSTNode, text: str, wanted: str) -> tuple[str, str, tuple[str, ...]]:
+        """The text of a value that is needed more than once: the first time, then, and the statements before.
+
+        It is computed once, by a statement before its own or, where none can be put there, where it is needed first.
+        """
+        parsed = parse_expression(text)
+        if isinstance(parsed, (cst.Name, cst.Attribute)):
+            return text, text, ()
+        text = f"({text})" if parsed.lpar else text
+        name = self.tree.free_name(wanted, node, self.names)
+        self.names.add(name)
+        if self.tree.statement_of(node) is None:
+            return f"({name} := {text})", name, ()
+        return name, name, (f"{name} = {text}",)

@@ -31,7 +31,7 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
-from nandoctor.fixes.source_changes import SourceWriter
+from nandoctor.fixes.source_changes import PastBound, SourceWriter
 from nandoctor.fixes.titles import code_number, write_title
 
 ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]
@@ -48,7 +48,8 @@ class WrittenChange:
     """A change in words and as text; `change` is that text as a run takes it, None for a setting and for advice.
 
     `settings` are the loss scale and the dtype of autocast, where the change is one of them. `at_edge` is the patch
-    with the arguments that it keeps within a domain put on the edge, None where it keeps none so.
+    with the arguments that it keeps within a domain put on the edge, `past_bound` those with exponents past the bound
+    that it sets; None where it keeps none so.
     """
 
     kind: ChangeKind
@@ -57,6 +58,7 @@ class WrittenChange:
     change: PrintedChange | None = None
     settings: FixSettings | None = None
     at_edge: SourcePatch | None = None
+    past_bound: PastBound | None = None
 
 
 class ChangeWriter:
@@ -72,8 +74,14 @@ class ChangeWriter:
         title = write_title(edit)
         patch = self._source.write(singles)
         if patch is not None:
-            at_edge = self._source.write(singles, at_edge=True)
-            yield WrittenChange(kind="source", title=title, text=patch.diff, change=patch, at_edge=at_edge)
+            yield WrittenChange(
+                kind="source",
+                title=title,
+                text=patch.diff,
+                change=patch,
+                at_edge=self._source.at_edge(singles),
+                past_bound=self._source.past_bound(singles),
+            )
         settings = _settings_of(singles)
         if settings is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)

@@ -1,0 +1,165 @@
+"""Writes what keeps an argument within bounds, or an average of nothing at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import libcst as cst
+
+from nandoctor.evidence.edits import ClampArgument, GuardArgument
+from nandoctor.fixes.edges import bound_of, edges_of, text_at_edges, text_past_bound
+from nandoctor.fixes.source_expression import (
+    CannotWriteError,
+    Expression,
+    FileChange,
+    grouped,
+    operand_text,
+    operator_text,
+    target_of,
+    text_with,
+)
+from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.fixes.titles import code_number
+
+Probe = Literal["edge", "past bound", "past bound alone"]
+"""Arguments on the edge of a domain; exponents past the bound that a clamp sets, and the same without the clamp."""
+
+
+def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument, probe: Probe | None) -> None:
+    """Write a clamp of an argument, or of what the op returns."""
+    if edit.nan and not edit.argument:
+        _take_zero(change, expression)
+        return
+    target = expression.argument_node(edit.argument) if edit.argument else expression.node
+    if not isinstance(target, cst.BaseExpression):
+        raise CannotWriteError
+    taken = _argument(change, target, edit, probe)
+    if edit.keeps_sign and edit.low is not None:
+        first, again, before = change.named(target, taken, "divisor")
+        low = code_number(edit.low)
+        is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
+        text = f"torch.where({is_near}, {low}, {again})"
+        change.replacements.extend(expression.with_texts({target: text}, before))
+        return
+    if edit.nan:
+        change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.nan_to_num(0.0)"}))
+        return
+    if probe == "past bound alone":
+        change.replacements.extend(expression.with_texts({target: taken}))
+        return
+    bounds = {"min": edit.low, "max": edit.high}
+    given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
+    change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.clamp({given})"}))
+
+
+def _take_zero(change: FileChange, expression: Expression) -> None:
+    """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
+    tree, node = change.tree, expression.node
+    if (loss := _write_average_loss(expression)) is not None:
+        change.replacements.append(Replacement(node=node, text=loss))
+        return
+    if expression.op is not None and expression.op.op == "mean" and not expression.texts_after_first():
+        averaged = expression.argument_node("self")
+        first, again, before = change.named(averaged, tree.code(averaged), "averaged")
+        text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
+        change.replacements.append(Replacement(node=node, text=text, before=before))
+        return
+    tensors = list(expression.tensors())
+    tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
+    named = {tensor: change.named(tensor, tree.code(tensor), "averaged") for tensor in tensors}
+    whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
+    first, again, before = change.named(node, whole, "average")
+    spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
+    text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0))"
+    statements = tuple(line for _, _, lines in named.values() for line in lines)
+    change.replacements.append(Replacement(node=node, text=text, before=(*statements, *before)))
+
+
+def _argument(
+    change: FileChange, node: cst.BaseExpression, edit: ClampArgument | GuardArgument, probe: Probe | None
+) -> str:
+    """The text of an argument, moved to the edge of its domain or past its bound where that is asked for."""
+    text, bound = change.tree.code(node), bound_of(edit)
+    if probe == "edge":
+        return text_at_edges(text, edit) if edges_of(edit) else text
+    return text_past_bound(text, bound) if probe is not None and bound is not None else text
+
+
+def write_guard(change: FileChange, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
+    """Write an op that is 0 where its argument is not _inside, and has no gradient there."""
+    tree, node = change.tree, expression.spelled
+    argument = expression.argument_node(edit.argument)
+    is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
+    first, again, before = change.named(expression.node, _argument(change, argument, edit, probe), "guarded")
+    if is_selected:
+        safe = f"torch.where({_inside(edit, first, again)}, {again}, {edit.safe})"
+        text = text_with(tree, node, {argument: safe})
+    else:
+        safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
+        text = _zero_where(_outside(edit, first, again), tree, node, {argument: safe})
+    change.replacements.append(Replacement(node=expression.node, text=text, before=before))
+
+
+def _zero_where(
+    condition: str, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, texts: Mapping[cst.CSTNode, str]
+) -> str:
+    """An expression with other text for some of its arguments, and 0 where the condition holds: in place as it was."""
+    if isinstance(node, cst.AugAssign):
+        ((_, text),) = texts.items()
+        target = target_of(node)
+        operator = operator_text(tree, node)
+        return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
+    changed = text_with(tree, node, texts)
+    writes = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value.endswith("_")
+    return f"{changed}.masked_fill_({condition}, 0.0)" if writes else f"torch.where({condition}, 0.0, {changed})"
+
+
+def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
+    """The condition under which an argument is kept: strictly between the ends, or not zero."""
+    return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
+
+
+def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
+    """The condition under which it is not; neither holds for NaN, which is to stay."""
+    return _condition([("<=", edit.low), (">=", edit.high)], "|", "== 0", (first, again or first))
+
+
+def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: str, texts: tuple[str, str]) -> str:
+    first, again = texts
+    given = [(sign, code_number(end)) for sign, end in ends if end is not None]
+    parts = [f"{again if place else first} {sign} {end}" for place, (sign, end) in enumerate(given)]
+    return f" {joint} ".join(f"({part})" for part in parts) if len(parts) > 1 else (parts or [f"{first} {at_zero}"])[0]
+
+
+def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
+    """Tell whether an expression is the value of a `where` that takes it under this very condition."""
+    call = next((parent for parent in tree.ancestors(node) if isinstance(parent, cst.Call)), None)
+    arguments = [arg.value for arg in call.args] if call is not None else []
+    is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
+    return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
+
+
+_PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {
+    "binary_cross_entropy_with_logits"
+}
+_PER_LABEL = frozenset({"cross_entropy", "nll_loss"})
+_NOT_A_CLASS = "-100"
+
+
+def _write_average_loss(expression: Expression) -> str | None:
+    """The text of a loss that averages, and is 0 of nothing; None where it is called in another way."""
+    call, made_by = expression.node, expression.op.op if expression.op is not None else ""
+    if not isinstance(call, cst.Call) or any(arg.star for arg in call.args):
+        return None
+    name = call.func.attr.value if isinstance(call.func, cst.Attribute) else expression.tree.code(call.func)
+    given = {arg.keyword.value: expression.tree.code(arg.value) for arg in call.args if arg.keyword}
+    positional = [expression.tree.code(arg.value) for arg in call.args if arg.keyword is None]
+    if len(positional) != 2 or expression.argument("self") != positional[0] or given.keys() - {"ignore_index"}:
+        return None
+    total = expression.with_keyword("reduction", '"sum"').text
+    if name in _PER_ELEMENT:
+        return f"{total} / max({grouped(positional[0])}.numel(), 1)"
+    if name in _PER_LABEL and made_by.startswith("nll_loss"):  # of labels, not of probabilities
+        return f"{total} / ({positional[1]} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
+    return None

@@ -1,0 +1,72 @@
+"""Clamps that hold on the failing batch, and what the verification asks of them beyond it."""
+
+import pytest
+import torch
+
+import nandoctor
+
+FILE = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        BODY
+
+    def powers(self, x):
+        return torch.exp(self.lift(x))
+"""
+SOFTMAX = "w = self.powers(x); return w / w.sum(-1, keepdim=True)"
+ATTENTION = "w = self.powers(x) * (x != 7); return (w / (w.sum(1, keepdim=True) + 1e-6)) @ x.t() / 100"
+GATE = "top, index = self.powers(x).topk(2); return top[:, 0] / top.sum(-1)"
+HALF = "s = self.lift(x).float(); return torch.log(s) * 0 + torch.sqrt(15 - s)"
+ENTROPY = "p = torch.sigmoid(self.lift(x)).mul(1); return -(p * torch.log(p) + (1 - p) * torch.log(1 - p))"
+SHIFTED = "h = self.lift(x).relu(); return torch.log(h) * 0 + torch.log(h + 1e-3) + torch.log(1 + h.exp())"
+
+
+def fixes(body, x, folder):
+    (folder / "net.py").write_text(FILE.replace("BODY", body.replace("; ", "\n        ")))
+    torch.save({"state_dict": {"lift.weight": torch.eye(4)}, "x": torch.tensor(x)}, folder / "dump.pth")
+    return nandoctor.replay(folder / "dump.pth", f"{folder / 'net.py'}:Net", max_trials=60).report.fixes
+
+
+def failed(fix):
+    return [check.name for check in fix.checks if check.status == "failed"]
+
+
+@pytest.mark.parametrize(
+    ("body", "top"),
+    [
+        pytest.param(SOFTMAX, 100.0, id="softmax"),
+        *(pytest.param(body, 100.0, marks=pytest.mark.slow) for body in (ATTENTION, GATE)),
+        *(pytest.param(body, 900.0, marks=pytest.mark.slow) for body in (SOFTMAX, ATTENTION, GATE)),
+    ],
+)
+def test_a_clamp_by_which_scores_would_tie_is_refused(body, top, tmp_path):
+    rows = [[0.1, -0.2, 0.3, 0.5], [0.0, 0.0, top, 0.0], [0.5, 1.0, -1.0, 0.2]]
+    (clamp,) = [fix for fix in fixes(body, rows, tmp_path) if fix.kind == "source" and "clamp(max=" in fix.patch]
+    assert (clamp.outcome.finite, failed(clamp)) == (True, ["exponents past the bound"])
+
+
+def test_every_logarithm_of_a_statement_is_clamped(tmp_path):
+    first, *_ = fixes(ENTROPY, [[0.1, 0.2, 0.3, 40.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
+    assert first.verified
+    assert first.patch.count("clamp") == 2
+
+
+@pytest.mark.slow
+def test_logarithms_that_stay_off_zero_are_left_alone(tmp_path):
+    first, *_ = fixes(SHIFTED, [[0.1, 0.2, 0.3, -4.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
+    assert first.verified
+    assert first.patch.count("clamp") == 1
+
+
+def test_what_fails_beside_a_clamp_is_told(tmp_path):
+    """Doubled inputs take the root below 0, in fp32 as well."""
+    found = fixes(HALF, [[10.0, 1e-9, 0.2, 10.0], [0.5, 1.0, 1.0, 0.2]], tmp_path)
+    clamp = next(fix for fix in found if fix.kind == "source" and "clamp" in fix.patch)
+    assert failed(clamp) == ["inputs doubled"]
