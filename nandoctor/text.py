@@ -172,6 +172,11 @@ def kinds_text(kinds: Iterable[str]) -> str:
     return join_words([_KINDS.get(kind, printable(kind)) for kind in kinds]) or "non-finite values"
 
 
+def nonfinite_part(kinds: Iterable[str], num_bad: int, numel: int, noun: str = "") -> str:
+    """How many of a tensor's values are non-finite: "NaN in 8 of 32", "NaN and +Inf in 1 of 32 values"."""
+    return f"{kinds_text(kinds)} in {part_of(num_bad, numel, noun)}"
+
+
 def byte_size(nbytes: int) -> str:
     """A file's size in decimal units: 812 bytes, 1.25 MB."""
     if nbytes < 1000:

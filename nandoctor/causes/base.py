@@ -12,7 +12,7 @@ from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, DOMAINS, FILLS, MAXIMA, MOVES, PRODUCTS, SINGULAR_INPUTS, UNFILLED
-from nandoctor.text import are, excess, kinds_text, number, part_of
+from nandoctor.text import are, excess, nonfinite_part, number, part_of
 
 _NEVER_NEGATIVE = frozenset(
     """abs square exp exp2 softmax sigmoid relu relu6 softplus sqrt rsqrt acos acosh cosh norm linalg_vector_norm
@@ -265,7 +265,7 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     """How large the incoming gradient is, and how much of the outgoing one is non-finite."""
     analysis = finding.analysis
     incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
-    outgoing = f"{kinds_text(analysis.kinds)} in {part_of(analysis.num_bad, analysis.numel, 'outgoing element')}"
+    outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
     reached = (
         Evidence(name="grad_output_absmax", value=value, text=f"the incoming gradient reaches {number(value)}")
         for value in sorted(incoming)[-1:]

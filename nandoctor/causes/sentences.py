@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, NonfiniteCounts, OpCall
 from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
-from nandoctor.text import code, kinds_text, number, part_of
+from nandoctor.text import code, nonfinite_part, number
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
@@ -124,4 +124,4 @@ def how_nonfinite(counts: NonfiniteCounts | None, numel: int) -> str:
     """Which values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
     if counts is None or not counts.num_bad:
         return "is non-finite"
-    return f"is {kinds_text(counts.kinds)} in {part_of(counts.num_bad, numel, 'value')}"
+    return f"is {nonfinite_part(counts.kinds, counts.num_bad, numel, 'value')}"

@@ -14,7 +14,7 @@ from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Origin, Reproduction
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.text import file_line, join_first, part_of, plural, samples_text
+from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plural, samples_text
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
@@ -162,9 +162,6 @@ def describe_idle_state(verdict: Verdict, dump: DumpSummary) -> tuple[str, ...]:
     )
 
 
-_KIND_NAMES = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
-
-
 def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: Reproduction) -> Verdict:
     """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
@@ -250,8 +247,7 @@ def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     found = count_nonfinite(stats, trace)
     if not found.kinds:
         return f"some of {plural(stats.numel, 'element')}"
-    kinds = " and ".join(_KIND_NAMES[kind] for kind in found.kinds)
-    text = f"{kinds} in {part_of(found.num_bad, found.numel, 'element')}"
+    text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
         text += f" ({samples_text(found.samples, stats.shape[0])})"
     return text

@@ -15,7 +15,7 @@ from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.renderers.facts import Fact, describe_reproduction, short_name
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import kinds_text, ordinal, part_of, printable, samples_text
+from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
 
 _MOST_CARETS = 4
 """An expression over more lines is marked by its lines alone."""
@@ -114,7 +114,7 @@ def _remark(report: Report) -> str:
     if report.origin is None or not report.origin.elements.kinds:
         return ""
     found = report.origin.elements
-    return f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel, 'value')}"
+    return nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
 
 
 def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[ExcerptLine]:

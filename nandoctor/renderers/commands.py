@@ -56,8 +56,8 @@ def page_command(report: Report) -> str | None:
 
 
 def fix_command(report: Report, *rest: str) -> str | None:
-    """What applies the first verified fix, or another one as `rest` says."""
-    return _command("fix", report, *(rest or ("--write",)))
+    """What prints the first verified fix, or what `rest` says."""
+    return _command("fix", report, *rest)
 
 
 def verify_command(report: Report) -> str | None:

@@ -24,7 +24,7 @@ from nandoctor.text import (
     brief,
     excess,
     join_first,
-    kinds_text,
+    nonfinite_part,
     number,
     part_of,
     plural,
@@ -156,7 +156,7 @@ def describe_origin(origin: Origin) -> str:
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
     found = origin.elements
-    damage = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}"
+    damage = nonfinite_part(found.kinds, found.num_bad, found.numel)
     what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
@@ -196,7 +196,7 @@ def _describe_place(first: FirstNonfinite, report: Report) -> str:
 def _describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
     found = first.elements
-    extent = f"{kinds_text(found.kinds)} in {part_of(found.num_bad, found.numel)}" if found.kinds else "not counted"
+    extent = nonfinite_part(found.kinds, found.num_bad, found.numel) if found.kinds else "not counted"
     if found.samples and len(first.value.shape) > 1:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""

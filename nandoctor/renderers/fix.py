@@ -12,7 +12,7 @@ from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
 from nandoctor.renderers.facts import Fact
-from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, name_checks
+from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, every_check
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import constant, printable
 
@@ -53,9 +53,7 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
 def _facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     chosen = choice.fix
     yield Fact(label="result", text=describe_outcome(chosen.outcome))
-    for check in chosen.checks:
-        label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
-        yield Fact(label=label, text=f"{name_checks([check])}: {printable(check.text)}")
+    yield from every_check(chosen)
     yield from reason_facts(chosen)
     if chosen.kind != "source":
         yield Fact(label="where", text=WHERE_TO_RUN[chosen.kind])

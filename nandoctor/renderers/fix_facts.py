@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -38,10 +38,10 @@ from nandoctor.text import (
 )
 
 _MAX_LISTED = 3
-_MAX_PATCH_LINES = 40
+_MAX_DIFF_LINES, _MAX_CODE_LINES = 40, 16
 _TOLD_IN_FULL = ("output", "gradients")
-"""Of the loss and of variations of the batch the names say enough."""
-_REASONS_ON_A_SCREEN = 2
+"""The others, of the loss and of variations of the batch, are counted."""
+_REASONS = 2
 _SHOWN_BESIDE = 1
 _NEAR = 2
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
@@ -57,7 +57,8 @@ class ShownFix:
     """A fix as people read it; `patch` holds its lines, and all text is printable.
 
     `state` is "verified", "off" (finite, and not verified: too far from fp32, or never run as text) or "failed", and
-    `result` says so in words. `facts` tell what was checked, what was not, and how it is applied.
+    `result` says so in words. `facts` tell what was checked, what was not, and how it is applied; `checks` has a line
+    for each check.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class ShownFix:
     result: str
     outcome: str
     facts: tuple[Fact, ...]
+    checks: tuple[Fact, ...]
 
     @property
     def verified(self) -> bool:
@@ -74,19 +76,16 @@ class ShownFix:
         return self.state == "verified"
 
 
-def list_fixes(report: Report, *, brief: bool = False) -> tuple[ShownFix, ...]:
-    """The verified fixes first, smallest change first; then those that are off, then those that failed.
-
-    In `brief`, for a screen, what was checked takes two lines.
-    """
-    fixes = [_show_fix(fix, report, brief=brief) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
+def list_fixes(report: Report) -> tuple[ShownFix, ...]:
+    """The verified fixes first, smallest change first; then those that are off, then those that failed."""
+    fixes = [_show_fix(fix, report) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
     return tuple(sorted(fixes, key=lambda fix: _STATES.index(fix.state)))
 
 
 _STATES: tuple[FixState, ...] = ("verified", "off", "failed")
 
 
-def _show_fix(fix: Fix, report: Report, *, brief: bool) -> ShownFix:
+def _show_fix(fix: Fix, report: Report) -> ShownFix:
     state, result = _judge(fix, report)
     return ShownFix(
         kind=fix.kind,
@@ -95,7 +94,8 @@ def _show_fix(fix: Fix, report: Report, *, brief: bool) -> ShownFix:
         state=state,
         result=result,
         outcome=describe_outcome(fix.outcome),
-        facts=(*_how_to_apply(fix, report), *check_facts(fix, brief=brief), *reason_facts(fix)),
+        facts=(*_how_to_apply(fix, report), *check_facts(fix), *reason_facts(fix)),
+        checks=tuple(every_check(fix)),
     )
 
 
@@ -117,36 +117,36 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     return "off", "finite when tried, but not written as code"
 
 
-def check_facts(fix: Fix, *, brief: bool = False) -> Iterator[Fact]:
-    """What was checked and what was not; in `brief` no asides, a number of the variations, and fewer reasons."""
+def check_facts(fix: Fix) -> Iterator[Fact]:
+    """What was checked and what was not, in two lines; `every_check` tells the rest."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [_describe_check(check) for check in passed if check.name in _TOLD_IN_FULL]
+        told = [_describe_check(check).partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
         others = [check for check in passed if check.name not in _TOLD_IN_FULL]
-        if brief:
-            told = [text.partition("; ")[0] for text in told]
-        names = f"{len(others)} more checks" if brief and len(others) > 1 else name_checks(others)
-        yield Fact(label="checked", text="; ".join(filter(None, [*told, names])))
+        more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
+        yield Fact(label="checked", text="; ".join(filter(None, [*told, more])))
     if skipped:
-        reasons = _REASONS_ON_A_SCREEN if brief else len(skipped)
-        told = [_describe_check(check) for check in skipped[:reasons]]
-        yield Fact(label="not checked", text="; ".join(filter(None, [*told, name_checks(skipped[reasons:])])))
+        told = [_describe_check(check) for check in skipped[:_REASONS]]
+        names = ", ".join(map(_name_check, skipped[_REASONS:]))
+        yield Fact(label="not checked", text="; ".join(filter(None, [*told, names])))
 
 
-def name_checks(checks: Iterable[Check]) -> str:
-    """The names of checks, with the number of samples where they were not asked of the whole batch."""
-    named = []
-    for samples, group in groupby(checks, key=lambda check: check.samples):
-        names = [printable(check.name) for check in group]
-        each = " each" if len(names) > 1 else ""
-        named.append(", ".join(names) + (f" ({plural(len(samples), 'sample')}{each})" if samples is not None else ""))
-    return ", ".join(named)
+def every_check(fix: Fix) -> Iterator[Fact]:
+    """A line for each check, passed or not."""
+    for check in fix.checks:
+        label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
+        yield Fact(label=label, text=f"{_name_check(check)}: {printable(check.text)}")
+
+
+def _name_check(check: Check) -> str:
+    """Its name, with the number of samples where it was not asked of the whole batch."""
+    return printable(check.name) + (f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else "")
 
 
 def _describe_check(check: Check) -> str:
     """What was found, under the name of the check where the sentence does not begin with it."""
-    name, text = name_checks([check]), printable(check.text)
+    name, text = _name_check(check), printable(check.text)
     if text.startswith(name):
         return text
     return f"{name} {text}" if check.status == "passed" else f"{name}: {text}"
@@ -202,7 +202,7 @@ class FixSummary:
 
 def summarize_fixes(report: Report) -> FixSummary | None:
     """The first verified fix, or what was tried where none is and why; None where none was looked for."""
-    fixes = list_fixes(report, brief=True)
+    fixes = list_fixes(report)
     verified = [fix for fix in fixes if fix.verified]
     if not verified:
         tried = tuple(Fact(label="tried", text=f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
@@ -215,10 +215,12 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
     untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
     refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
+    patch, left = _shorten_patch(first)
+    rest = [Fact(label="all of it", text=command, is_command=True)] if left and (command := fix_command(report)) else []
     return FixSummary(
         heading=f"Fix{of}, verified{where}: {first.title}",
-        patch=_shorten_patch(first.patch),
-        facts=(*first.facts, *alternatives, *refused),
+        patch=patch,
+        facts=(*rest, *first.facts, *alternatives, *refused),
     )
 
 
@@ -274,11 +276,12 @@ def _find_untold(report: Report) -> list[EpsUse]:
     return [use for use in report.eps_audit if use.effect == "zero" and not told]
 
 
-def _shorten_patch(patch: Sequence[str]) -> tuple[str, ...]:
-    lines = list(_trim_context(patch))
-    left = len(lines) - _MAX_PATCH_LINES
-    more = (f"... {plural(left, 'more line')} in the report",) if left > 0 else ()
-    return (*lines[:_MAX_PATCH_LINES], *more)
+def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
+    """The lines of a fix for a screen, and how many are left out: a diff is to be pasted, so that it has more."""
+    lines, most = list(_trim_context(fix.patch)), _MAX_DIFF_LINES if fix.kind == "source" else _MAX_CODE_LINES
+    left = max(len(lines) - most, 0)
+    more = [f"... {plural(left, 'more line')}"] if left else []
+    return (*lines[:most], *more), left
 
 
 def _trim_context(patch: Sequence[str]) -> Iterator[str]:

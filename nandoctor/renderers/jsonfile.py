@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nandoctor.causes.registry import CAUSES
 from nandoctor.errors import ReportError
@@ -16,6 +16,7 @@ from nandoctor.evidence.serialization import describe_schema, from_plain, to_pla
 from nandoctor.renderers.atomic_write import write_text
 
 _MAX_NBYTES = 1 << 30
+_WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."
 
 
 def dumps(record: Any) -> str:
@@ -69,9 +70,7 @@ def _parse(path: str | os.PathLike[str]) -> Any:
             f"{path} cannot be read: {error.strerror or error}.", remedy="Check the path of the saved report."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ReportError(
-            f"{path} is not JSON.", remedy="A report is the .json file that `nandoctor replay -o report.json` writes."
-        ) from error
+        raise ReportError(f"{path} is not JSON.", remedy=_WHAT_A_REPORT_IS) from error
 
 
 def _check_schema(data: Any, path: str | os.PathLike[str]) -> None:
@@ -79,22 +78,14 @@ def _check_schema(data: Any, path: str | os.PathLike[str]) -> None:
     if schema == SCHEMA:
         return
     family, _, version = SCHEMA.partition("/")
-    found = str(schema).partition("/")
-    if found[0] == family and found[2].isdecimal():
-        _refuse_version(path, schema, is_newer=int(found[2]) > int(version))
-    raise ReportError(
-        f"{path} is not a nandoctor report: its schema is {schema!r}, not {SCHEMA!r}.",
-        remedy="A report is the .json file that `nandoctor replay -o report.json` writes.",
-    )
-
-
-def _refuse_version(path: str | os.PathLike[str], schema: Any, *, is_newer: bool) -> NoReturn:
-    if is_newer:
+    found, _, other = str(schema).partition("/")
+    if found != family or not other.isdecimal():
         raise ReportError(
-            f"{path} was written by a newer nandoctor: its schema is {schema}, this version reads {SCHEMA}.",
-            remedy="Upgrade nandoctor, or make the report again with this version.",
+            f"{path} is not a nandoctor report: its schema is {schema!r}, not {SCHEMA!r}.", remedy=_WHAT_A_REPORT_IS
         )
+    age, remedy = "an older", "Replay the dump again: nandoctor replay DUMP -o report.json."
+    if int(other) > int(version):
+        age, remedy = "a newer", "Upgrade nandoctor, or make the report again with this version."
     raise ReportError(
-        f"{path} was written by an older nandoctor: its schema is {schema}, this version reads {SCHEMA}.",
-        remedy="Replay the dump again: nandoctor replay DUMP -o report.json.",
+        f"{path} was written by {age} nandoctor: its schema is {schema}, this version reads {SCHEMA}.", remedy=remedy
     )

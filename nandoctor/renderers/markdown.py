@@ -147,11 +147,11 @@ def _fold(summary: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _layers(table: LayerTable) -> Iterator[str]:
-    yield f"| | {' | '.join(table.headings)} |"
-    yield f"|---|{'---|' * len(table.headings)}"
-    for row in table.rows:
-        cells = (row.mark, row.layer, row.type, row.autocast, row.fp32, row.rel_err, bits_text(row.headroom_bits))
-        yield f"| {' | '.join(map(escape, cells))} |"
+    rows = [
+        (row.mark, row.layer, row.type, row.autocast, row.fp32, row.rel_err, bits_text(row.headroom_bits))
+        for row in table.rows
+    ]
+    yield from _table(("", *table.headings), rows)
     if table.legend:
         yield from ("", escape(table.legend))
 
@@ -166,9 +166,4 @@ def _notes(report: Report) -> Iterator[str]:
         ("device", where.device),
         ("dump", report.dump.path),
     )
-    yield from _facts(
-        [
-            *(Fact(label=name, text=text) for name, text in versions),
-            *note_facts(report),
-        ]
-    )
+    yield from _facts([*(Fact(label=name, text=text) for name, text in versions), *note_facts(report)])

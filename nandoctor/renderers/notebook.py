@@ -19,7 +19,7 @@ from nandoctor.evidence.trace import Place, SourceLine, TensorStats
 from nandoctor.renderers.diff import describe_change
 from nandoctor.renderers.facts import describe_origin
 from nandoctor.renderers.fix import code_of
-from nandoctor.renderers.fix_facts import check_facts, describe_outcome
+from nandoctor.renderers.fix_facts import describe_outcome, every_check
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.renderers.notebook_card import report_html, rows_html
 from nandoctor.renderers.progress import ReplayBar
@@ -76,7 +76,7 @@ def _rows(record: Any) -> Iterator[tuple[str, str]]:
         yield "fix", record.title
         yield "patch", code_of(record)
         yield "result", describe_outcome(record.outcome)
-        yield from ((fact.label, fact.text) for fact in (*check_facts(record), *reason_facts(record)))
+        yield from ((fact.label, fact.text) for fact in (*every_check(record), *reason_facts(record)))
         return
     if isinstance(record, Origin):
         yield "", describe_origin(record)

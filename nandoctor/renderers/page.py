@@ -38,9 +38,8 @@ from nandoctor.renderers.verdicts import VERDICTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A plot of the page: its kind, a heading, what it shows in a sentence, and the drawing."""
+    """A plot of the page: a heading, what it shows in a sentence, and the drawing."""
 
-    kind: str
     heading: str
     finding: str
     svg: Markup
@@ -74,14 +73,14 @@ def report_page(report: Report) -> str:
         sample=report.sample,
         sample_caption=caption(report.sample) if report.sample else "",
         sample_html=view_html(report.sample) if report.sample else "",
-        plots={plot.kind: plot for plot in _draw_plots(report)},
+        plots=dict(_draw_plots(report)),
         tree=make_tree(report),
         markdown=report_markdown(report).splitlines(),
     )
 
 
-def _draw_plots(report: Report) -> Iterator[Plot]:
-    """The plots that this report has the numbers for."""
+def _draw_plots(report: Report) -> Iterator[tuple[str, Plot]]:
+    """By kind, the plots that this report has the numbers for."""
     for kind, plot in PLOTS.items():
         if kind == "origin" and is_uniform(report):
             continue
@@ -93,4 +92,4 @@ def _draw_plots(report: Report) -> Iterator[Plot]:
         for figure in figures.values():
             figure.suptitle("")  # a line of the page breaks where the page does
         drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
-        yield Plot(kind=kind, heading=plot.title, finding=finding, svg=for_page_and_phone(*drawings))
+        yield kind, Plot(heading=plot.title, finding=finding, svg=for_page_and_phone(*drawings))

@@ -18,6 +18,7 @@ LAYERS_AFTER = 2
 class TableRow:
     """One layer. `headroom_bits` is that of the fp32 value, or of autocast's where fp32 has none; inf for all zero.
 
+    `room` is its share of what values near one have, 0 to 1, for a bar.
     `first_nonfinite` marks the first non-finite layer, `unholdable` the first whose fp32 value the format cannot hold.
     """
 
@@ -28,6 +29,7 @@ class TableRow:
     rel_err: str
     inherited_err: str
     headroom_bits: float | None
+    room: float
     finite: bool
     first_nonfinite: bool
     unholdable: bool
@@ -42,7 +44,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
-    """A few rows out of all layers. `full_bits` is the headroom, in bits, of values near one: a full bar.
+    """A few rows out of all layers.
 
     `common` is the module path that every name begins with, and that may be left off where room is scarce.
     """
@@ -52,7 +54,6 @@ class LayerTable:
     headings: tuple[str, ...]
     rows: tuple[TableRow, ...]
     legend: str
-    full_bits: int
 
 
 def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYERS_AFTER) -> LayerTable | None:
@@ -73,7 +74,6 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
         headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
         rows=rows,
         legend="; ".join(_legend(rows, layers, report.runs)),
-        full_bits=low.max_exponent + 1,
     )
 
 
@@ -86,7 +86,7 @@ def common_path(modules: Iterable[str]) -> str:
 
 def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
     """One call in both runs."""
-    row = pair.autocast
+    row, bits = pair.autocast, _headroom(pair)
     return TableRow(
         layer=printable(pair.label),
         type=printable(pair.place.type),
@@ -94,7 +94,8 @@ def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
         fp32=_range(pair.fp32),
         rel_err=_error(row.rel_err if row else None),
         inherited_err=_error(row.inherited_err if row else None),
-        headroom_bits=_headroom(pair),
+        headroom_bits=bits,
+        room=min(max((bits or 0.0) / (runs.autocast.dtype.max_exponent + 1), 0.0), 1.0),
         finite=all(row.finite for row in pair.rows),
         first_nonfinite=first_nonfinite,
         unholdable=pair.place == runs.first_unholdable,

@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from nandoctor.evidence.formats import FloatFormat
 from nandoctor.renderers.tensors import list_operands
 from nandoctor.text import (
     bits_text,
@@ -40,7 +39,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, bits_text, byte_size, call_label, plural, shape_text, list_operands, bar_width,
+        number, bits_text, byte_size, call_label, plural, shape_text, list_operands,
         with_code, diff_kind, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})
@@ -62,8 +61,3 @@ def code_line(line: str) -> Markup:
 
 def _finalize(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def bar_width(headroom: float, low: FloatFormat) -> int:
-    """The headroom in per cent of a full bar, which values near one have."""
-    return round(100 * min(max(headroom / (low.max_exponent + 1), 0.0), 1.0))

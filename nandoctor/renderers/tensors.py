@@ -7,7 +7,7 @@ from dataclasses import replace
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.text import join_first, kinds_text, number, part_of, percent, printable, shape_text
+from nandoctor.text import join_first, nonfinite_part, number, percent, printable, shape_text
 
 
 def list_operands(origin: Origin) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def _describe_range(stats: TensorStats) -> list[str]:
 
 
 def _describe_nonfinite(counts: NonfiniteCounts, stats: TensorStats) -> str:
-    text = f"{kinds_text(counts.kinds)} in {part_of(counts.num_bad, stats.numel)}"
+    text = nonfinite_part(counts.kinds, counts.num_bad, stats.numel)
     if not counts.samples or len(stats.shape) < 2 or len(counts.samples) == stats.shape[0]:
         return text
     noun = "indexes" if len(counts.samples) > 1 else "index"

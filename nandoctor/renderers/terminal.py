@@ -142,7 +142,7 @@ def _layers(layers: LayerTable) -> FittedTable:
             Column(heading=heading, cells=column, right=True, spare=place)
             for place, (heading, column) in enumerate(zip(numbers, cells, strict=True))
         ),
-        Column(heading=headroom, cells=[_headroom(row, layers.full_bits) for row in rows]),
+        Column(heading=headroom, cells=[_headroom(row) for row in rows]),
     )
     return FittedTable(columns, [_row_style(row) for row in rows])
 
@@ -153,12 +153,11 @@ def _row_style(row: TableRow) -> str:
     return "" if row.finite else "red"
 
 
-def _headroom(row: TableRow, full_bits: int) -> Text:
+def _headroom(row: TableRow) -> Text:
     """The bits left before overflow and a bar of them; an empty bar is no room at all."""
     bits = row.headroom_bits
     if bits is None:
         return Text("-".rjust(5))
-    filled = round(min(max(bits / full_bits, 0.0), 1.0) * _BAR_WIDTH)
     style = "red" if bits < 0 else "yellow" if bits < _TIGHT_BITS else "green"
-    bar = ("█" * filled).ljust(_BAR_WIDTH, "░")
+    bar = ("█" * round(row.room * _BAR_WIDTH)).ljust(_BAR_WIDTH, "░")
     return Text.assemble(f"{bits:5.1f} ", (bar, style))

@@ -33,11 +33,6 @@ def print_verification(verification: Verification, console: Console) -> None:
     print_parts([headline, *[Text()] * bool(facts), *fact_rows(facts)], console, crop=False)
 
 
-def one_line(verification: Verification) -> str:
-    """The dump, the outcome and the headline."""
-    return printable(f"{verification.dump}: {_SHOWN[verification.outcome][0]}: {verification.headline}")
-
-
 def short_story(verification: Verification) -> str:
     """All that is printed, as plain text."""
     word, _ = _SHOWN[verification.outcome]

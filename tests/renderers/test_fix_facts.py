@@ -74,10 +74,10 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     )
     assert len(brief["checked"]) < 2 * 62
     assert brief["not checked"] == "loss: not known; loss scale: not known; other seed"
-    whole = {fact.label: fact.text for fact in list_fixes(made)[0].facts}
-    assert long in whole["checked"]
-    assert all(name in whole["checked"] for name, _ in others)
-    assert whole["not checked"].endswith("other seed: not known")
+    whole = [(fact.label, fact.text) for fact in list_fixes(made)[0].checks]
+    assert ("checked", f"gradients: {long}") in whole
+    assert [("checked", f"{name}: output and gradients finite") for name, _ in others] == whole[2:8]
+    assert whole[-1] == ("not checked", "other seed: not known")
 
 
 @pytest.mark.parametrize("surface", [report_text, report_markdown, report_page, report_html])
@@ -201,8 +201,12 @@ def test_a_long_patch_is_cut_on_the_terminal_only():
     long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(60)))
     made = replace(made, fixes=(long,))
     lines = summarize_fixes(made).patch
-    assert (len(lines), lines[-1]) == (41, "... 20 more lines in the report")
+    assert (len(lines), lines[-1]) == (41, "... 20 more lines")
     assert len(list_fixes(made)[0].patch) == 60
+    code = replace(made, fixes=(replace(long, kind="snippet"),), arguments=("nan.pth", "--model", "net.py:Net"))
+    shown = summarize_fixes(code)
+    assert (len(shown.patch), shown.patch[-1]) == (17, "... 44 more lines")
+    assert (shown.facts[0].label, shown.facts[0].text) == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
 
 
 def test_a_patch_cannot_move_the_cursor():

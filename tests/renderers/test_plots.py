@@ -151,7 +151,7 @@ def test_layers_without_a_batch_are_left_blank():
 def test_the_origin_is_shown_where_it_is():
     figure = draw(factory.fixable(), "origin")
     assert title(figure) == (
-        "div in encoder.blocks.2.attention: NaN in 288 of 65,536: at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
+        "div in encoder.blocks.2.attention: NaN in 288 of 65,536, at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
         "along dimension 3."
     )
     image = figure.axes[0].images[0].get_array()

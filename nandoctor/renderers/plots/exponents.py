@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -103,8 +103,7 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
     return f"Every layer's output fits {low}: the largest value is {near}, in {layers.pairs[highest].label}; {ending}."
 
 
-def _share(counts: Histogram, wanted: object) -> float:
-    assert callable(wanted)
+def _share(counts: Histogram, wanted: Callable[[int], bool]) -> float:
     return sum(count for exponent, count in counts.items() if wanted(exponent)) / max(sum(counts.values()), 1)
 
 

@@ -25,7 +25,7 @@ from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
 from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
-_HEIGHT_IN, _NARROW_HEIGHT_IN = 4.6, 3.0
+_HEIGHT_IN, _NARROW_HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 3.0, 1.9
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _BLACK = -255
@@ -48,14 +48,15 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure()
-        figure.set_size_inches(figure_width(narrow=narrow), _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN)
+        height = _LINE_HEIGHT_IN if len(origin.grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
+        figure.set_size_inches(figure_width(narrow=narrow), height)
         place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
         picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
-        write_finding(figure, f"{describe_origin(origin)}: {describe_spread(origin.grid)}.")
+        write_finding(figure, f"{describe_origin(origin)}, {describe_spread(origin.grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
-        write_legend(figure, legend, _describe_source(report, origin, picture), narrow=narrow)
+        write_legend(figure, legend, _describe_source(report, origin, origin.grid, picture), narrow=narrow)
     return figure
 
 
@@ -110,9 +111,10 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
     )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
-    axes.set_xlabel(f"dimension {grid.dims[-1]}")
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel(f"dimension {grid.dims[-1]}", size=9)
     if len(grid.dims) > 1:
-        axes.set_ylabel(f"dimension {grid.dims[0]}")
+        axes.set_ylabel(f"dimension {grid.dims[0]}", size=9)
     else:
         axes.set_yticks([])
 
@@ -165,10 +167,11 @@ def _ticks(samples: Sequence[int], shown: int) -> list[int]:
     return inside if len(inside) <= 12 else list(range(0, shown, max(shown // 8, 1)))
 
 
-def _describe_source(report: Report, origin: Origin, picture: Picture | None) -> str:
+def _describe_source(report: Report, origin: Origin, grid: Grid, picture: Picture | None) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
-    under = f", over {brief(picture.name, _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
-    return (
-        f"{source}: share of non-finite elements in {tensor}, only affected samples, other dimensions summed up{under}"
-    )
+    over = f", over {brief(picture.name, _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
+    shape = origin.output.shape if origin.output is not None else ()
+    affected = ", only affected samples" if _share_of_samples(origin, grid) < 1 else ""
+    summed = ", other dimensions summed up" if len(shape) > len(grid.dims) else ""
+    return f"{source}: share of non-finite elements in {tensor}{affected}{summed}{over}"
