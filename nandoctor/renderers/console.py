@@ -166,13 +166,13 @@ def _fit_cell(cell: str | Text, width: int) -> Text:
     return literal(shown)
 
 
-def labelled(lines: Iterable[tuple[str, str]]) -> Table:
+def labelled(lines: Iterable[tuple[str, str | Text]]) -> Table:
     """Sentences behind their labels; a long one goes on below itself, not below its label."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in lines:
-        grid.add_row(literal(label, "dim"), literal(text))
+        grid.add_row(literal(label, "dim"), literal(text) if isinstance(text, str) else text)
     return grid
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from nandoctor.evidence.report import EpsUse, Report
+from nandoctor.evidence.report import EpsUse
 from nandoctor.renderers.facts import short_name
 from nandoctor.text import constant, file_line, percent, printable
 
@@ -17,8 +18,11 @@ class TableLine:
     failed: bool
 
 
-def list_small_constants(report: Report) -> list[TableLine]:
-    """A table of the small constants: value, where it stands, its line, the op that used it, and what is left of it."""
+CONSTANT_HEADINGS = ("constant", "in", "line", "used by", "becomes")
+
+
+def list_small_constants(uses: Iterable[EpsUse]) -> list[TableLine]:
+    """A table of small constants: value, where it stands, its line, the op that used it, and what is left of it."""
     return [
         TableLine(
             cells=(
@@ -26,28 +30,30 @@ def list_small_constants(report: Report) -> list[TableLine]:
                 _describe_owner(use),
                 _describe_line(use),
                 printable(use.op or ""),
-                describe_effect(use),
+                _describe_effect(use),
             ),
             failed=use.effect == "zero",
         )
-        for use in report.eps_audit
+        for use in uses
     ]
 
 
-def describe_eps(use: EpsUse) -> str:
-    """A small constant and what is left of it: "1e-8 in add of norm (net.py:45) is zero in fp16"."""
+def describe_use(use: EpsUse) -> str:
+    """Where a small constant stands, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
     line = f" ({_describe_line(use)})" if use.source else ""
-    place = f"{printable(use.op)} of {short_name(use.module or 'the model')}" if use.place == "op" and use.op else None
-    return f"{constant(use.value)} in {place or _describe_owner(replace(use, num_uses=1))}{line} {describe_effect(use)}"
+    used = f", used by {printable(use.op)}," if use.op else ""
+    return f"{_describe_owner(use)}{line}{used} {_describe_effect(use)}"
 
 
-def describe_effect(use: EpsUse) -> str:
+def _describe_effect(use: EpsUse) -> str:
     """What the format that it was used in makes of a small constant."""
     if use.dtype is None:
         return "was not seen in use"
     absorbed = ""
     if use.absorbed_share:
         absorbed = f", and lost in {percent(use.absorbed_share)} of what it is added to"
+    elif use.bound_share:
+        absorbed = f", and {percent(use.bound_share)} of the values are clamped to it"
     if use.effect == "zero":
         return f"is zero in {use.dtype}{absorbed}"
     if use.effect == "subnormal":

@@ -12,12 +12,13 @@ from rich.text import Text
 from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.formats import RoundedConstant
 from nandoctor.evidence.report import EpsUse
-from nandoctor.renderers.console import literal, plain_table, print_parts
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.constant_facts import describe_use
 from nandoctor.renderers.jsonfile import dumps
-from nandoctor.text import brief, constant, file_line, number, percent, printable, shorten
+from nandoctor.text import brief, constant, number, printable, shorten
 
 SCHEMA = "nandoctor.eps/1"
-_PLACE_WIDTH, _TYPE_WIDTH, _LINE_WIDTH = 19, 16, 24
+_PLACE_WIDTH, _TYPE_WIDTH = 19, 16
 
 _WARNING = {"zero": "red", "overflow": "red", "subnormal": "yellow"}
 
@@ -43,27 +44,17 @@ def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console
 
 
 def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
-    """Print what a replay saw: the format that each constant was used in, and what it did there."""
-    if not uses:
-        print_parts(
-            [literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")], console
-        )
-        return
-    table = _table("where", "line", "eps", "used by", "in", "became")
-    for use in uses:
-        cells = (_place(use), _line(use), constant(use.value), use.op or "", str(use.dtype or ""), _outcome(use))
-        table.add_row(*map(literal, cells), style=_WARNING.get(use.effect or "", ""))
-    print_parts([table], console)
+    """Print what a replay saw: where each constant is, and what the format that it was used in made of it."""
+    lines = [(constant(use.value), literal(describe_use(use), _WARNING.get(use.effect or "", ""))) for use in uses]
+    nothing = literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")
+    print_parts([labelled(lines) if lines else nothing], console)
 
 
 def print_outlook(uses: Sequence[EpsUse], console: Console) -> None:
     """Print what half precision would make of each constant, and what mixed precision does."""
     if not uses:
-        print_parts(
-            [literal("No module has an eps among its attributes. One that is written in a line shows in a replay:")],
-            console,
-        )
-        print_parts([literal("nandoctor eps --model SPEC --dump DUMP")], console)
+        nothing = "No module has an eps among its attributes. One that is written in a line shows in a replay:"
+        print_parts([literal(nothing), literal("nandoctor eps --model SPEC --dump DUMP")], console)
         return
     table = _table("module", "type", "eps", ".half()", "autocast")
     for use in uses:
@@ -86,26 +77,5 @@ def _absorbed_from(rounded: RoundedConstant) -> str:
 
 
 def _place(use: EpsUse) -> str:
-    if use.place == "optimizer":
-        return "optimizer"
-    name = f"{use.module}.{use.name}".lstrip(".") if use.place == "module" else use.module or "(the model)"
     more = f" x{use.num_uses}" if use.num_uses > 1 else ""
-    return shorten(printable(name), _PLACE_WIDTH - len(more)) + more
-
-
-def _line(use: EpsUse) -> str:
-    if use.source is None:
-        return ""
-    return shorten(file_line(use.source.file, use.source.line), _LINE_WIDTH)
-
-
-def _outcome(use: EpsUse) -> str:
-    """The worst that is known of it."""
-    if use.effect is None:
-        return "not seen in use"
-    if use.effect == "zero" or use.rel_err is None:
-        return "zero"
-    held = "held" if use.effect == "normal" else f"subnormal, {percent(use.rel_err)} off"
-    if use.absorbed_share:
-        return f"{held}; absorbed by {percent(use.absorbed_share)}"
-    return held if use.bound_share is None else f"{held}; bound {percent(use.bound_share)}"
+    return shorten(printable(f"{use.module}.{use.name}".lstrip(".")), _PLACE_WIDTH - len(more)) + more

@@ -23,10 +23,11 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.renderers.commands import fix_command
-from nandoctor.renderers.constant_facts import TableLine, describe_eps
+from nandoctor.renderers.constant_facts import TableLine, describe_use
 from nandoctor.renderers.facts import Fact, short_name
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import (
+    constant,
     join_first,
     number,
     percent,
@@ -244,7 +245,9 @@ def trial_facts(report: Report) -> list[Fact]:
     """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
     facts = [*fp32_facts(report), *variation_facts(report.counterfactuals)]
     if lost := _find_untold(report):
-        facts.append(Fact(label="eps", text=join_first([describe_eps(use) for use in lost], 1)))
+        facts.append(
+            Fact(label="eps", text=join_first([f"{constant(use.value)} in {describe_use(use)}" for use in lost], 1))
+        )
     return facts
 
 

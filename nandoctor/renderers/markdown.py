@@ -13,7 +13,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.constant_facts import list_small_constants
+from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import (
     ShownFix,
@@ -51,11 +51,10 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _facts(facts)
     if report.counterfactuals or report.fp32_sets:
         yield from _fold("what else was tried", _trials(report))
-    if constants := list_small_constants(report):
-        headings = ("constant", "in", "line", "used by", "becomes")
+    if constants := list_small_constants(report.eps_audit):
         yield from _fold(
             "eps constants, and what the format made of them",
-            _table(headings, [line.cells for line in constants]),
+            _table(CONSTANT_HEADINGS, [line.cells for line in constants]),
         )
     table = make_table(report)
     if table is not None:

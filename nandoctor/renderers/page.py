@@ -17,7 +17,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.constant_facts import list_small_constants
+from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import (
     fp32_facts,
@@ -68,7 +68,8 @@ def report_page(report: Report) -> str:
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         kept_in_fp32=list(fp32_facts(report)),
         variations=list_variations(report),
-        constants=list_small_constants(report),
+        constant_headings=CONSTANT_HEADINGS,
+        constants=list_small_constants(report.eps_audit),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
         sample=report.sample,
         sample_caption=caption(report.sample) if report.sample else "",

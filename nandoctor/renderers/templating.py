@@ -12,7 +12,6 @@ from nandoctor.renderers.tensors import list_operands
 from nandoctor.text import (
     bits_text,
     byte_size,
-    call_label,
     diff_kind,
     number,
     plural,
@@ -39,7 +38,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = (
-        number, bits_text, byte_size, call_label, plural, shape_text, list_operands,
+        number, bits_text, byte_size, plural, shape_text, list_operands,
         with_code, diff_kind, code_line,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in filters})

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
-from nandoctor.renderers.constant_facts import describe_eps, list_small_constants
+from nandoctor.renderers.constant_facts import describe_use, list_small_constants
 from nandoctor.renderers.fix_facts import (
     describe_outcome,
     describe_setting,
@@ -134,7 +134,7 @@ def test_the_state_of_a_fix(changes, state, result):
 def test_a_lost_constant_is_told_where_it_is_not_the_cause():
     assert "eps" not in dict(facts(factory.fixable()))
     other = replace(factory.fixable(), cause=replace(factory.fixable().cause, code="matmul-overflow"))
-    assert dict(facts(other))["eps"].startswith("1e-8 in add of encoder.blocks.2.attention (net.py:45) is zero in fp16")
+    assert dict(facts(other))["eps"].startswith("1e-8 in encoder.blocks.2.attention (net.py:45), used by add, is zero")
 
 
 def test_variations_tell_what_is_finite_and_what_is_not():
@@ -153,14 +153,14 @@ def test_a_variation_that_is_far_from_fp32_says_so():
 
 
 def test_constants_are_a_table():
-    assert list_small_constants(factory.fixable())[0].cells == (
+    assert list_small_constants(factory.fixable().eps_audit)[0].cells == (
         "1e-8",
         "encoder.blocks.2.attention",
         "net.py:45",
         "add",
         "is zero in fp16, and lost in 100 % of what it is added to",
     )
-    many = replace(factory.fixable(), eps_audit=(replace(USE, num_uses=3), replace(USE, place="optimizer")))
+    many = (replace(USE, num_uses=3), replace(USE, place="optimizer"))
     assert [line.cells[1] for line in list_small_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
 
 
@@ -263,13 +263,15 @@ USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "1e-8 in norm.eps was not seen in use"),
-        ({"dtype": FP16, "effect": "zero"}, "1e-8 in norm.eps is zero in fp16"),
+        ({}, "norm.eps was not seen in use"),
+        ({"dtype": FP16, "effect": "zero"}, "norm.eps is zero in fp16"),
         ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
-         "1e-8 in norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
-        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "1e-8 in norm.eps is subnormal in fp16 and 19 % off"),
-        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "1e-8 in add of norm is zero in fp16"),
+         "norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm.eps is subnormal in fp16 and 19 % off"),
+        ({"dtype": FP16, "effect": "normal", "bound_share": 0.25},
+         "norm.eps is kept in fp16, and 25 % of the values are clamped to it"),
+        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "norm, used by add, is zero in fp16"),
     ],
 )  # fmt: skip
 def test_small_constants(changes, text):
-    assert describe_eps(replace(USE, **changes)) == text
+    assert describe_use(replace(USE, **changes)) == text

@@ -147,10 +147,10 @@ def picture_levels(picture: Picture) -> NDArray[np.uint8]:
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:
-    """A column of the samples, the affected ones filled; nothing where dimension 0 tells no samples."""
+    """A column of the samples, the affected ones filled; nothing where there are none, or the map shows them."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples
-    if not samples or len(shape) < 2:
+    if not samples or len(shape) < 2 or (origin.grid is not None and 0 in origin.grid.dims):
         axes.set_axis_off()
         return
     shown = min(shape[0], _NUM_SAMPLES)
@@ -159,7 +159,8 @@ def _draw_samples(axes: Axes, origin: Origin) -> None:
     axes.set_ylim(shown - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks(_ticks(samples, shown))
-    axes.set_title("samples", size=8, loc="right")
+    axes.tick_params(labelsize=8)
+    axes.set_title("samples" if shown == shape[0] else f"first {shown} samples", size=8, loc="right")
 
 
 def _ticks(samples: Sequence[int], shown: int) -> list[int]:
