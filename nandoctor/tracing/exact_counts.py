@@ -226,31 +226,34 @@ def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
     """
     if nonfinite.dim() == 0:
         return None
-    candidates = range(1, nonfinite.dim()) if nonfinite.dim() > 2 else range(nonfinite.dim())
-    dims = tuple(sorted(sorted(candidates, key=lambda dim: (_unevenness(nonfinite, dim), dim))[-2:]))
-    counts = _sum_others(nonfinite, dims)
+    batch = 1 if nonfinite.dim() > 2 else 0
+    totals = nonfinite.view(torch.uint8).sum(0, dtype=torch.int32) if batch else nonfinite.long()
+    dims: Sequence[int] = range(totals.dim())
+    if len(dims) > 2:
+        dims = sorted(sorted(dims, key=lambda dim: (_unevenness(totals, dim), dim))[-2:])
+    counts = _sum_others(totals, dims)
     for axis in range(len(dims)):
         counts = _join_cells(counts, axis)
     table = counts.reshape(-1, counts.shape[-1])
     return Grid(
-        dims=dims,
-        sizes=tuple(nonfinite.shape[dim] for dim in dims),
+        dims=tuple(dim + batch for dim in dims),
+        sizes=tuple(totals.shape[dim] for dim in dims),
         numel=nonfinite.numel(),
         counts=tuple(tuple(row) for row in table.tolist()),
     )
 
 
-def _unevenness(nonfinite: torch.Tensor, dim: int) -> float:
+def _unevenness(totals: torch.Tensor, dim: int) -> float:
     """By how much the share of non-finite elements differs along a dimension; -1 where that has no second place."""
-    if nonfinite.shape[dim] < 2:
+    if totals.shape[dim] < 2:
         return -1.0
-    counts = _sum_others(nonfinite, (dim,))
-    return float(counts.max() - counts.min()) * nonfinite.shape[dim] / nonfinite.numel()
+    counts = _sum_others(totals, (dim,))
+    return float(counts.max() - counts.min()) * totals.shape[dim] / totals.numel()
 
 
-def _sum_others(nonfinite: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    others = [dim for dim in range(nonfinite.dim()) if dim not in dims]
-    return nonfinite.sum(dim=others) if others else nonfinite.long()
+def _sum_others(totals: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    others = [dim for dim in range(totals.dim()) if dim not in dims]
+    return totals.sum(dim=others) if others else totals
 
 
 def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:

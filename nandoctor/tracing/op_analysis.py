@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,13 @@ def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
     Rows of a mask are no sample's fault; where nothing else is non-finite the output stays as it is.
     """
     operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
+    if call.name in PRODUCTS or all(map(all_finite, operands)):
+        return output
     try:
         infinite = [torch.isinf(values).expand(output.shape) for values in operands]
     except RuntimeError:  # a reduction, say, whose operands are of another shape
         return output
-    if call.name in PRODUCTS or not infinite:
-        return output
-    others = output.masked_fill(torch.isinf(output) & torch.stack(infinite).any(0), 0.0)
+    others = output.masked_fill(torch.isinf(output) & reduce(torch.logical_or, infinite), 0.0)
     return output if all_finite(others) else others
 
 

@@ -25,6 +25,7 @@ from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
 _ROWS_AT_ONCE = 256
+_LOWEST = 0.05
 
 _FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
 _FORMATS |= {torch.complex32: FP16, torch.complex64: FP32, torch.complex128: FP64}
@@ -74,12 +75,13 @@ def measure(
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
+    sample = _take_sample(values)
     reading = Reading(
         shape=tuple(values.shape),
         dtype=float_format,
         numel=values.numel(),
-        limits=torch.stack(torch.aminmax(as_stored(values))),
-        sample=_take_sample(values),
+        limits=_limits(values, sample),
+        sample=sample,
     )
     if counts_for is None:
         return reading
@@ -103,12 +105,10 @@ def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
     """Tell whether exact counts would tell more, as of `TensorStats`; this waits for the device."""
     if not is_finite(reading):
         return True
-    sample = reading.sample.float().numpy(force=True)
-    magnitudes = np.abs(sample)
-    if not ((magnitudes > 0) & (magnitudes < low.smallest_normal)).any():  # as of most, and seen more quickly
-        return False
-    least, most = reading.limits.tolist()
-    return _summarize(reading, least, most, sample, *_quantiles([sample])).asks_for_counts(low)
+    magnitudes = np.abs(reading.sample.float().numpy(force=True))
+    counted = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
+    num_small = np.count_nonzero(counted < low.smallest_normal)
+    return bool(num_small > round(_LOWEST * (len(counted) - 1)))  # of which the 5 % quantile is one
 
 
 def is_finite(reading: Reading | None) -> bool:
@@ -209,6 +209,16 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
+def _limits(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """Smallest and largest value, both NaN beside a NaN: where one is in the sample, as after most failures, it tells.
+
+    A device is not waited for.
+    """
+    limits = torch.stack(torch.aminmax(sample))
+    tells_all = sample.numel() == values.numel() or (values.is_cpu and bool(limits.isnan().any()))
+    return limits if tells_all else torch.stack(torch.aminmax(as_stored(values)))
+
+
 def _take_sample(values: torch.Tensor) -> torch.Tensor:
     if values.numel() <= SAMPLE_SIZE:
         return values.flatten().clone()
@@ -269,7 +279,7 @@ def _quantiles_of_rows(table: NDArray[np.float32]) -> Iterator[_Quantiles]:
     magnitudes[~counted] = math.inf
     magnitudes.sort(axis=1)
     last = counted.sum(axis=1) - 1
-    columns = np.rint(np.multiply.outer(last, (0.05, 0.5, 0.95))).astype(int)
+    columns = np.rint(np.multiply.outer(last, (_LOWEST, 0.5, 0.95))).astype(int)
     picked = np.take_along_axis(magnitudes, columns.clip(min=0), axis=1).tolist()
     return (
         (p05, median, p95) if end >= 0 else (None, None, None)
