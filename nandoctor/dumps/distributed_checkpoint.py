@@ -87,7 +87,9 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
         OSError: a file cannot be read.
     """
     metadata = _read_metadata(folder / ".metadata")
-    described = {name: item for name, item in _mapping(metadata, "state_dict_metadata").items() if _is_tensor(item)}
+    described = {
+        name: item for name, item in _mapping(metadata, "state_dict_metadata").items() if isinstance(item, _Tensor)
+    }
     names = _choose_names(list(described), _mapping(metadata, "planner_data"))
     parts: dict[str, list[tuple[_Record, _Record]]] = {name: [] for name in names}
     for index, place in _mapping(metadata, "storage_data").items():
@@ -102,10 +104,6 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
         )
     state = {names[name]: _join(name, described[name], parts[name], files) for name in names}
     return check_weights(state, files.nbytes, TorchValues())
-
-
-def _is_tensor(item: object) -> bool:
-    return isinstance(item, _Tensor)
 
 
 class _Unpickler(pickle.Unpickler):

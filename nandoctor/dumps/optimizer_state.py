@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from nandoctor.dumps.stored_tensor import is_dense, is_tensor
 from nandoctor.text import dtype_name
@@ -13,9 +13,9 @@ from nandoctor.text import dtype_name
 if TYPE_CHECKING:
     import torch
 
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
 # there is the one under the root.
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 _NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -67,8 +67,7 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
     known = {index: position for position, index in reversed([*enumerate(indices)]) if isinstance(index, int)}
     for index, position in sorted(known.items(), key=lambda item: item[1]):
         slots = state.get(index)
-        values = _second_moment(slots)
-        if isinstance(slots, Mapping) and values is not None:
+        if isinstance(slots, Mapping) and (values := _second_moment(slots)) is not None:
             name = names[position] if isinstance(names, list) and position < len(names) else ""
             yield SecondMoment(
                 index=index,
@@ -81,9 +80,18 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
             )
 
 
+def _second_moment(slots: Mapping[str, object]) -> torch.Tensor | None:
+    found = [slots[name] for name in _NAMES if is_tensor(slots.get(name))]
+    return found[-1] if found and _is_real(found[-1]) else None
+
+
 def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
     first = slots.get("exp_avg")
-    return first if is_dense(first) and first.shape == like.shape and dtype_name(first.dtype) in _DTYPES else None
+    return first if _is_real(first) and first.shape == like.shape else None
+
+
+def _is_real(value: object) -> TypeGuard[torch.Tensor]:
+    return is_dense(value) and dtype_name(value.dtype) in _DTYPES
 
 
 def _step(slots: Mapping[str, object]) -> int:
@@ -100,10 +108,3 @@ def _decays(group: Mapping[object, object]) -> tuple[float, float]:
         return 0.0, 0.0
     are_shares = all(isinstance(beta, float) and 0 <= beta < 1 for beta in betas)
     return (betas[0], betas[1]) if are_shares else (0.0, 0.0)
-
-
-def _second_moment(slots: object) -> torch.Tensor | None:
-    if not isinstance(slots, Mapping):
-        return None
-    found = [slots[name] for name in _NAMES if is_tensor(slots.get(name))]
-    return found[-1] if found and is_dense(found[-1]) and dtype_name(found[-1].dtype) in _DTYPES else None

@@ -20,7 +20,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container, open_part
 from nandoctor.dumps.pickle_scan import Scan, scan_pickle
 from nandoctor.dumps.recorded_format import is_recorded
-from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
@@ -50,7 +50,7 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
             holds no weights.
     """
     location = Path(path)
-    with _named(location):
+    with named(location):
         refuse_part(location)
         return _read(location, trust=trust)
 
@@ -62,7 +62,7 @@ def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
         DumpError: as `read_dump`.
     """
     location = Path(path)
-    with _named(location):
+    with named(location):
         refuse_part(location)
         container, scan = _open(location, trust=trust)
         if scan is not None:
@@ -72,7 +72,7 @@ def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """A context whose errors tell the path."""
     try:
         yield
@@ -100,7 +100,7 @@ def read_part(path: Path, offset: int, nbytes: int) -> object:
         OSError: the file cannot be read.
     """
     container = open_part(path, offset, nbytes)
-    return _load(container, _scan(container), _torch_values(container))[0]
+    return _load(container, _scan(container), _torch_values(container))
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
@@ -110,10 +110,10 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
         DumpError: as `read_dump`, or there are no arrays in the file.
     """
     location = Path(path)
-    with _named(location):
+    with named(location):
         container, scan = _open(location, trust=False)
         values = _torch_values(container)
-        contents = sort_contents(_load(container, scan, values)[0], container.nbytes, values)
+        contents = sort_contents(_load(container, scan, values), container.nbytes, values)
         if not contents.arrays:
             raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
     scalars = {**contents.scalars, **dump.scalars}
@@ -145,9 +145,9 @@ def _read(path: Path, *, trust: bool) -> Dump:
 
 
 def _make_dump(container: Container, scan: Scan | None, values: Values) -> Dump:
-    saved, provenance = _load(container, scan, values)
+    saved = _load(container, scan, values)
     if is_recorded(saved):
-        return _make_recorded(container, saved, provenance, values)
+        return _make_recorded(container, saved, values)
     contents = sort_contents(saved, container.nbytes, values)
     if not (contents.states or contents.arrays):
         names = [*contents.scalars, *contents.left_out]
@@ -177,7 +177,7 @@ def _make_dump(container: Container, scan: Scan | None, values: Values) -> Dump:
     )
 
 
-def _make_recorded(container: Container, saved: Any, provenance: Provenance, values: Values) -> Dump:
+def _make_recorded(container: Container, saved: Any, values: Values) -> Dump:
     whole = _join_shards(saved, container.path, values)
     contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved), values)
     return Dump(
@@ -192,9 +192,20 @@ def _make_recorded(container: Container, saved: Any, provenance: Provenance, val
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         recorded=recorded,
-        provenance=provenance,
+        provenance=_judge(container),
         missing=tuple(contents.left_out),
     )
+
+
+def _judge(container: Container) -> Provenance:
+    """Check the signature over the bytes that are unpickled and mapped."""
+    pickle, signed = f"{container.folder}/data.pkl", f"{container.folder}/{MEMBER}"
+    if container.members is None or signed not in container.members:
+        return Provenance()
+    data = memoryview(container.data)
+    members = {name: data[part.offset : part.offset + part.nbytes] for name, part in container.members.items()}
+    signature = bytes(members.pop(signed))
+    return check_signature(signature, {**members, pickle: container.pickle})
 
 
 def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:
@@ -218,7 +229,7 @@ def _num_bytes(saved: Mapping[str, Any]) -> int:
 def _load_recorded(path: Path) -> Mapping[str, Any]:
     """What another rank recorded of the step; nothing that it says is run, and so nothing has to vouch for it."""
     container, scan = _open(path, trust=False)
-    saved, _ = _load(container, scan, _torch_values(container))
+    saved = _load(container, scan, _torch_values(container))
     if not is_recorded(saved):
         raise DumpError(
             f"{brief(path.name)} beside it was not written by the recorder.",
@@ -228,14 +239,14 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-def _load(container: Container, scan: Scan | None, values: Values) -> tuple[object, Provenance]:
+def _load(container: Container, scan: Scan | None, values: Values) -> object:
     try:
         if scan is not None:
             return load_pickle(container, scan, values)
         import torch
 
         mapped = container.members is not None
-        return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False), Provenance()
+        return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False)
     except DumpError:
         raise
     except Exception as error:  # torch and the classes of a trusted file raise whatever they like

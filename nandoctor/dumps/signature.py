@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 MEMBER = ".nandoctor-signature"
 """The name of the signature, in the archive's own folder."""
@@ -82,10 +82,8 @@ def sign(file: IO[bytes]) -> bool:
     return True
 
 
-def check_signature(signature: bytes | None, members: Mapping[str, Any]) -> Provenance:
-    """Judge a file by its signature and the bytes of its members, each an object with the buffer protocol."""
-    if signature is None:
-        return Provenance()
+def check_signature(signature: bytes, members: Mapping[str, bytes | memoryview]) -> Provenance:
+    """Judge a file by its signature and the bytes of its members."""
     header, where, given, *_ = [*signature.decode("ascii", "replace").split("\n"), "", ""]
     if header != _HEADER:
         return Provenance(detail="its signature is of an unknown kind")
@@ -94,7 +92,7 @@ def check_signature(signature: bytes | None, members: Mapping[str, Any]) -> Prov
         return Provenance(detail=why)
     mac = _start(key, where)
     for name in sorted(members):
-        _add_name(mac, name, memoryview(members[name]).nbytes)
+        _add_name(mac, name, len(members[name]))
         mac.update(members[name])
     if not hmac.compare_digest(mac.hexdigest().encode(), given.encode()):
         return Provenance(detail="it was signed with another key, or altered since")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nandoctor.dumps.file_type import Container
 from nandoctor.dumps.numpy_pickle import PickledArray, PickledDtype
 from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
-from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stand_ins import ContainerFields, find_stand_in
 from nandoctor.dumps.zip_members import Member
 
@@ -38,14 +37,13 @@ _ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
 
 
-def load_pickle(container: Container, scan: Scan, values: Values) -> tuple[object, Provenance]:
+def load_pickle(container: Container, scan: Scan, values: Values) -> object:
     """Build the object, with `DumpError` or whatever its parts raise where the file contradicts itself."""
     if container.members is not None:
-        provenance = _judge(container)
-        return _Unpickler(container.pickle, values, container.storages).load(), provenance
+        return _Unpickler(container.pickle, values, container.storages).load()
     begin, end = scan.ends[-3:-1]
     members = _legacy_storages(container, scan, values)
-    return _Unpickler(container.data[begin:end], values, members).load(), Provenance()
+    return _Unpickler(container.data[begin:end], values, members).load()
 
 
 def _legacy_storages(container: Container, scan: Scan, values: Values) -> dict[str, Member]:
@@ -158,17 +156,3 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
         pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
     }
-
-
-def _judge(container: Container) -> Provenance:
-    """Check the signature over the bytes that are unpickled and mapped."""
-    assert container.members is not None
-    name = f"{container.folder}/{MEMBER}"
-    if name not in container.members:
-        return Provenance()
-    data = memoryview(container.data)
-    members = {
-        other: data[member.offset : member.offset + member.nbytes] for other, member in container.members.items()
-    }
-    signature = bytes(members.pop(name))
-    return check_signature(signature, {**members, f"{container.folder}/data.pkl": container.pickle})

@@ -17,7 +17,7 @@ from nandoctor.dumps.classify import check_weights, strip_wrappers
 from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
 from nandoctor.dumps.distributed_checkpoint import read_distributed
 from nandoctor.dumps.file_type import regular_size
-from nandoctor.dumps.reader import read_state
+from nandoctor.dumps.reader import named, read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
 from nandoctor.dumps.tensors import TorchValues
 from nandoctor.dumps.zip_members import damaged
@@ -46,16 +46,14 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         DumpError: it is none of these, a part of one, damaged or hostile.
     """
     location = Path(path)
-    try:
+    with named(location):
         refuse_part(location)
         try:
             state = _read_directory(location) if location.is_dir() else _read_file(location)
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
-    except DumpError as error:
-        raise DumpError(f"{brief(str(location), 1000)}: {error.message}", remedy=error.remedy) from error
-    if not state:
-        raise DumpError(f"{brief(str(location), 1000)}: it holds no weights.", remedy="Name a file of weights.")
+        if not state:
+            raise DumpError("it holds no weights.", remedy="Name a file of weights.")
     return strip_wrappers(state)[0]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,9 @@ import torch
 from nandoctor.dumps.packing import map_tensors
 from nandoctor.dumps.signature import sign
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
+from nandoctor.machine import memory_of
 from nandoctor.text import dtype_name
+from nandoctor.torch_compat import tree_leaves
 
 try:
     import fcntl
@@ -88,7 +91,8 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 def _publish(temporary: Path, folder: Path, stem: str) -> Path:
     """Give the file its name, the first that is free; to link fails where a name is taken, to rename would not."""
-    for path in _names(folder, stem):
+    for number in itertools.count(1):
+        path = folder / (f"{stem}.pth" if number == 1 else f"{stem}-{number}.pth")
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -104,14 +108,6 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
     raise AssertionError("there is always another number")
 
 
-def _names(folder: Path, stem: str) -> Iterator[Path]:
-    yield folder / f"{stem}.pth"
-    number = 2
-    while True:
-        yield folder / f"{stem}-{number}.pth"
-        number += 1
-
-
 def _sync(folder: Path) -> None:
     """Put the folder's new entry on the disk; some systems cannot open a folder, and lose it only with the power."""
     with suppress(OSError):
@@ -125,7 +121,8 @@ def _sync(folder: Path) -> None:
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
     """The contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
     kept, left_out = dict(contents), list(contents.get("left_out", []))
-    sizes = {part: _nbytes(value) for part, value in kept.items()}
+    leaves = {part: tree_leaves(tree) for part, tree in kept.items()}
+    sizes = {part: memory_of(leaf for leaf in leaves[part] if isinstance(leaf, torch.Tensor)) for part in kept}
     total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
     for part in (part for part in _EXPENDABLE if part in kept):
         if total + sizes[part] <= max_nbytes:
@@ -134,17 +131,6 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
             del kept[part]
             left_out.append(f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}")
     return {**kept, "left_out": left_out}
-
-
-def _nbytes(tree: Any) -> int:
-    total = 0
-
-    def count(tensor: torch.Tensor) -> None:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-
-    map_tensors(tree, count)
-    return total
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
