@@ -11,10 +11,9 @@ import numpy as np
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
-from nandoctor.dumps.numpy_pickle import PickledArray
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
-from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, is_array, is_bytes, is_tensor, types_of
+from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, PickledArray, is_array, is_bytes, is_tensor, types_of
 from nandoctor.dumps.trees import KIND, MAX_DEPTH, MAX_NAME, PLAIN, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size, dtype_name

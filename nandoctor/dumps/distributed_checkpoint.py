@@ -21,12 +21,11 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.classify import check_weights, choose_state
-from nandoctor.dumps.file_type import regular_size
+from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.pickle_scan import named_globals
 from nandoctor.dumps.reader import read_part
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import TorchValues
-from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import map_empty
 from nandoctor.text import brief, brief_list, plural

@@ -1,21 +1,28 @@
-"""What kind of file it is, told from its first bytes and its zip directory before anything in it is believed."""
+"""What kind of file it is, told from its first bytes and its zip directory before anything in it is believed.
+
+`torch.load` finds members of an archive regardless of case and by offsets of its own, so that a file may show one
+pickle to a scanner and another to torch. Here what two readers could understand differently is refused, nothing is
+allocated by what the file declares, and scan and loader use the places that were found and nothing else.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import stat
+import struct
 import sys
 import tempfile
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from io import BufferedReader
 from pathlib import Path
+from typing import IO, Any, cast
 
 from nandoctor.dumps.directories import describe_directory
-from nandoctor.dumps.zip_members import COPY_AGAIN, Member, common_folder, damaged, find_members, read_member
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief
@@ -23,11 +30,20 @@ from nandoctor.text import brief
 # torch.save before 1.6, or with _use_new_zipfile_serialization=False, begins with this number pickled by protocol 2.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _ZIP_MAGIC = b"PK\x03\x04"
+_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
+_END_NBYTES, _END64_NBYTES = 22, 56
+_MAX_COMMENT = 1 << 16
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+# zipfile makes an object of half a kilobyte out of each entry; torch.save writes one for each storage.
+_MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
 _MAPPED_NBYTES = 256 << 20  # from here on a replay keeps the weights where they are
 _LEAST_COPIED = 1 << 20
 
+_COPY_AGAIN = (
+    "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."
+)
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _STRANGERS = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, h5py)", _SAVE_AGAIN),
@@ -40,6 +56,23 @@ _STRANGERS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"<", "a web page or XML, not the file itself", "Download the file again, by its direct link."),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A member's content: where it begins in the file, and its length in bytes."""
+
+    offset: int
+    nbytes: int
+
+    def of(self, data: Any) -> Any:
+        """The content, out of all that the file holds."""
+        return data[self.offset : self.offset + self.nbytes]
+
+
+def damaged(what: str) -> DumpError:
+    """The error for a file that was once good."""
+    return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +203,13 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise DumpError("it is a device or a pipe, not a file.", remedy="Copy its content into a file first.")
     if status.st_size == 0:
-        raise DumpError("the file is empty.", remedy=COPY_AGAIN)
+        raise DumpError("the file is empty.", remedy=_COPY_AGAIN)
     return status.st_size
 
 
 def _describe_stranger(head: bytes) -> DumpError:
     if _ZIP_MAGIC.startswith(head) or LEGACY_MAGIC.startswith(head):
-        return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=COPY_AGAIN)
+        return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=_COPY_AGAIN)
     for magic, kind, remedy in _STRANGERS:
         if head.lstrip().lower().startswith(magic.lower()):
             return DumpError(f"it is {kind}.", remedy=remedy)
@@ -194,8 +227,8 @@ def _describe_stranger(head: bytes) -> DumpError:
 
 
 def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
-    members = find_members(data, begin)
-    folder = common_folder(members)
+    members = _find_members(data, begin)
+    folder = next(iter(members), "").partition("/")[0]  # that of the first member, as torch takes it
     if f"{folder}/constants.pkl" in members:
         raise DumpError(
             "it is a TorchScript program, not a dump.",
@@ -213,7 +246,7 @@ def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
     return Container(
         path=path,
         data=data,
-        pickle=read_member(data, pickle),
+        pickle=pickle.of(data),
         folder=folder,
         members={name: member for name, member in members.items() if member is not pickle},
     )
@@ -221,7 +254,7 @@ def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
 
 def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
     """Files from before torch 2.1 do not say, and are little-endian."""
-    order = "little" if member is None else read_member(data, member)[:20].decode("latin1")
+    order = "little" if member is None else member.of(data)[:20].decode("latin1")
     if order != sys.byteorder:
         raise DumpError(
             f"its tensors are in the byte order {brief(order)!r}, and this machine's is {sys.byteorder!r}.",
@@ -235,3 +268,84 @@ def _describe_archive(names: list[str]) -> DumpError:
     if "config.json" in names and "metadata.json" in names:
         return DumpError("it is a Keras model.", remedy=_SAVE_AGAIN)
     return DumpError("it is a zip archive that torch.save did not write.", remedy=_SAVE_AGAIN)
+
+
+def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
+    """The members of the archive that begins there, by name and in the order of its directory.
+
+    Raises:
+        DumpError: it is cut short, encrypted, compressed, or its parts overlap or share a name.
+    """
+    _check_directory(data)
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], data)) as archive:
+            entries = archive.infolist()
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged directory makes zipfile raise nearly anything
+        raise _cut_short() from error
+    for entry in entries:
+        _check_entry(entry)
+    if entries and min(entry.header_offset for entry in entries) != begin:
+        raise damaged("something stands before its first part")
+    if len({entry.filename.casefold() for entry in entries}) < len(entries):
+        raise damaged("a part of it occurs twice")
+    members = {entry.filename: _locate(data, entry) for entry in entries}
+    _check_overlap(members.values())
+    return members
+
+
+def _check_directory(data: mmap.mmap) -> None:
+    """Bound the directory before zipfile makes objects of it."""
+    tail = data[-(_MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20) :]
+    end = tail.rfind(_END)
+    if end < 0 or len(tail) - end < _END_NBYTES:
+        raise _cut_short()
+    size = int.from_bytes(tail[end + 12 : end + 16], "little")
+    end64 = tail.rfind(_END64, 0, end)
+    if end64 >= 0:
+        size = max(size if size < 0xFFFFFFFF else 0, int.from_bytes(tail[end64 + 40 : end64 + 48], "little"))
+    if size > _MAX_DIRECTORY_NBYTES:
+        raise DumpError(
+            f"its zip directory claims {size:,} bytes, more than any step of training needs.",
+            remedy="Save the tensors of the failing step in one flat dict.",
+        )
+
+
+def _check_entry(entry: zipfile.ZipInfo) -> None:
+    """torch.save stores its members plain, and the memory map reads them in place: nothing may unfold to more."""
+    if entry.flag_bits & 1:
+        raise DumpError("it is an encrypted zip archive.", remedy="Unpack it with its password first.")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise DumpError(
+            "its parts are compressed, which torch.save never does.",
+            remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
+        )
+    if entry.file_size != entry.compress_size:
+        raise damaged("a part of it reaches beyond its end")
+
+
+def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:
+    """The member's place, by its own header; that must carry the name that the directory has."""
+    if not 0 <= entry.header_offset <= len(data) - entry.file_size - _LOCAL_HEADER.size:
+        raise damaged("a part of it reaches beyond its end")
+    magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(data, entry.header_offset)
+    start = entry.header_offset + _LOCAL_HEADER.size
+    name, offset = data[start : start + name_nbytes], start + name_nbytes + extra_nbytes
+    if magic != _ZIP_MAGIC or name != entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437"):
+        raise damaged("a part of it is not where its zip directory says")
+    if offset > len(data) - entry.file_size:
+        raise damaged("a part of it reaches beyond its end")
+    return Member(offset=offset, nbytes=entry.file_size)
+
+
+def _check_overlap(members: Iterable[Member]) -> None:
+    end = 0
+    for member in sorted(members, key=lambda member: (member.offset, member.nbytes)):
+        if member.offset < end:
+            raise damaged("two parts of it overlap")
+        end = member.offset + member.nbytes
+
+
+def _cut_short() -> DumpError:
+    return damaged("it is cut short or its zip directory is gone")

@@ -9,37 +9,14 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import IO, cast
 
-from nandoctor.dumps.file_type import Container
-from nandoctor.dumps.stand_ins import ENCODE, REBUILD_ANY, find_stand_in
-from nandoctor.dumps.zip_members import damaged
+from nandoctor.dumps.file_type import Container, damaged
+from nandoctor.dumps.unpickle import ENCODE, REBUILD_ANY, STORAGE_DTYPES, is_known, join_name
 from nandoctor.errors import DumpError
 
 # The number, the protocol version, the system info, the dump itself, the list of storages.
 _NUM_LEGACY_PICKLES = 5
 # torch.save's default, and what torch.load(weights_only=True) reads.
 _PROTOCOL = 2
-
-# Of torch's own allow-list what makes tensors, less what lets a few bytes claim gigabytes (nested tensors, conversions
-# of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
-_TENSOR_GLOBALS = frozenset(
-    """
-    torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
-    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
-    torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
-    """.split()
-)
-STORAGE_DTYPES = {
-    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
-    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
-    **{"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8"},
-    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
-    **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
-    **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
-}
-# Dtypes and quantization schemes, told by name: torch is not imported to look at a file.
-_TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
-# Protocol 2 writes the names that Python 2 knew.
-_PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
@@ -116,7 +93,7 @@ def scan_pickle(container: Container) -> Scan:
             ends.append(stream.tell())
     except (ValueError, LookupError, EOFError) as error:
         raise damaged("its table of contents breaks off or makes no sense") from error
-    unknown = sorted({name for machine in machines for name in machine.globals if not _is_known(name)})
+    unknown = sorted({name for machine in machines for name in machine.globals if not is_known(name)})
     others = {machine.protocol for machine in machines} - {_PROTOCOL}
     if others and not unknown:
         raise _unreadable(max(others))
@@ -178,13 +155,6 @@ def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, o
             yield opcode, opcode.arg.reader(stream) if opcode.arg is not None else None
         if opcode.name == "STOP":
             return
-
-
-def _is_known(name: str) -> bool:
-    module, _, attribute = name.rpartition(".")
-    is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
-    is_value = _TORCH_VALUE.fullmatch(name) is not None
-    return is_storage or is_value or name in _TENSOR_GLOBALS or find_stand_in(name) is not None
 
 
 def _item_nbytes(storage: str) -> int:
@@ -338,11 +308,6 @@ def _begins_with_rebuild(arguments: _Value) -> bool:
 def _is_stale(arguments: _Value) -> bool:
     """Whether a container has grown since it was put into this tuple, whose size and keys are told without that."""
     return arguments.items is not None and arguments.size != 1 + sum(item.size for item in arguments.items)
-
-
-def join_name(module: str, name: str) -> str:
-    """The name of a global, as Python 3 knows it."""
-    return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
 
 def _encoded_length(operands: list[_Value]) -> int:

@@ -202,10 +202,8 @@ def _judge(container: Container) -> Provenance:
     pickle, signed = f"{container.folder}/data.pkl", f"{container.folder}/{MEMBER}"
     if container.members is None or signed not in container.members:
         return Provenance()
-    data = memoryview(container.data)
-    members = {name: data[part.offset : part.offset + part.nbytes] for name, part in container.members.items()}
-    signature = bytes(members.pop(signed))
-    return check_signature(signature, {**members, pickle: container.pickle})
+    members = {name: member.of(memoryview(container.data)) for name, member in container.members.items()}
+    return check_signature(bytes(members.pop(signed)), {**members, pickle: container.pickle})
 
 
 def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:

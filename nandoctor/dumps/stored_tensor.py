@@ -1,4 +1,9 @@
-"""What stands for torch's values where a file is only looked at, so that torch need not be imported."""
+"""What stands for numpy's arrays in a pickle, and for torch's values where a file is only looked at, without torch.
+
+numpy's own unpickling trusts the file: `dtype.__setstate__` takes any layout and flags, and with them an array's bytes
+become Python objects at addresses of the file's choice, also under `torch.load(weights_only=True)` with numpy allowed.
+So records stand for what numpy's functions make, which only note what they are given and judge it at the end.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.dumps.numpy_pickle import NUMERIC_CODES, PickledArray
-from nandoctor.dumps.zip_members import Member
+from nandoctor.dumps.file_type import Member, damaged
 from nandoctor.errors import DumpError
 from nandoctor.text import dtype_name
 
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     # What makes the values of torch that a pickle describes, and takes the arrays in it.
     Values: TypeAlias = "TorchValues | StoredValues"
 
+# Booleans, integers, floats and complex numbers of the sizes that torch knows too.
+_NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
+_BYTE_ORDERS = frozenset("<>=|")
 # How numpy reads each: what it does not know as whole numbers of the same size.
 _NUMPY_CODES = {
     **{"float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8", "complex128": "c16", "bool": "?"},
@@ -37,6 +44,75 @@ _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
 
 COMPUTED_DTYPES = frozenset({*_NUMPY_CODES, "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 """Those that torch not only stores: not the 4-bit types, the bits and the bare exponents."""
+
+
+class PickledDtype:
+    """Stands for `numpy.dtype`: called with (code, align, copy), then given its state."""
+
+    code: object = None
+    byte_order: object = "|"
+
+    def __init__(self, code: object, *_: object) -> None:
+        self.code = code
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        """The state is (version, byte order, ...); the rest concerns structured, text and time types only."""
+        self.byte_order = state[1]
+
+
+class PickledArray:
+    """Stands for `numpy.ndarray`, and for numpy's scalars, whose shape is ()."""
+
+    shape: object = ()
+    dtype: object = None
+    fortran_order: object = False
+    data: object = b""
+
+    def __init__(self, dtype: object = None, data: object = b"") -> None:
+        self.dtype = dtype
+        self.data = data
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        """The state is (version, shape, dtype, whether in Fortran order, bytes), since numpy 1.0."""
+        _, self.shape, self.dtype, self.fortran_order, self.data = state
+
+    @property
+    def code(self) -> str | None:
+        """The dtype without its byte order, as numpy writes it: "f4", "U7", "O8"; None where there is none."""
+        code = self.dtype.code if isinstance(self.dtype, PickledDtype) else None
+        return code if isinstance(code, str) else None
+
+    def to_numpy(self) -> NDArray[Any]:
+        """The array itself, read-only and in the file's byte order.
+
+        Raises:
+            DumpError: the bytes do not make an array of this shape and type.
+        """
+        assert isinstance(self.dtype, PickledDtype), "is_array was to be asked first"
+        order = self.dtype.byte_order
+        if not (isinstance(order, str) and order in _BYTE_ORDERS and isinstance(self.data, bytes)):
+            raise _contradiction()
+        dtype = np.dtype(f"{order}{self.dtype.code}")
+        shape = _check_shape(self.shape)
+        if math.prod(shape) * dtype.itemsize != len(self.data):
+            raise _contradiction()
+        in_fortran = self.fortran_order is True
+        try:
+            array: NDArray[Any] = np.ndarray(shape, dtype, self.data, order="F" if in_fortran else "C")
+        except ValueError as error:  # an empty one of sizes that no array can have
+            raise _contradiction() from error
+        return array
+
+
+def _check_shape(shape: object) -> tuple[int, ...]:
+    # 32 dimensions are numpy 1's own limit.
+    if isinstance(shape, tuple) and len(shape) <= 32 and all(type(size) is int and size >= 0 for size in shape):
+        return shape
+    raise _contradiction()
+
+
+def _contradiction() -> DumpError:
+    return damaged("the shape, the type and the bytes of an array contradict each other")
 
 
 class NeedsTorchError(DumpError):
@@ -157,8 +233,8 @@ def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 def is_array(value: object) -> bool:
     """Whether this is a tensor, or an array of numbers that torch knows: no objects, text, dates and records."""
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.str[1:] in NUMERIC_CODES
-    return value.code in NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
+        return value.dtype.str[1:] in _NUMERIC_CODES
+    return value.code in _NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
 
 
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
@@ -194,7 +270,7 @@ class StoredValues:
 
     def storage(self, member: Member, dtype: str) -> _Storage:
         """The data of tensors."""
-        data = self._data[member.offset : member.offset + member.nbytes]
+        data = member.of(self._data)
         return _Storage(data=data, offset=member.offset, dtype=StoredDtype(name=dtype))
 
     def find(self, name: str) -> object:

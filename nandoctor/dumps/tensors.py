@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from nandoctor.dumps.numpy_pickle import PickledArray
+from nandoctor.dumps.file_type import Member, damaged
 from nandoctor.dumps.recorded_format import no_state
-from nandoctor.dumps.zip_members import Member, damaged
+from nandoctor.dumps.stored_tensor import PickledArray
 from nandoctor.torch_compat import rebuild_function, sparse_values
 
 # A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
@@ -27,7 +27,7 @@ class TorchValues:
 
     def storage(self, member: Member, dtype: str) -> TypedStorage:
         """The data of tensors."""
-        storage = self._data[member.offset : member.offset + member.nbytes]
+        storage = member.of(self._data)
         make: Any = TypedStorage
         untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
         made: TypedStorage = make(wrap_storage=untyped, dtype=getattr(torch, dtype), _internal=True)

@@ -7,19 +7,19 @@ look at a file without torch, what stands for them. `torch.load` would look the 
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nandoctor.dumps.file_type import Container
-from nandoctor.dumps.numpy_pickle import PickledArray, PickledDtype
-from nandoctor.dumps.pickle_scan import STORAGE_DTYPES, Scan, join_name
-from nandoctor.dumps.stand_ins import ContainerFields, find_stand_in
-from nandoctor.dumps.zip_members import Member
+from nandoctor.dumps.file_type import Container, Member
+from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
+from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
 
 if TYPE_CHECKING:
+    from nandoctor.dumps.pickle_scan import Scan
     from nandoctor.dumps.stored_tensor import Values
 
 # What torch.save writes, by pickle protocol 2.
@@ -35,6 +35,176 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _MADE_OF_ITEMS = (set, Counter, tuple)
 _ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
+
+# Of torch's own allow-list what makes tensors, less what lets a few bytes claim gigabytes (nested tensors, conversions
+# of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+_TENSOR_GLOBALS = frozenset(
+    """
+    torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
+    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
+    torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
+    """.split()
+)
+STORAGE_DTYPES = {
+    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
+    **{"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8"},
+    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
+    **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
+    **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
+}
+# Dtypes and quantization schemes, told by name: torch is not imported to look at a file.
+_TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
+# Protocol 2 writes the names that Python 2 knew.
+_PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+# The dataclasses that models of these libraries return: each is an OrderedDict of its fields.
+_MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
+
+
+class _Fields(dict[str, Any]):
+    """Stands for an object whose state is the mapping of its attributes."""
+
+    kind = ""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def take(self, fields: Mapping[Any, Any]) -> None:
+        """Keep the fields, those that have a name."""
+        self.update({name: fields[name] for name in fields if isinstance(name, str)})
+        self[KIND] = self.kind
+
+    def fields_in(self, state: object) -> Mapping[Any, Any]:
+        """The fields that the object's state tells, if any."""
+        return state if isinstance(state, Mapping) else {}
+
+
+class _UserDict(_Fields):
+    """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
+
+    def fields_in(self, state: object) -> Mapping[Any, Any]:
+        """The items."""
+        return super().fields_in(super().fields_in(state).get("data"))
+
+
+class _PackedSequence(_Fields):
+    """Stands for torch's named tuple of that name, called with its fields."""
+
+    def __new__(cls, *values: Any) -> _PackedSequence:
+        made = super().__new__(cls)
+        made.update(zip(("data", "batch_sizes", "sorted_indices", "unsorted_indices"), values, strict=False))
+        made[KIND] = PACKED_SEQUENCE
+        return made
+
+
+def _of_kind(base: type[_Fields], kind: str) -> type[_Fields]:
+    return type(base.__name__, (base,), {"kind": kind})
+
+
+def _make_output(*_: object) -> OrderedDict[str, Any]:
+    """Stands for the class of a model's output, called with its fields, which come once more as items."""
+    return OrderedDict()
+
+
+def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    """An ordered dict; Python 2 writes the pairs into the call, and the scan does not see which of them are keys.
+
+    Raises:
+        pickle.UnpicklingError: a key could collide with others.
+    """
+    if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
+        raise pickle.UnpicklingError("no pairs of a name and a value")
+    return OrderedDict(pairs)
+
+
+def _make_array(*_: object) -> PickledArray:
+    """Stands for numpy's `_reconstruct`, called with (ndarray, (0,), b"b") before the state comes."""
+    return PickledArray()
+
+
+def _empty_bytes() -> bytes:
+    """Stands for `bytes`, which pickle calls for the content of an empty array; with a number it would fill memory."""
+    return b""
+
+
+def _encode(text: str, codec: str) -> bytes:
+    """Stands for `_codecs.encode`, which pickle calls for bytes; the scan has counted a byte for each letter.
+
+    Raises:
+        pickle.UnpicklingError: it is another codec than latin1, and the bytes could be more.
+    """
+    if codec not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError("bytes in another codec than latin1")
+    return str.encode(text, "latin1")
+
+
+class _Kind:
+    """Stands for a class that only names another's: everything is a plain tensor here."""
+
+
+def _make_plain(tensor: object, *_: object) -> object:
+    """A parameter, with whatever attributes it had, as the tensor that it holds.
+
+    Raises:
+        pickle.UnpicklingError: it holds another thing, a function say, which would come out unknown to the scan.
+    """
+    if not is_tensor(tensor):
+        raise pickle.UnpicklingError("a parameter without a tensor")
+    return tensor
+
+
+def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
+    """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
+    if type(arguments) is not tuple:
+        raise pickle.UnpicklingError("no tuple of arguments")
+    return rebuild(*arguments)
+
+
+ENCODE, REBUILD_ANY = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
+_STAND_INS: Mapping[str, Callable[..., object]] = {
+    "builtins.set": set,
+    "builtins.complex": complex,
+    "builtins.bytes": _empty_bytes,
+    ENCODE: _encode,
+    "collections.OrderedDict": _make_ordered,
+    "collections.Counter": Counter,
+    # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
+    **{f"numpy.{core}.multiarray._reconstruct": _make_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": PickledArray for core in ("core", "_core")},
+    "numpy.dtype": PickledDtype,
+    "numpy.ndarray": PickledArray,
+    "torch.Tensor": _Kind,
+    "torch.nn.parameter.Parameter": _Kind,
+    "torch._utils._rebuild_parameter": _make_plain,
+    "torch._utils._rebuild_parameter_with_state": _make_plain,
+    REBUILD_ANY: _rebuild_by,
+    "UserDict.IterableUserDict": _of_kind(_UserDict, "collections.UserDict"),  # as protocol 2 writes it
+    "collections.UserDict": _of_kind(_UserDict, "collections.UserDict"),
+    "transformers.tokenization_utils_base.BatchEncoding": _of_kind(_UserDict, "transformers.BatchEncoding"),
+    "transformers.feature_extraction_utils.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
+    "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
+    "tokenizers.Encoding": _Fields,
+    "types.SimpleNamespace": _of_kind(_Fields, "types.SimpleNamespace"),
+    "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
+}
+
+
+def find_stand_in(name: str) -> Callable[..., object] | None:
+    """What is called for the class or function of this name; every class of a model's output is known."""
+    return _make_output if _MODEL_OUTPUT.fullmatch(name) else _STAND_INS.get(name)
+
+
+def is_known(name: str) -> bool:
+    """Tell whether something stands for the class, function or value of this name."""
+    module, _, attribute = name.rpartition(".")
+    is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
+    is_value = _TORCH_VALUE.fullmatch(name) is not None
+    return is_storage or is_value or name in _TENSOR_GLOBALS or find_stand_in(name) is not None
+
+
+def join_name(module: str, name: str) -> str:
+    """The name of a global, as Python 3 knows it."""
+    return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
 
 def load_pickle(container: Container, scan: Scan, values: Values) -> object:
@@ -137,7 +307,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
-        elif isinstance(made, ContainerFields):
+        elif isinstance(made, _Fields):
             fields = made.fields_in(state)
             self._num_fields_left -= len(fields)  # many records may share a state, and each copies it
             if self._num_fields_left < 0:

@@ -16,11 +16,10 @@ import torch
 from nandoctor.dumps.classify import check_weights, strip_wrappers
 from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
 from nandoctor.dumps.distributed_checkpoint import read_distributed
-from nandoctor.dumps.file_type import regular_size
+from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
 from nandoctor.dumps.tensors import TorchValues
-from nandoctor.dumps.zip_members import damaged
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 import nandoctor
 from nandoctor.dumps.packing import Fields, fill, pack
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.stand_ins import find_stand_in
+from nandoctor.dumps.unpickle import find_stand_in
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ import torch
 from test_bounds import BOMBS, archive, global_name, make_project, text
 from test_layouts import KINDS, PLAIN, RECORDED, REPLAYED, files_with
 
-from nandoctor.dumps import pickle_scan
+from nandoctor.dumps import pickle_scan, unpickle
+from nandoctor.dumps.file_type import Member
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredTensor, StoredValues
 from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.tensors import TorchValues, count_nonfinite
-from nandoctor.dumps.zip_members import Member
 from nandoctor.errors import DumpError
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
@@ -165,9 +165,9 @@ def test_a_state_that_torch_would_refuse_is_left_to_torch():
 
 
 def test_the_names_of_torchs_values_are_all_known():
-    named = {f"torch.{name}" for name in dir(torch) if pickle_scan._TORCH_VALUE.fullmatch(f"torch.{name}")}
+    named = {f"torch.{name}" for name in dir(torch) if unpickle._TORCH_VALUE.fullmatch(f"torch.{name}")}
     assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
-    for name, dtype in pickle_scan.STORAGE_DTYPES.items():
+    for name, dtype in unpickle.STORAGE_DTYPES.items():
         assert pickle_scan._item_nbytes(name) == getattr(torch, dtype).itemsize
 
 
