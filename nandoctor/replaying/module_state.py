@@ -124,9 +124,10 @@ def known_tensors(
     yield from (("batch", name, tensor) for name, tensor in batch.items())
 
 
-def with_nonfinite_state(modules: Tracer, model: nn.Module, low: FloatFormat) -> tuple[ModuleCall, ...]:
+def with_nonfinite_state(
+    calls: tuple[ModuleCall, ...], modules: Tracer, model: nn.Module, low: FloatFormat
+) -> tuple[ModuleCall, ...]:
     """The calls of a run, each with its module's non-finite state; after a failure every weight is read for it."""
-    calls = modules.calls()
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
     state: dict[str, tuple[TensorStats, ...]] = {}

@@ -295,7 +295,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
             with plain_torch():
                 unread = list_unread(result.output)
             random = draws()
-        calls = with_nonfinite_state(observers.modules, step.model, step.low)
+        calls = with_nonfinite_state(observers.modules.calls(), observers.modules, step.model, step.low)
     ops = observers.ops.calls() if observers.ops else ()
     trace = Trace(
         policy=run.policy.label,
