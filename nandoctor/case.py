@@ -190,7 +190,7 @@ def repro(
             project's own code.
     """
     dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), settings, progress=progress)
+    found = replay_dump(dump, anchor(model), dataclasses.replace(settings, fixes=False), progress=progress)
     return make_script(found.report, found.step, dump.state)
 
 

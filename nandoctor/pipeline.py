@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -44,16 +46,17 @@ from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
-from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, TensorStats, Trace
+from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.fixes.agreement import keep
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.variations import find_doubts
+from nandoctor.fixes.variations import find_doubts, surrogate_loss, takes_gradients
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
 from nandoctor.replaying.reproduction import Preparation, Replayed, choose_policies, reproduce, run_whole
-from nandoctor.replaying.runner import CLOSELY, FailingStep, RunInterrupted, Watch
+from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import ModelSource, prepare
@@ -96,7 +99,7 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, RunProgress(progress))
     with observer_registered:
-        found = _with_loss_if_it_can(preparation, settings, _diagnose_step)
+        found = _with_loss_if_it_can(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
     if settings.per_sample and found.step is not None:
         found = replace(found, report=replace(found.report, sample=_view_sample(found.report, found.step)))
     return found
@@ -129,10 +132,10 @@ def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Call
         return use(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
-def _diagnose_step(preparation: Preparation) -> Diagnosed:
+def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     replayed = reproduce(preparation)
     replayed.step.progress.expect_rest(replayed.num_runs_left)
-    findings = _find(replayed)
+    findings = _find(replayed, for_fixes=for_fixes)
     how = f"Replayed as {replayed.step.description} in {replayed.name}."
     notes = (how, *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
@@ -218,13 +221,13 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _find(replayed: Replayed) -> Findings:
+def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """What the step shows; after an interrupt that the progress takes, what is known of it."""
     progress = replayed.step.progress
     if progress.interrupted:
         return find_so_far(replayed.trace, None)
     try:
-        return _diagnose(replayed)
+        return _diagnose(replayed, for_fixes=for_fixes)
     except KeyboardInterrupt as stop:
         if not progress.stop():
             raise
@@ -233,9 +236,9 @@ def _find(replayed: Replayed) -> Findings:
         return find_so_far(replayed.trace, partial if is_reference else None)
 
 
-def _diagnose(replayed: Replayed) -> Findings:
+def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """Forward and loss, then the backward pass where there is a loss, then what the optimizer would do next."""
-    findings = _diagnose_forward(replayed)
+    findings = _diagnose_forward(replayed, for_fixes=for_fixes)
     if replayed.step.loss is not None:
         try:
             findings = _diagnose_backward(replayed.step, findings)
@@ -275,13 +278,13 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     )
 
 
-def _diagnose_forward(replayed: Replayed) -> Findings:
+def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """The fp32 run beside the replay, op by op in both where something went wrong."""
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
         trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
-    reference = _run_reference(step, trace)
-    conclusion = Conclusion()
+    in_fp32 = _run_reference(step, trace, for_fixes=for_fixes and takes_gradients(step))
+    reference, conclusion = in_fp32.trace, Conclusion()
     if trace.finite and reference.finite and not is_silently_wrong(trace, reference):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
@@ -295,15 +298,21 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
         conclusion=conclusion,
         random=replayed.random,
         ops=trace.ops,
+        fp32=keep(in_fp32) if in_fp32.gradients else None,
     )
 
 
-def _run_reference(step: FailingStep, trace: Trace) -> Trace:
-    """The step in fp32, as closely as what went wrong in its replay asks for."""
-    closely = replace(CLOSELY, stage="replay")
-    if trace.unread or not trace.finite:
-        return step.run(REFERENCE, closely).trace
-    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+def _run_reference(step: FailingStep, trace: Trace, *, for_fixes: bool) -> Outcome:
+    """The step in fp32, as closely as what went wrong in its replay asks for; `for_fixes` with its gradients."""
+    closely = replace(CLOSELY, stage="replay", keep=for_fixes)
+    if trace.finite and not trace.unread:
+        return run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)
+    with suppress(ModelError):  # it may not run with a graph
+        if for_fixes:
+            outcome = step.run(REFERENCE, replace(closely, stand_in=surrogate_loss))
+            if outcome.trace.raised is None and outcome.trace.blinded is None:
+                return outcome
+    return step.run(REFERENCE, closely)
 
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
@@ -326,18 +335,13 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     if not sound or not trace.bad_gradients:
         return replace(findings, notes=describe_removed(trace) if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
-    fixed = step.loss_factor > 1 and not _gradients_at_scale_one(step, watch)
+    unscaled = replace(watch, stage="backward at scale 1")
+    fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients
     return replace(
         findings,
         verdict=judge_backward(trace, reference, fixed_by_scale=fixed),
         conclusion=conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed),
     )
-
-
-def _gradients_at_scale_one(step: FailingStep, watch: Watch) -> tuple[TensorStats, ...]:
-    """The non-finite gradients that are left without the loss scale."""
-    unscaled = replace(step, loss_scale=1.0)
-    return unscaled.run(watch=replace(watch, stage="backward at scale 1")).trace.bad_gradients
 
 
 def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:

@@ -78,6 +78,7 @@ def verify_dump(
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
+    settings = replace(settings, fixes=False)
     found = replay_dump(dump, model, settings, progress=progress)
     asked = _Asked(dump=dump, settings=settings, changed=changed, failed_before=failed_before)
     if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant, site_of
 from nandoctor.causes.registry import find_cause, suggest_changes
@@ -133,7 +133,7 @@ class Findings:
 
     `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
     parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
-    numbers. `gaps` are what could not be looked at.
+    numbers. `gaps` are what could not be looked at. `fp32` is what the reference gave, with gradients, for a search.
     """
 
     trace: Trace
@@ -146,6 +146,7 @@ class Findings:
     slots: tuple[OptimizerSlot, ...] = ()
     notes: tuple[str, ...] = ()
     gaps: tuple[Gap, ...] = ()
+    fp32: Any = None
 
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:

@@ -193,6 +193,8 @@ class _Search:
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
             lost_at=find_lost_call(findings),
         )
+        if findings.fp32 is not None and not self._trials.numerics:
+            self._trials.with_gradients.know_reference(findings.fp32)
         self._guilty = guilty_samples(findings)
         self._writer = ChangeWriter(step.model, findings.ops)
         self._verifier = Verifier(self._trials, guilty=self._guilty, random=findings.random)

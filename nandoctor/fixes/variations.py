@@ -120,10 +120,15 @@ _SCALE = 2.0**-10
 """So small that a gradient which is non-finite for its size alone is finite."""
 
 
+def takes_gradients(step: FailingStep) -> bool:
+    """Tell whether a step in training has gradients that there is memory for beside all else."""
+    is_trained = step.training and any(parameter.requires_grad for parameter in step.model.parameters())
+    return is_trained and not is_large(step.model)
+
+
 def find_doubts(step: FailingStep) -> tuple[Gap, ...]:
     """Tell of a finite forward in training whose gradients are non-finite; nothing of a large model, for the memory."""
-    is_trained = step.training and any(parameter.requires_grad for parameter in step.model.parameters())
-    if not is_trained or is_large(step.model):
+    if not takes_gradients(step):
         return ()
     stand_in = replace(step, loss=surrogate_loss, loss_scale=_SCALE)
     watch = Watch(stage="backward", statistics="none", backward=True)

@@ -101,6 +101,11 @@ class Trials:
         made._lost_at = self._lost_at
         return made
 
+    def know_reference(self, made: Result) -> None:
+        """Take a run of the unchanged step in fp32 for the reference, where it has gradients and all is finite."""
+        if made.gradients and made.finite:
+            self._references[frozenset()] = made
+
     def on(self, step: FailingStep) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
         made = Trials(step, self._budget, numerics=self.numerics)
@@ -133,11 +138,6 @@ class Trials:
         """
         reference = self.reference()
         return reference.ran and not reference.values_finite and not reference.has_nan
-
-    @property
-    def num_run(self) -> int:
-        """How often the step was run so far, by all trials that share the budget."""
-        return self._budget.num_run
 
     @property
     def num_judged(self) -> int:
@@ -328,13 +328,15 @@ class Trials:
         """One run; NaN alone where it was ended because it came to where the failing step had nothing else left."""
         gradients = self._backward
         watch = Watch(
-            stage=f"trial {self.num_run}",
+            stage=f"trial {self._budget.num_run}",
             statistics="none",
             backward=gradients,
             keep=gradients,
             worth_backward=partial(self._may_pass, edits),
         )
-        lost_at = self._lost_at if self._may_end(edits, precision) else None
+        # Only the failure itself may be left to see: other values are asked of the step as it failed.
+        may_end = precision == "autocast" and bool(edits) and not selects(edits)
+        lost_at = self._lost_at if may_end else None
         try:
             # Warnings are of a batch or a format that the code never ran with.
             with warnings.catch_warnings(action="ignore"), ending_where_lost(self.step.model, lost_at):
@@ -344,10 +346,6 @@ class Trials:
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
         return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)
-
-    def _may_end(self, edits: tuple[Change, ...], precision: Precision) -> bool:
-        """Tell whether only the failure itself may be left to see: other values are asked of the step as it failed."""
-        return precision == "autocast" and bool(edits) and not selects(edits)
 
     def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
         """The same; infinities that the unchanged step has in fp32 too are left to a known loss to judge."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,12 @@ from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.module_state import (
     drawn_in_fp32,
     is_large,
-    known_tensors,
     run_backward,
     state_widened,
     widened,
     with_nonfinite_state,
 )
+from nandoctor.replaying.observers import Observers
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
@@ -44,10 +44,9 @@ from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved
-from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
-from nandoctor.tracing.module_tracer import Statistics, Tracer
-from nandoctor.tracing.op_tracer import FunctionTracer, OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import collect
+from nandoctor.tracing.module_tracer import Statistics
+from nandoctor.tracing.op_tracer import OnOp
+from nandoctor.tracing.tensor_stats import all_finite, collect
 from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
@@ -62,7 +61,8 @@ class Watch:
 
     `statistics` are those of the tensors that modules take and return. `ops` records every operation, `on_op` is given
     each with its tensors. `backward` runs the backward pass of loss x the step's loss scale, recorded with `ops`, where
-    `worth_backward` says so of output and loss; `keep` leaves the gradients themselves in the outcome.
+    `worth_backward` says so of output and loss; `keep` leaves the gradients themselves in the outcome. So does
+    `stand_in`, of a pass that is not recorded: of the step's loss, of this one where it has none, if that is finite.
     """
 
     stage: str = "replay"
@@ -70,6 +70,7 @@ class Watch:
     ops: bool = False
     backward: bool = False
     keep: bool = False
+    stand_in: Loss | None = None
     worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
     on_op: OnOp | None = None
 
@@ -223,40 +224,10 @@ class _Result:
         return None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
 
 
-class _Observers:
-    """The tracers of one run, made for one batch."""
-
-    def __init__(self, run: _Run, batch: Batch) -> None:
-        step, watch = run.step, run.watch
-        known = [*known_tensors(step.model, batch)]
-        watches_backward = watch.backward and watch.ops
-        self.functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
-        self.gradients = GradientTracer(low=step.low, functions=self.functions) if watches_backward else None
-        self.ops = (
-            OpTracer(known=known, low=step.low, gradients=self.gradients, on_op=watch.on_op) if watch.ops else None
-        )
-        self.modules = Tracer(
-            step.model,
-            counts_for=step.low,
-            statistics=watch.statistics,
-            on_call=step.progress.on_call,
-            producer_of=self.ops.producer_of if self.ops else None,
-            reading_of=self.ops.reading_of if self.ops else None,
-        )
-
-    @contextmanager
-    def watching_forward(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.modules)
-            if self.ops is not None:
-                stack.enter_context(self.ops.watching(self.modules.owner))
-            if self.gradients is not None:
-                stack.enter_context(open_checkpoints())
-            yield
-
-
 def _run(run: _Run) -> Outcome:
-    for grad in sorted({run.watch.backward, True}):  # once more with a graph, for what takes gradients or hooks them
+    for grad in sorted(
+        {run.watch.backward or run.watch.stand_in is not None, True}
+    ):  # once more with a graph, for what takes gradients or hooks them
         outcome, error = _record(run := replace(run, grad=grad))
         if error is not None and is_wrong_call(error):
             raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
@@ -287,7 +258,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
         with _as_changed(run) as draws:
-            observers = _Observers(run, batch)
+            observers = Observers(step, run.watch, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
             with _under_policy(run, observers):
                 result = _execute(run, batch, observers)
@@ -296,25 +267,12 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
                 unread = list_unread(result.output)
             random = draws()
         calls = with_nonfinite_state(observers.modules.calls(), observers.modules, step.model, step.low)
-    ops = observers.ops.calls() if observers.ops else ()
-    trace = Trace(
-        policy=run.policy.label,
-        format=run.policy.format,
-        training=step.training,
-        seed=step.seed,
+    trace = replace(
+        _write_trace(run, batch, observers, result),
         calls=calls,
         batch=collect(inputs),
         output=collect(output),
-        elapsed_s=result.elapsed_s,
-        raised=result.end,
-        ops=ops,
-        buffers=frozenset(name for name, _ in step.model.named_buffers()),
         loss=collect(loss)[0] if loss else None,
-        backward=observers.gradients.calls(ops) if observers.gradients else (),
-        function_ops=observers.functions.calls() if observers.functions else (),
-        bad_gradients=result.bad_gradients,
-        num_samples=interventions.sample_count(batch, step.used),
-        time_first=interventions.may_have_time_first(batch, step.used),
         unread=unread,
     )
     if isinstance(result.raised, KeyboardInterrupt):
@@ -328,6 +286,29 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         out_of_memory=is_out_of_memory(result.raised),
     )
     return made, result.raised
+
+
+def _write_trace(run: _Run, batch: Batch, observers: Observers, result: _Result) -> Trace:
+    """All of the trace but for what is read of tensors and modules."""
+    step, ops = run.step, observers.ops.calls() if observers.ops else ()
+    return Trace(
+        policy=run.policy.label,
+        format=run.policy.format,
+        training=step.training,
+        seed=step.seed,
+        calls=(),
+        batch=(),
+        output=(),
+        elapsed_s=result.elapsed_s,
+        raised=result.end,
+        ops=ops,
+        buffers=frozenset(name for name, _ in step.model.named_buffers()),
+        backward=observers.gradients.calls(ops) if observers.gradients else (),
+        function_ops=observers.functions.calls() if observers.functions else (),
+        bad_gradients=result.bad_gradients,
+        num_samples=interventions.sample_count(batch, step.used),
+        time_first=interventions.may_have_time_first(batch, step.used),
+    )
 
 
 @contextmanager
@@ -344,7 +325,7 @@ def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _under_policy(run: _Run, observers: _Observers) -> Iterator[None]:
+def _under_policy(run: _Run, observers: Observers) -> Iterator[None]:
     step = run.step
     with (
         recorded_backends(step.recorded, step.device),
@@ -355,7 +336,7 @@ def _under_policy(run: _Run, observers: _Observers) -> Iterator[None]:
         yield
 
 
-def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
+def _execute(run: _Run, batch: Batch, observers: Observers) -> _Result:
     """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
     result, step = _Result(), run.step
     started = time.perf_counter()
@@ -368,6 +349,8 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
                 result.bad_gradients, result.gradients = run_backward(
                     step.model, loss, loss_scale=step.loss_factor, keep=run.watch.keep
                 )
+        elif run.watch.stand_in is not None:
+            result.gradients = _take_gradients(step, run.watch.stand_in, batch, result)
     except (Exception, KeyboardInterrupt) as error:
         result.raised = error
     finally:
@@ -376,7 +359,7 @@ def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     return replace(result, elapsed_s=time.perf_counter() - started)
 
 
-def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result) -> None:
+def _run_forward(run: _Run, batch: Batch, observers: Observers, result: _Result) -> None:
     """Fill in output and loss; where the loss raises, the output stays."""
     step = run.step
     with observers.watching_forward(), torch.set_grad_enabled(run.grad):
@@ -386,6 +369,21 @@ def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result
                 observers.ops.phase = "loss"
             with interventions.loss_in_fp32(run.edits, step.device) as widen:
                 result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
+
+
+def _take_gradients(
+    step: FailingStep, stand_in: Loss, batch: Batch, made: _Result
+) -> Mapping[str, torch.Tensor] | None:
+    """The gradients that nothing is recorded of; None where the loss is not finite or they cannot be taken."""
+    try:
+        with torch.enable_grad():
+            loss = made.loss if step.loss is not None else _compute_loss(stand_in, made.output, batch, step.device)
+        if loss is None or not all_finite(loss):
+            return None
+        with kept_running(), torch.autocast(step.device.type, enabled=False):
+            return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)[1]
+    except Exception:  # the user's code may raise anything, and the forward stands without it
+        return None
 
 
 def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -> torch.Tensor:

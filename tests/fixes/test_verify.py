@@ -80,7 +80,7 @@ def test_the_unchanged_step_is_run_once_and_not_if_known(step):
     as_it_is = UseFormat(format=step.low)
     assert not trials.run().values_finite
     assert not trials.look(as_it_is).finite
-    assert trials.num_run == 1
+    assert trials._budget.num_run == 1
     known = Trials(step, TrialBudget(max_trials=0), numerics=False, fails=True)
     assert known.look(as_it_is) == trials.look(as_it_is)
 
@@ -120,9 +120,9 @@ def test_nothing_is_run_twice(step):
     trials = make_trials(step)
     edit = KeepModule(module="", children=False)
     assert trials.passes(edit)
-    runs = trials.num_run
+    runs = trials._budget.num_run
     assert trials.passes(edit)
-    assert trials.num_run == runs
+    assert trials._budget.num_run == runs
     assert trials.num_judged == 1
 
 
