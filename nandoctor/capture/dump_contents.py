@@ -33,26 +33,20 @@ WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSources:
-    """How the model and the loss are made: what the user told, and where their sources were when training began.
+class Training:
+    """What all steps of a run have in common: how model and loss are made, as their sources were when it began.
 
-    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's.
+    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's. `keep_optimizer`:
+    its whole state goes into each file.
     """
 
+    observer: Observer
     model: Mapping[str, str]
     loss: Mapping[str, str] | None
     arguments: Mapping[str, Any]
     built: bool
     method: str
     files: ProjectSources
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What all steps of a run have in common; `keep_optimizer`: its whole state goes into each file."""
-
-    observer: Observer
-    sources: ModelSources
     scaler: Any
     keep_optimizer: bool
 
@@ -68,21 +62,21 @@ def describe(
 ) -> dict[str, Any]:
     """The contents of a dump of `step`."""
     assert step.before is not None
-    model, sources = training.observer.model, training.sources
+    model = training.observer.model
     before, lost = training.observer.describe(step.before, step.undo or {})
-    function = getattr(model, sources.method or "forward")
-    calls, dropped = step.describe(function, is_method=bool(sources.method))
+    function = getattr(model, training.method or "forward")
+    calls, dropped = step.describe(function, is_method=bool(training.method))
     spoiled = step.spoiled if result.reason == "update" else None
-    reference, unfit = describe_model(model, sources.model, sources.arguments, built=sources.built)
+    reference, unfit = describe_model(model, training.model, training.arguments, built=training.built)
     return {
         "format": FORMAT,
         "event": _describe_event(step, result, event),
         "model": reference,
         **before,
         **calls,
-        "method": sources.method,
-        "loss_function": sources.loss,
-        "sources": sources.files.describe(),
+        "method": training.method,
+        "loss_function": training.loss,
+        "sources": training.files.describe(),
         "scaler": _describe_scaler(training.scaler, step),
         "optimizer": _describe_optimizer(spoiled, optimizers, with_state=training.keep_optimizer),
         "update": _describe_update(spoiled) if spoiled else {},
@@ -90,7 +84,7 @@ def describe(
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
-        "left_out": [*lost, *dropped, *unfit, *_describe_updates(step)],
+        "left_out": [*lost, *dropped, *unfit, *_describe_updates(step, training.observer)],
     }
 
 
@@ -144,8 +138,11 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
     }
 
 
-def _describe_updates(step: RecordedStep) -> list[str]:
+def _describe_updates(step: RecordedStep, observer: Observer) -> list[str]:
+    """Tell of weights that are not those of the forward."""
     number = 0 if step.undo is not None else step.updates_since
+    if step.undo is None and not step.num_updates and step.stamp != observer.stamp():
+        return ["the weights of the step: the loop has written others since its forward, without an optimizer"]
     return (
         [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
     )

@@ -19,7 +19,7 @@ from nandoctor.capture.environment import Generators, RandomStates, read_autocas
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
 from nandoctor.capture.updates import UNDO_NBYTES, has_room
-from nandoctor.torch_compat import buffers_of, is_running_norm, parameters_of, versions_of
+from nandoctor.torch_compat import buffers_of, is_running_norm, parameters_of, version_of, versions_of
 
 Tensors = tuple[torch.Tensor | None, ...]
 NUM_SAMPLED = 64
@@ -52,6 +52,10 @@ class Observer:
             (f"{path}.{name}" if path else name, registry, name) for path, registry in places for name in registry
         ]
         self._outer = [*self._weights[:1], *self._weights[-1:]]
+        parameters = dict(model.named_parameters())
+        self._first_shapes = {name: parameter.shape for name, parameter in parameters.items() if not is_lazy(parameter)}
+        dense = [parameter for parameter in parameters.values() if can_join(parameter)]
+        self._stamped = [*dense[:1], *dense[-1:]]
 
     def look(self) -> StateBefore:
         """The state as it is now."""
@@ -72,6 +76,16 @@ class Observer:
             return {}
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
+
+    def stamp(self) -> list[tuple[int, int | None]]:
+        """What changes when somebody writes all weights, an optimizer or the loop itself."""
+        return [(weight.data_ptr(), version_of(weight)) for weight in self._stamped]
+
+    def find_reshaped(self) -> list[str]:
+        """The parameters that are no longer of the shape that they had when training began, or came or went since."""
+        now = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        first = self._first_shapes
+        return [name for name in {**first, **now} if first and first.get(name) != now.get(name)]
 
     def note_autocast(self, state: dict[str, Any]) -> None:
         """Keep the autocast that was found within the model's call."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.deepspeed import find_engine
-from nandoctor.capture.dump_contents import ModelSources, Training, describe, leave_weights
+from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
@@ -23,7 +23,7 @@ from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
 from nandoctor.capture.source_info import (
     ProjectSources,
-    advise_signature,
+    advise_loss,
     class_of,
     describe_source,
     plan_rebuild,
@@ -36,6 +36,7 @@ from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.project import stop_import
+from nandoctor.text import join_first
 
 LOG = logging.getLogger("nandoctor")
 
@@ -82,7 +83,7 @@ class Recorder(RecorderSettings):
         refuse_flat_weights(self.model)
         self._engine = find_engine(self.model)
         self._observer = Observer(unwrap_model(self._called), self.undo_nbytes)
-        self._training, replay_flags = self._describe_training()
+        self._training, self._flags = self._describe_training()
         self._handles = ExitStack()
         self._policy = StepPolicy(
             StepHistory(self.stop_rule),
@@ -90,7 +91,7 @@ class Recorder(RecorderSettings):
             self._make_contents,
             spike=self.spike,
             on_save=self.on_save,
-            replay_flags=replay_flags,
+            replay_flags=self._find_flags,
         )
         self._tracker = StepTracker(
             self._observer,
@@ -109,14 +110,30 @@ class Recorder(RecorderSettings):
 
     def _describe_training(self) -> tuple[Training, str]:
         """What all files have in common, and the flags that a replay will need; the log says how to do without."""
-        model = self._observer.model
-        sources = _describe_sources(model, self)
-        plan = plan_rebuild(model, sources.model, sources.arguments, built=sources.built, loss=sources.loss)
-        for line in (*plan.advice, *advise_signature(self.loss)):
+        model, builder, arguments = self._observer.model, self.builder, self.arguments or {}
+        if isinstance(builder, functools.partial) and not builder.args:
+            arguments = {**builder.keywords, **arguments}
+            builder = builder.func
+        source, built = (
+            describe_source(builder or class_of(model)),
+            builder is not None and not isinstance(builder, type),
+        )
+        loss = None if self.loss is None else describe_source(self.loss)
+        flags, advice = plan_rebuild(model, source, arguments, built=built)
+        for line in (*advice, *advise_loss(self.loss, loss)):
             LOG.warning("nandoctor.Recorder: %s", line)
-        scaler = self._find_scaler()
-        training = Training(observer=self._observer, sources=sources, scaler=scaler, keep_optimizer=self.keep_optimizer)
-        return training, plan.flags
+        training = Training(
+            observer=self._observer,
+            model=source,
+            loss=loss,
+            arguments=arguments,
+            built=built,
+            method=self.method,
+            files=ProjectSources(model, source, loss),
+            scaler=self._find_scaler(),
+            keep_optimizer=self.keep_optimizer,
+        )
+        return training, flags
 
     @property
     def _called(self) -> nn.Module:
@@ -352,32 +369,25 @@ class Recorder(RecorderSettings):
 
     def _advise_loss(self) -> None:
         """Tell how a replay would get the loss, where it is computed outside of the model."""
-        if self._training.sources.loss is None:
+        if self.loss is None:
             self._warn(
                 "the loss is computed outside of the model, so a replay will see neither the loss nor its gradients. "
                 "Give the recorder a function at the top level of a file: loss=loss_of, with "
                 "def loss_of(output, batch): return ..."
             )
 
+    def _find_flags(self) -> str:
+        """What has to follow `nandoctor replay FILE`; more than was known at first, where the model was rebuilt."""
+        reshaped = self._observer.find_reshaped()
+        if not reshaped:
+            return self._flags
+        self._warn(
+            f"the model's parameters are no longer those that training began with ({join_first(reshaped, 3)}), so a "
+            "replay cannot build it by itself. Write a function that returns the model as it is now for --model."
+        )
+        return " --model FILE.py:NAME"
+
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.optimizers
         contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
         return leave_weights(contents, self.weights, self.max_nbytes)
-
-
-def _describe_sources(model: nn.Module, settings: RecorderSettings) -> ModelSources:
-    """How the model and the loss can be made again; what a partial was given are arguments."""
-    builder, arguments = settings.builder, settings.arguments or {}
-    if isinstance(builder, functools.partial) and not builder.args:
-        arguments = {**builder.keywords, **arguments}
-        builder = builder.func
-    model_source = describe_source(builder or class_of(model))
-    loss_source = None if settings.loss is None else describe_source(settings.loss)
-    return ModelSources(
-        model=model_source,
-        loss=loss_source,
-        files=ProjectSources(model, model_source, loss_source),
-        arguments=arguments,
-        built=builder is not None and not isinstance(builder, type),
-        method=settings.method,
-    )

@@ -6,7 +6,6 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,34 +169,13 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RebuildPlan:
-    """How a replay will get its model and its loss.
-
-    `flags` are what has to follow `nandoctor replay FILE`, "" for nothing. `advice` tells what would make a replay
-    work, or work without flags, one sentence each.
-    """
-
-    flags: str = ""
-    advice: tuple[str, ...] = ()
-
-
 def plan_rebuild(
-    model: nn.Module,
-    source: Mapping[str, str],
-    arguments: Mapping[str, Any],
-    *,
-    built: bool,
-    loss: Mapping[str, str] | None,
-) -> RebuildPlan:
-    """See how the model can be made again; its class is called with `arguments` on the meta device, without weights."""
-    flags, advice = _plan_model(model, source, arguments, built=built)
-    return RebuildPlan(flags=flags, advice=(*advice, *_advise_loss(loss)))
-
-
-def _plan_model(
     model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
 ) -> tuple[str, list[str]]:
+    """The flags that follow `nandoctor replay FILE` for the model's sake, "" for none; and advice how to do without.
+
+    Its class is called with `arguments` on the meta device, without weights, to see whether it can be made again.
+    """
     name = source["name"]
     if "<" in name or not (source["file"] or source["module"] not in ("__main__", "")):
         where = "inside a function" if "<" in name else "in no file"
@@ -262,11 +240,18 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
-def advise_signature(loss: Callable[..., Any] | str | None) -> Iterator[str]:
-    """What to change where the loss cannot be called with an output and a batch."""
-    if loss is None or isinstance(loss, str):
+def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
+    """What to change where a replay could not import the loss, or not call it with an output and a batch."""
+    if loss is None or source is None:
         return
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = source["name"].rpartition(".")[2] or source["name"]
+    if not _is_own_function(source):
+        yield (
+            f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
+            "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."
+        )
+    if isinstance(loss, str):
+        return
     try:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
     except TypeError as error:
@@ -276,16 +261,3 @@ def advise_signature(loss: Callable[..., Any] | str | None) -> Iterator[str]:
         )
     except ValueError:  # it tells no signature
         return
-
-
-def _advise_loss(loss: Mapping[str, str] | None) -> Iterator[str]:
-    """What to change where a replay could not import the loss."""
-    if loss is None:
-        return
-    within = bool(loss["file"]) and not Path(loss["file"]).is_absolute()
-    if not within or not loss["name"].isidentifier():
-        name = loss["name"].rpartition(".")[2] or loss["name"]
-        yield (
-            f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
-            "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."
-        )

@@ -31,7 +31,8 @@ class RecordedStep:
     own. `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step, and
     `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what
     is known without it. `accumulated` is the largest magnitude among the gradients after a micro-batch that no update
-    follows. `num_updates` counts how often the weights were written since.
+    follows. `num_updates` counts how often an optimizer has written the weights since. `stamp` is the observer's at the
+    first forward, and `weights` a copy from then, where the loop writes them without any optimizer.
     """
 
     step: int
@@ -57,6 +58,8 @@ class RecordedStep:
     accumulated: Flag | None = None
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
+    stamp: list[tuple[int, int | None]] = field(default_factory=list)
+    weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None
     decided: bool = False
@@ -123,8 +126,10 @@ class RecordedStep:
         return self.num_updates - int(self.num_updates > 0 and self.was_skipped and not self.skipped)
 
     @property
-    def undo(self) -> dict[str, torch.Tensor] | None:
+    def undo(self) -> Mapping[str, torch.Tensor] | None:
         """The weights as they were before this step's own updates; None if they were not kept or not written."""
+        if self.weights is not None:
+            return self.weights
         if not self.num_updates or not self.updates or any(update.undo is None for update in self.updates):
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}

@@ -233,7 +233,7 @@ class StepPolicy:
         *,
         spike: float | None = None,
         on_save: OnSave | None = None,
-        replay_flags: str = "",
+        replay_flags: Callable[[], str] = str,
     ) -> None:
         self.history = history
         self.folder = folder
@@ -323,7 +323,7 @@ class StepPolicy:
                 f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
                 "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
             )
-        return path, say_next(path, written, self._replay_flags + _flags_for(step, result, contents))
+        return path, say_next(path, written, self._replay_flags() + _flags_for(step, result, contents))
 
     def _tell(self, path: Path, event: Mapping[str, Any]) -> None:
         if self._on_save is None:
@@ -355,7 +355,8 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
     if result.reason == "update":
         assert step.spoiled is not None
         optimizer = type(step.spoiled.trained.optimizer).__name__
-        return f"loss and gradients are finite, and the update by {optimizer} left non-finite weights"
+        finite = "the loss is" if step.spoiled.gradients is None and step.scale is None else "loss and gradients are"
+        return f"{finite} finite, and the update by {optimizer} left non-finite weights"
     known = "" if result.skip_counts else ", where steps have passed before"
     scale = number(result.loss_scale)
     return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
-from nandoctor.capture.updates import TrainedParameters, Update
+from nandoctor.capture.updates import TrainedParameters, TrainingLoop, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import read_loss_scale
@@ -34,7 +33,8 @@ class StepTracker:
     Whatever ends or decides a step raises `NonFiniteTrainingError` where the policy stops the training, once `on_stop`
     is called. `epoch` and `next_step` number what begins next, and so does `count`, where an engine numbers its updates
     and their micro-batches.
-    `unwatched_eval`: the last forward was of the model in eval mode, and no step.
+    `unwatched_eval`: the last forward was of the model in eval mode, and no step. A loop that was seen to write weights
+    between two steps without an optimizer (SAM, a descent by hand) has them copied before each forward.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepTracker:
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
-        self._accumulates = False
+        self._accumulates = self._writes_unseen = False
         self._process = os.getpid()
 
     @property
@@ -98,8 +98,10 @@ class StepTracker:
         )
 
     def _is_accumulating(self, scale_version: int | None) -> bool:
-        """True if gradients are there and no update has used them since the last step began."""
+        """True if gradients are there and nobody has written the weights since the last step began."""
         grad = None if self._probe is None else self._probe.grad
+        if self.current is not None and self.current.stamp and self.current.stamp != self._observer.stamp():
+            return False
         return self._accumulates and grad is not None and self._scale_version == scale_version
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
@@ -116,8 +118,20 @@ class StepTracker:
             if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
                 gradients = self._find_all().gradients()
                 step.accumulated = self._flag_of(gradients, over_ranks=self._sharded and not final)
+            self._note_unseen_writes(step)
             self._pending.append(step)
-        self.flush_pending(wait=final)
+        self.flush_pending(wait=final or self._writes_unseen)
+
+    def _note_unseen_writes(self, step: RecordedStep) -> None:
+        """Look at weights that the loop writes without an optimizer; from the first such write on they are copied."""
+        if step.num_updates or step.stamp == self._observer.stamp():
+            return
+        if step.weights is not None and not step.decided:
+            trained = self._find_all()
+            weights = self._flag_of(trained.weights(), over_ranks=False)
+            step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, groups=(), weights=weights))
+        if not self._writes_unseen:
+            self._writes_unseen, self._all = True, None
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step."""
@@ -135,7 +149,8 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            step.before = self._observer.look()
+            step.before, step.stamp = self._observer.look(), self._observer.stamp()
+            step.weights = self._find_all().keep() if self._writes_unseen else None
         else:
             step.between.append(self._observer.look_between())
         step.without_grad = not with_grad
@@ -327,8 +342,8 @@ class StepTracker:
     def _find_all(self) -> TrainedParameters:
         """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
-            groups = [{"params": list(self._observer.model.parameters())}]
-            self._all = TrainedParameters(SimpleNamespace(param_groups=groups), self._names, undo_nbytes=0)
+            loop = TrainingLoop(self._observer.model.parameters())
+            self._all = TrainedParameters(loop, self._names, self._undo_nbytes if self._writes_unseen else 0)
         return self._all
 
     def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:

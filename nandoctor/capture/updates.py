@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -48,6 +47,17 @@ class Update:
                 if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
                     found[name] = float(value)
         return found
+
+
+class TrainingLoop:
+    """Stands for the optimizer of a loop that writes the weights by itself."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def state_dict(self) -> dict[str, Any]:
+        """No settings and no state: the loop has them."""
+        return {"state": {}, "param_groups": [{"params": list(range(len(self.param_groups[0]["params"])))}]}
 
 
 class TrainedParameters:
@@ -98,15 +108,18 @@ class TrainedParameters:
 
     def _measure(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | float | None:
         if self._joint is not None:
-            with suppress(RuntimeError), torch.no_grad():  # sparse gradients cannot be joined
-                return self._joint.largest(tensors)
+            try:
+                with torch.set_grad_enabled(False):
+                    return self._joint.largest(tensors)
+            except RuntimeError:  # sparse gradients cannot be joined
+                pass
         return largest_magnitude([tensor for tensor in tensors if tensor is not None])
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, for an update that has to be undone; None where there is no room for it."""
         if self._copies is None:
             return None
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             if self._joint is not None:
                 self._joint.copy(self.parameters, self._copies)
             else:

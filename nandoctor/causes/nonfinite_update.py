@@ -36,7 +36,8 @@ def diagnose(update: OptimizerUpdate) -> Cause | None:
     first, more = next(iter(update.parameters)), len(update.parameters) - 1
     spoiled = f"{first} and {more} more" if more else first
     wrong = [f"{name} is {value:g}" for name, value in update.settings.items() if not math.isfinite(value)]
-    why = f": its {' and '.join(wrong)}" if wrong else ", from finite gradients"
+    known = ", from finite gradients" if update.largest_gradient is not None else ""
+    why = f": its {' and '.join(wrong)}" if wrong else known
     return Cause(
         code=CODE,
         title=TITLE,

@@ -19,7 +19,7 @@ from nandoctor.torch_compat import unwrap, version_of
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
-_CONTAINERS = frozenset({dict, list, tuple})
+_SEQUENCES = frozenset({list, tuple})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
@@ -88,8 +88,11 @@ class _Packer:
     hidden: bool = False
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
-        if type(value) in _PLAIN:
+        kind = type(value)
+        if kind in _PLAIN:
             return value
+        if kind in _SEQUENCES and depth < MAX_DEPTH:
+            return kind([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
         num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
         try:
             return self._pack(value, name, depth)
@@ -100,7 +103,7 @@ class _Packer:
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value, name)
-        if type(value) in _CONTAINERS and depth < MAX_DEPTH:
+        if type(value) is dict and depth < MAX_DEPTH:
             return self._pack_container(value, name, depth)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a class of its own, which no reader would import
@@ -124,8 +127,6 @@ class _Packer:
         return tensor
 
     def _pack_container(self, value: Any, name: str, depth: int) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
         fields = value if type(value) is dict else _fields(value)
         if fields is None and self.kinds:
             return self._pack_object(value, name, depth)

@@ -214,9 +214,14 @@ def _limits(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
 
     A device is not waited for.
     """
-    limits = torch.stack(torch.aminmax(sample))
+    limits = _range_of(sample)
     tells_all = sample.numel() == values.numel() or (values.is_cpu and bool(limits.isnan().any()))
-    return limits if tells_all else torch.stack(torch.aminmax(as_stored(values)))
+    return limits if tells_all else _range_of(as_stored(values))
+
+
+def _range_of(values: torch.Tensor) -> torch.Tensor:
+    ends = torch.aminmax(values)
+    return torch.stack(ends, out=ends.min.new_empty(0))  # without `out`, bf16 autocast refuses fp16
 
 
 def _take_sample(values: torch.Tensor) -> torch.Tensor:
