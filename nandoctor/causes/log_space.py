@@ -17,9 +17,9 @@ _QUOTIENTS = frozenset({"div", "reciprocal"})
 
 
 def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
-    """The first logarithm of what the op makes, or the op, in another form; then the first quotient."""
-    before = (source for tensor in op.inputs for source in _behind(ops, tensor))
-    if not any(source.op in HAS_STABLE_LOGARITHM for source in (op, *before)):
+    """The first logarithm after the op, or the op, in another form; the first quotient; then smaller exponents."""
+    made_of = [op, *(source for tensor in op.inputs for source in _behind(ops, tensor))]
+    if not any(source.op in HAS_STABLE_LOGARITHM for source in made_of):
         return
     after = [op, *_descendants(ops, op)]
     for names in (_LOGARITHMS, _QUOTIENTS):
@@ -30,6 +30,8 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
                 everywhere = (StableLog(site=site, everywhere=True),) if names is _LOGARITHMS else ()
                 yield (StableLog(site=site), *everywhere)
                 break
+    if any(made.op in _QUOTIENTS for made in after):
+        yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")
 
 
 def _behind(ops: Mapping[int, OpCall], tensor: OpTensor) -> Iterator[OpCall]:

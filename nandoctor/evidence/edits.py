@@ -145,7 +145,8 @@ class StableLog:
     """Write the logarithm or the quotient at a site without the exponential or the probability that it is taken of.
 
     log(softmax) is log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot make it of a run: it
-    is tried as text. With `everywhere` all logarithms of the function are written so.
+    is tried as text. With `everywhere` all logarithms of the function are written so. At an exponential it stands for
+    subtracting the largest exponent, which the shares in a sum do not change with.
     """
 
     kind: Literal["stable-log"] = "stable-log"

@@ -65,6 +65,9 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
         text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
         change.replacements.append(Replacement(node=node, text=text, before=before))
         return
+    if (spread := _write_spread(expression)) is not None:
+        change.replacements.append(spread)
+        return
     tensors = list(expression.tensors())
     tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
     named = {tensor: change.named(tensor, tree.code(tensor), "averaged") for tensor in tensors}
@@ -138,6 +141,17 @@ def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
     arguments = [arg.value for arg in call.args] if call is not None else []
     is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
     return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
+
+
+def _write_spread(expression: Expression) -> Replacement | None:
+    """A standard deviation or variance along one dimension, or all, that is 0 of one value; None of another form."""
+    subject, given = expression.argument("self"), expression.texts_after_first()
+    dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
+    is_one = len(dims) <= 1 and all(text.removeprefix("-").isdecimal() for text in dims)
+    if expression.op is None or expression.op.op not in ("std", "var") or not is_one:
+        return None
+    size = f"shape[{dims[0]}]" if dims else "numel()"
+    return expression.with_keyword("correction", f"min(1, {grouped(subject)}.{size} - 1)")
 
 
 _PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {

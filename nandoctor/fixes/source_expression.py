@@ -95,11 +95,11 @@ class Expression:
         return given
 
     def calls_module(self) -> bool:
-        """Tell whether the call is of the very submodule that made the op: `self.norm(x)` hands over x alone."""
+        """Tell whether the call is of a submodule that made the op, or holds its maker: `self.norm(x)` hands over x."""
         if not isinstance(self.node, cst.Call):
             return False
         path = self.tree.code(self.node.func).partition(".")[2]
-        return bool(path) and self.op is not None and f".{self.op.module}".endswith(f".{path}")
+        return bool(path) and self.op is not None and f".{path}." in f".{self.op.module}."
 
     def _is_namespace(self, node: cst.BaseExpression) -> bool:
         while isinstance(node, cst.Attribute):
@@ -332,3 +332,15 @@ class FileChange:
         if self.tree.statement_of(node) is None:
             return f"({name} := {text})", name, ()
         return name, name, (f"{name} = {text}",)
+
+
+def calls_in(
+    tree: SourceTree, function: cst.FunctionDef, ops: Sequence[OpCall]
+) -> Iterator[tuple[cst.CSTNode, OpCall]]:
+    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
+    first, last = tree.start_of(function)[0], tree.end_of(function)[0]
+    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
+    for source, op in places.items():
+        node = tree.find(source)
+        if node is not None and tree.function_of(node) is function:
+            yield node, op

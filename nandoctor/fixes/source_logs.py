@@ -7,7 +7,7 @@ code: that the new text means the same is for the run with it to show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -18,6 +18,7 @@ from nandoctor.fixes.source_definitions import Definitions
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
+    calls_in,
     grouped,
     nodes_below,
     number_in,
@@ -64,7 +65,7 @@ class LogSpace:
             raise CannotWriteError
         self._tree, self._names = tree, names
         self._definitions = Definitions(tree, function)
-        self._calls = dict(_calls_in(tree, function, ops))
+        self._calls = dict(calls_in(tree, function, ops))
         self._place: cst.CSTNode = node
         self._hoisted: dict[cst.CSTNode, Replacement] = {}
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
@@ -234,8 +235,9 @@ class LogSpace:
         if name == "sum":
             return _Log(text=text, terms=log.text, dims=tuple(dims))
         dim = next((text.removeprefix("dim=") for text in dims if not text.startswith("keepdim")), None)
-        if len(log.text) > len(grouped(log.text)) or not log.text.isidentifier():
-            raise CannotWriteError  # its size would be asked of an expression that is computed twice
+        if not log.text.isidentifier():  # its size is asked for as well
+            log = self._named_before(log, "logits")
+            text = f"torch.logsumexp({', '.join([log.wide if dims else f'{log.wide}.flatten()', *over])})"
         size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
         count = f"math.log({size})" if "math" in self._tree.imported_names else f"torch.tensor({size}).log()"
         return _Log(text=f"{text} - {count}")
@@ -328,16 +330,21 @@ class LogSpace:
             raise CannotWriteError
         code = self._tree.code(node)
         if self._place in set(self._tree.ancestors(node)):  # all of the statement that holds it is written anew
-            name = self._tree.free_name("value", node, self._names)
-            text = f"{name} = {code}"
-            self._names.add(name)
-            self._before.setdefault(self._place, {})[name] = text
-            return _Log(text=name, is_low=self._is_low(node))
+            return self._named_before(_Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
             name = self._tree.free_name("logits", node, self._names)
             self._names.add(name)
             self._hoisted[node] = Replacement(node=node, text=name, before=(f"{name} = {code}",))
         return _Log(text=self._hoisted[node].text, is_low=self._is_low(node))
+
+    def _named_before(self, log: _Log, wanted: str) -> _Log:
+        """A name for a value, given before the statement that is written anew."""
+        if self._tree.statement_of(self._place) is None:
+            raise CannotWriteError
+        name = self._tree.free_name(wanted, self._place, self._names)
+        self._names.add(name)
+        self._before.setdefault(self._place, {})[name] = f"{name} = {log.text}"
+        return _Log(text=name, is_low=log.is_low)
 
     def _is_low(self, node: cst.BaseExpression) -> bool:
         """Tell whether the op that takes this took it in half precision."""
@@ -384,15 +391,3 @@ def _negated(text: str) -> str:
     if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
         return cst.Module([]).code_for_node(node.expression)
     return f"-{grouped(text)}"
-
-
-def _calls_in(
-    tree: SourceTree, function: cst.FunctionDef, ops: Sequence[OpCall]
-) -> Iterator[tuple[cst.CSTNode, OpCall]]:
-    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
-    first, last = tree.start_of(function)[0], tree.end_of(function)[0]
-    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
-    for source, op in places.items():
-        node = tree.find(source)
-        if node is not None and tree.function_of(node) is function:
-            yield node, op

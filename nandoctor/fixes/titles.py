@@ -116,6 +116,8 @@ def _title_scale(edit: ScaleFirst) -> str:
 
 
 def _title_log(edit: StableLog) -> str:
+    if edit.site.op == "exp":
+        return f"Subtract the largest exponent before exp{_where_if_known(edit.site)}"
     what = "the quotient" if edit.site.op in DIVISIONS else "the logarithms" if edit.everywhere else "the logarithm"
     where = f"of the function at {_place(edit.site)}" if edit.everywhere else f"in {_place(edit.site) or edit.site.op}"
     return f"Compute {what} {where} in log space"

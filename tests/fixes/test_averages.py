@@ -78,3 +78,33 @@ def test_a_search_without_a_fix_says_by_how_much(tmp_path):
     assert not any(fix.verified for fix in report.fixes)
     (note,) = [note for note in report.search_notes if note.startswith("No change helped")]
     assert "off; 1 % is allowed." in note
+
+
+SPREAD = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = torch.nn.Linear(4, 3)
+
+    def forward(self, x, group):
+        h = self.lift(x)
+        parts = [(h[group == k].amax(0) - 1) / (FORM + 1) for k in range(2)]
+        return torch.stack(parts)
+"""
+
+
+@pytest.mark.parametrize(
+    "form", ["h[group == k].std(0)", pytest.param("torch.var(h[group == k], dim=0)", marks=pytest.mark.slow)]
+)
+def test_one_value_has_no_spread(form, tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(SPREAD.replace("FORM", form))
+    torch.manual_seed(0)
+    x, before = torch.randn(4, 4), runpy.run_path(str(path))["Net"]()
+    dump = {"state_dict": before.state_dict(), "x": x, "group": torch.tensor([0, 1, 0, 0])}
+    torch.save(dump, tmp_path / "dump.pth")
+    (fix, *_) = nandoctor.replay(tmp_path / "dump.pth", f"{path}:Net").report.fixes
+    assert (fix.verified, fix.kind) == (True, "source")
+    assert "correction=min(1, h[group == k].shape[0] - 1)" in fix.patch

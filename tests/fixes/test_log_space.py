@@ -260,3 +260,54 @@ def test_what_a_name_stands_for(name, line, value):
 def names_below(node):
     """Every name below a node of the tree."""
     return [found for child in node.children for found in (child, *names_below(child)) if isinstance(found, cst.Name)]
+
+
+def test_a_mean_of_powers_is_counted(tmp_path):
+    code = """
+    def forward(self, x):
+        score = self.fc(x)
+        k = torch.exp(-110 - score ** 2)
+        return torch.log(k.mean(dim=1))
+    """
+    torch.manual_seed(1)
+    lines = added(replay(tmp_path, code, x=torch.randn(4, 4)))
+    assert lines == [
+        "logits = -110 - score ** 2",
+        "return torch.logsumexp(logits, dim=1) - torch.tensor(logits.shape[1]).log()",
+    ]
+
+
+def test_the_largest_exponent_is_subtracted_in_another_function(tmp_path, x):
+    code = """
+    def forward(self, x):
+        w = self.powers(x)
+        return w / w.sum(dim=-1, keepdim=True)
+
+    def powers(self, x):
+        return self.fc(x).exp() * 2
+    """
+    assert added(replay(tmp_path, code, x=x)) == [
+        "logits = self.fc(x)",
+        "return (logits - logits.amax(-1, keepdim=True).detach()).exp() * 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "w / (1 + w.sum(dim=-1, keepdim=True))",  # the 1 would have to be scaled as well
+        pytest.param("w / w.sum(dim=0, keepdim=True)", marks=pytest.mark.slow),
+        pytest.param("w.log()", marks=pytest.mark.slow),
+    ],
+)
+def test_no_exponent_is_subtracted_where_it_makes_a_difference(end, tmp_path, x):
+    code = f"""
+    def forward(self, x):
+        w = self.powers(x)
+        return {end}, w.sum(dim=-1) * 0
+
+    def powers(self, x):
+        return self.fc(x).exp() * 2
+    """
+    fixes = replay(tmp_path, code, x=x).fixes
+    assert not any(fix.verified and "amax(-1" in fix.patch for fix in fixes)
