@@ -63,15 +63,16 @@ def anonymous_memory() -> int | None:
 def limit_memory(nbytes: int) -> bool:
     """Make allocations fail beyond `nbytes` of private writable memory; False where the system has no such limit.
 
-    Files that are mapped to be read do not count. https://man7.org/linux/man-pages/man2/getrlimit.2.html, RLIMIT_DATA.
+    A limit that is lower already stays. Files that are mapped to be read do not count.
+    https://man7.org/linux/man-pages/man2/getrlimit.2.html, RLIMIT_DATA.
     """
     if sys.platform != "linux":
         return False
     import resource  # noqa: PLC0415  (not on Windows)
 
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (min([nbytes, *limits]), hard))
     return True
 
 
@@ -87,7 +88,7 @@ def bounded_memory(nbytes: int | None) -> Iterator[None]:
     import resource  # noqa: PLC0415  (not on Windows)
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_memory(nbytes if before[0] == resource.RLIM_INFINITY else min(nbytes, before[0]))
+    limit_memory(nbytes)
     try:
         yield
     finally:

@@ -86,10 +86,15 @@ def test_the_table_has_the_whole_way():
 
 
 def stacks_of(names, run):
-    """The package's frames, as (file, function) from the outermost on, at the first call of each of these functions."""
-    stacks = {}
+    """The package's frames, as (file, function) from the outermost on, at the first call of each of these functions.
+
+    And every call of a function in one file by one in another, as pairs of such.
+    """
+    stacks, calls = {}, set()
 
     def watch(frame, event, _):
+        if event == "call":
+            calls.add((frame.f_back and frame.f_back.f_code, frame.f_code))
         if event != "call" or frame.f_code.co_qualname not in names or frame.f_code.co_qualname in stacks:
             return
         stack, name = [], frame.f_code.co_qualname
@@ -104,7 +109,16 @@ def stacks_of(names, run):
         run()
     finally:
         sys.setprofile(None)
-    return stacks
+    between = {tuple(place_of(code) for code in call) for call in calls if None not in call}
+    return stacks, {(a, b) for a, b in between if a and b and a[0] != b[0]}
+
+
+def place_of(code):
+    """The file of the package, and the function in it; None of other code, and of what importing a file runs."""
+    path = Path(code.co_filename)
+    if not path.is_relative_to(PACKAGE) or code.co_name == "<module>":
+        return None
+    return path.relative_to(PACKAGE), code.co_qualname
 
 
 def layer_of(file):
@@ -123,7 +137,7 @@ def test_a_dump_crosses_few_files_and_goes_down():
     names = {CALL.fullmatch(call.replace("\\", ""))["name"] for call, _ in ROW.findall(TEXT)}
     dump, cases = ROOT / "sample_dumps" / "unet_blank_tile.pth", []
     model = f"{dump.with_suffix('.py')}:UNet"
-    stacks = stacks_of(names, lambda: cases.append(nandoctor.replay(dump, model, fixes=False)))
+    stacks, between = stacks_of(names, lambda: cases.append(nandoctor.replay(dump, model, fixes=False)))
     missed = {"tell_if_changed", "search_fixes", "Verifier.verify", "save_report"}  # of other replays than this one
     assert names - stacks.keys() == missed
     ways = [stack[stack.index((Path("case.py"), "replay")) :] for stack in stacks.values()]
@@ -132,6 +146,10 @@ def test_a_dump_crosses_few_files_and_goes_down():
     assert len(files) <= 25, sorted(map(str, files))
     calls = {call for way in ways for call in pairwise(way)}
     assert [(a, b) for a, b in calls if layer_of(b[0]) < layer_of(a[0])] == []
+    entered = {file for call in between for file, _ in call}
+    assert len(entered) <= 80, sorted(map(str, entered))  # for all that runs, not what leads to the table's calls
+    climbs = {(str(a), str(b)) for (a, _), (b, _) in between if layer_of(b) < layer_of(a)}
+    assert len(climbs) <= 8, sorted(climbs)  # what a lower file was given to call
 
 
 @pytest.mark.parametrize("name", [code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])

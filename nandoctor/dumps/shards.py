@@ -37,22 +37,36 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
 
 
 class _Ranks:
-    """The files of one step; that of another rank is read when a part of it is needed."""
+    """The weights of one step by rank; the file of another rank is read when a part of it is needed.
+
+    What is taken of a file is bounded by its size, whatever sizes it claims: joining parts copies them.
+    """
 
     def __init__(self, path: Path, saved: Mapping[str, Any], load: Load) -> None:
         self._path, self._load = path, load
         self._event = get(saved, "event", dict, {})
         self.own = get(self._event, "rank", int, 0)
-        self._files = {self.own: _File(path, saved)}
+        self._states: dict[int, dict[Any, Any]] = {}
+        self._nbytes_left: dict[int, int] = {}
+        self._add(self.own, path, saved)
 
     def part(self, rank: int, name: str) -> torch.Tensor:
         """What that rank holds of the weight."""
-        if rank not in self._files:
-            self._files[rank] = self._read(rank)
-        return self._files[rank].take(name)
-
-    def _read(self, rank: int) -> _File:
         path = self._path.with_name(self._path.name.replace(f"-rank{self.own}", f"-rank{rank}"))
+        if rank not in self._states:
+            self._add(rank, path, self._read(rank, path))
+        part = self._states[rank].get(name)
+        if not is_dense(part):
+            raise DumpError(f"{brief(path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
+        self._nbytes_left[rank] -= part.numel() * part.element_size()
+        if self._nbytes_left[rank] < 0:
+            raise DumpError(f"{brief(path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
+        return part
+
+    def _add(self, rank: int, path: Path, saved: Mapping[str, Any]) -> None:
+        self._states[rank], self._nbytes_left[rank] = get(saved, "state_dict", dict, {}), path.stat().st_size
+
+    def _read(self, rank: int, path: Path) -> Mapping[str, Any]:
         if path == self._path or not path.is_file():
             raise DumpError(
                 f"it holds rank {self.own}'s part of the weights alone, and rank {rank}'s is not beside it.",
@@ -62,24 +76,7 @@ class _Ranks:
         event = get(saved, "event", dict, {})
         if any(event.get(name) != self._event.get(name) for name in _SAME_STEP):
             raise DumpError(f"{brief(path.name)} beside it is of another step.", remedy=_TAKE_ALL)
-        return _File(path, saved)
-
-
-class _File:
-    """One rank's weights. Their sum is bounded by the file, whatever sizes it claims: joining them copies them."""
-
-    def __init__(self, path: Path, saved: Mapping[str, Any]) -> None:
-        self._path, self._state = path, get(saved, "state_dict", dict, {})
-        self._left = path.stat().st_size
-
-    def take(self, name: str) -> torch.Tensor:
-        part = self._state.get(name)
-        if not is_dense(part):
-            raise DumpError(f"{brief(self._path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
-        self._left -= part.numel() * part.element_size()
-        if self._left < 0:
-            raise DumpError(f"{brief(self._path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
-        return part
+        return saved
 
 
 def _check_mesh(name: str, shard: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nandoctor.dumps.option_text import as_option
+from nandoctor.dumps.code_request import as_option
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.facts import Fact
 from nandoctor.replaying.settings import OPTIONS
