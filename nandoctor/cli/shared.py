@@ -75,19 +75,16 @@ class ReplayDisplay(Listener):
         self._output = console(_own_output())
         errors = Console(stderr=True)
         self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal and not quiet)
-        self._searching = False
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Move the bar of the diagnosis; the runs of a search are counted whole."""
-        if not self._searching:
-            self._bar.run(stage, done, total)
+        """Move the bar of the diagnosis."""
+        self._bar.run(stage, done, total)
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
         from nandoctor.renderers.console import print_parts
         from nandoctor.renderers.terminal import answer_parts
 
-        self._searching = True
         if self._tells:
             self._bar.display.stop()
             print_parts(answer_parts(report, self._output.width), self._output, crop=False)
@@ -159,11 +156,10 @@ def progress_shown(*, quiet: bool = False) -> AbstractContextManager[ReplayDispl
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, JSON apart; where its first part was `told` already, the rest."""
-    from nandoctor.renderers.concise import concise_line, github_line
-    from nandoctor.renderers.terminal import one_line, print_report
+    from nandoctor.renderers.one_line import LINES
+    from nandoctor.renderers.terminal import print_report
 
-    lines = {"quiet": one_line, "concise": concise_line, "github": github_line}
-    if form in lines:
-        click.echo(lines[form](report))
+    if form in LINES:
+        click.echo(LINES[form](report))
     elif form == "full":
         print_report(report, console(), told=told, has_page=has_page)

@@ -13,7 +13,7 @@ from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
-from nandoctor.renderers.facts import Fact, describe_reproduction, short_name
+from nandoctor.renderers.facts import Fact, describe_reproduction, short_name, short_place
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
 
@@ -95,7 +95,7 @@ def _describe_where(report: Report) -> str:
     samples, count = origin.elements.samples, origin.output.shape[0] if origin.output and origin.output.shape else None
     notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples, count)] if samples else [])]
     notes = [note for note in notes if note]
-    owner = function or ("the batch" if origin.phase == "input" else short_name(origin.place.with_type))
+    owner = function or ("the batch" if origin.phase == "input" else short_place(origin.place).with_type)
     return f"{owner} ({', '.join(notes)})" if notes else owner
 
 

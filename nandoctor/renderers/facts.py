@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
@@ -17,7 +17,7 @@ from nandoctor.evidence.report import (
     Report,
     Reproduction,
 )
-from nandoctor.evidence.trace import INTERRUPTED, TensorStats
+from nandoctor.evidence.trace import INTERRUPTED, Place, TensorStats
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
     are,
@@ -160,12 +160,12 @@ def describe_origin(origin: Origin) -> str:
     what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
-    return f"{what} in {short_name(origin.place.in_words)}: {damage}"
+    return f"{what} in {short_place(origin.place).in_words}: {damage}"
 
 
 def _describe_path(chain: Sequence[Link]) -> str:
     """The ops that the damage went through, from where it was made to where it showed."""
-    stops = [f"{link.op} in {short_name(link.place.in_words)}" for link in chain]
+    stops = [f"{link.op} in {short_place(link.place).in_words}" for link in chain]
     shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
     return " -> ".join(shown)
 
@@ -176,7 +176,7 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
     for diagnosis in diagnoses:
         code = diagnosis.cause.code if diagnosis.cause else "unexplained"
         op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
-        place = f"{op}{short_name(diagnosis.origin.place.in_words)}"
+        place = f"{op}{short_place(diagnosis.origin.place).in_words}"
         if place not in places.setdefault(code, []):
             places[code].append(place)
     return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
@@ -187,10 +187,10 @@ def _describe_place(first: FirstNonfinite, report: Report) -> str:
         return f"{short_name(first.value.path or 'an input')} is non-finite in the saved batch"
     if first.where == "loss":
         return "every layer is finite; the loss is not"
-    owner = short_name(first.place.with_type)
+    owner = short_place(first.place).with_type
     if first.where == "output" or first.seen_in is None:
         return f"{owner} is the first non-finite of {plural(len(select_layers(report).pairs), 'layer')}"
-    return f"first seen inside the forward of {owner}, before the call of {short_name(first.seen_in.label)}"
+    return f"first seen inside the forward of {owner}, before the call of {short_place(first.seen_in).label}"
 
 
 def _describe_extent(first: FirstNonfinite) -> str:
@@ -261,7 +261,7 @@ def _run_facts(report: Report) -> Iterator[Fact]:
         return
     too_large, first = report.runs.first_unholdable, report.first_nonfinite
     if too_large and (first is None or too_large.key != first.place.key):
-        text = f"{short_name(too_large.label)} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
+        text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact(label="too large", text=text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised not in (None, INTERRUPTED):
@@ -272,3 +272,8 @@ def _run_facts(report: Report) -> Iterator[Fact]:
 def short_name(name: str) -> str:
     """A name from a model or a file, short enough to stand in a sentence."""
     return brief(name, _NAME_WIDTH)
+
+
+def short_place(place: Place) -> Place:
+    """A module call whose names are short enough to stand in a sentence."""
+    return replace(place, module=short_name(place.module), type=short_name(place.type))

@@ -123,19 +123,17 @@ class NotebookProgress(Listener):
         self._text = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False)
         self._bar = ReplayBar(self._text)
         self._card = ""
-        self._searching = False
         self._shown_s = -math.inf
         self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Move the bar of the diagnosis."""
-        if not self._searching:
-            self._bar.run(stage, done, total)
-            self._show()
+        self._bar.run(stage, done, total)
+        self._show()
 
     def tell(self, report: Report) -> None:
         """Show the diagnosis above the bar of the search."""
-        self._card, self._searching, self._shown_s = report_html(report), True, -math.inf
+        self._card, self._shown_s = report_html(report), -math.inf
         self.searched(0, None, "")
 
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:

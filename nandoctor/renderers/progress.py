@@ -10,6 +10,7 @@ from rich.text import Text
 
 from nandoctor.text import plural, printable
 
+_SEARCH = "Fixes"
 _BAR_WIDTH = 6
 _BEST_WIDTH = 24
 
@@ -38,7 +39,12 @@ class ReplayBar:
         self._stage = ""
 
     def run(self, stage: str, done: int, total: int | None) -> None:
-        """Show that a run of the diagnosis has done so many layers, of so many if that is known."""
+        """Show that a run of the diagnosis has done so many layers, of so many if that is known.
+
+        Those of the search are counted whole.
+        """
+        if self._stage == _SEARCH:
+            return
         if stage != self._stage:
             self._stage = stage
             self.display.reset(self._phase, description=f"Diagnosing: {printable(stage)}", total=total)
@@ -47,9 +53,9 @@ class ReplayBar:
 
     def search(self, num_runs: int, most_runs: float | None, best: str) -> None:
         """Show that the search for fixes has made so many runs."""
-        if self._stage != "Fixes":
-            self._stage = "Fixes"
-            self.display.reset(self._phase, description="Fixes", done="")
+        if self._stage != _SEARCH:
+            self._stage = _SEARCH
+            self.display.reset(self._phase, description=_SEARCH, done="")
         most = None if most_runs is None or math.isinf(most_runs) else most_runs
         limit = "" if most is None else f" of at most {most:,.0f}"
         found = Text(printable(best))

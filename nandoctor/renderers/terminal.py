@@ -26,7 +26,6 @@ from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_f
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import printable
 
 _MAX_NOTES = 4
 _LESS_THAN_A_FIX = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
@@ -38,11 +37,6 @@ _BAR_WIDTH = 5
 _TIGHT_BITS = 1.0
 
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
-
-
-def one_line(report: Report) -> str:
-    """The dump, the verdict and the headline, for `--quiet` and for scripts that read many."""
-    return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
 
 
 def print_report(report: Report, console: Console, *, told: bool = False, has_page: bool = False) -> None:

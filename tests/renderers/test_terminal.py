@@ -6,7 +6,8 @@ import factory
 import pytest
 from rich.console import Console
 
-from nandoctor.renderers.terminal import one_line, print_report
+from nandoctor.renderers.one_line import one_line
+from nandoctor.renderers.terminal import print_report
 
 HOSTILE = "x[red]y[/]\x1b[31mz\nnew:smile: line\u202e"
 

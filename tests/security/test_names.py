@@ -19,9 +19,10 @@ from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.jsonfile import dumps, read_report
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.notebook_card import report_html
+from nandoctor.renderers.one_line import one_line
 from nandoctor.renderers.page import report_page
 from nandoctor.renderers.save import ENDINGS, save_report
-from nandoctor.renderers.terminal import one_line, print_report
+from nandoctor.renderers.terminal import print_report
 from nandoctor.renderers.triage import print_triage, triage_lines, triage_page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "renderers"))

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 class PlotKind:
     """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics.
 
-    `function` is the name of what draws it, `module` that of its module in this folder.
+    `module` is that of this folder whose function `draw_` and the kind's name draws it.
     """
 
     title: str
     shows: str
     module: str
-    function: str
     per_sample: bool = False
 
 
@@ -37,33 +36,28 @@ PLOTS: Mapping[str, PlotKind] = {
         title="Ranges of every layer",
         shows="what every layer's values span, against what the format can hold",
         module="figures",
-        function="draw_ranges",
     ),
     "exponents": PlotKind(
         title="Exponents",
         shows="how they spread over the exponents",
         module="exponents",
-        function="draw_exponents",
         per_sample=True,
     ),
     "divergence": PlotKind(
         title="Error against fp32",
         shows="how far every layer is from fp32, and which one makes the error",
         module="divergence",
-        function="draw_divergence",
     ),
     "samples": PlotKind(
         title="Samples",
         shows="which samples are non-finite, or near the limit, in which layer",
         module="samples",
-        function="draw_samples",
         per_sample=True,
     ),
     "origin": PlotKind(
         title="Where in the tensor",
         shows="which elements of the tensor are the first non-finite ones",
         module="origin_map",
-        function="draw_origin",
         per_sample=True,
     ),
 }
@@ -77,8 +71,6 @@ def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
     """
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
-    plot = PLOTS[kind]
-    figure: Figure = getattr(import_module(f"nandoctor.renderers.plots.{plot.module}"), plot.function)(
-        report, narrow=narrow
-    )
+    module = import_module(f"nandoctor.renderers.plots.{PLOTS[kind].module}")
+    figure: Figure = getattr(module, f"draw_{kind}")(report, narrow=narrow)
     return figure

@@ -1,10 +1,17 @@
-"""The report in one line, for editors and for checks on GitHub."""
+"""The report in one line, for scripts, for editors and for checks on GitHub."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.text import printable
+
+
+def one_line(report: Report) -> str:
+    """The dump, the verdict and the headline, for `--quiet` and for scripts that read many."""
+    return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
 
 
 def concise_line(report: Report) -> str:
@@ -42,3 +49,7 @@ def _message(text: str) -> str:
 
 def _property(text: str) -> str:
     return _message(text).replace(":", "%3A").replace(",", "%2C")
+
+
+LINES: Mapping[str, Callable[[Report], str]] = {"quiet": one_line, "concise": concise_line, "github": github_line}
+"""By the names of the command line."""
