@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import os
 import sysconfig
+import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -44,6 +46,29 @@ def parse(text: str) -> ast.Module | None:
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def decode_source(data: bytes) -> tuple[str, str]:
+    """The text of a source file, a byte order mark and its line endings included, and the encoding that it declares.
+
+    Raises SyntaxError or UnicodeDecodeError where Python could not read it.
+    """
+    encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0].replace("utf-8-sig", "utf-8")
+    return data.decode(encoding), encoding
+
+
+def package_of(path: Path) -> tuple[Path, str] | None:
+    """The folder that holds the package of a file, and the file's name in it; None where it imports nothing relatively.
+
+    Raises OSError, SyntaxError or UnicodeDecodeError where the file cannot be read.
+    """
+    tree = parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+    statements = tree.body if tree is not None else []
+    num_up = max((statement.level for statement in statements if isinstance(statement, ast.ImportFrom)), default=0)
+    if not 0 < num_up < len(path.parents):
+        return None
+    root = next(folder for folder in path.parents[num_up:] if not (folder / "__init__.py").is_file())
+    return root, ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def is_installed(path: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.atomic_write import write_bytes
-from nandoctor.source_files import PACKAGE_FOLDERS
+from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
@@ -40,7 +40,7 @@ def plan_patch(diff: str, root: Path, *, allow_installed: bool = False) -> tuple
     """Read the files below `root` that the diff names, and what becomes of each; nothing is written.
 
     Raises:
-        PatchError: a file is missing or has changed since, is no UTF-8, or belongs to an installed package and
+        PatchError: a file is missing or has changed since, is no text, or belongs to an installed package and
             `allow_installed` is not set.
     """
     return tuple(_plan_file(name, lines, root, allow_installed) for name, lines in _files_in(diff))
@@ -97,11 +97,11 @@ def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: boo
         )
     try:
         before = path.read_bytes()
-        text = before.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text, encoding = decode_source(before)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PatchError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
-    return PatchedFile(path=path, before=before, after=_apply(text, hunks, path).encode("utf-8"))
+    return PatchedFile(path=path, before=before, after=_apply(text, hunks, path).encode(encoding))
 
 
 def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
@@ -117,12 +117,14 @@ def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
             made += lines[place:start]
             place = start
         elif line.startswith(("-", " ")):
-            if place >= len(lines) or lines[place].rstrip("\r\n") != line[1:]:
+            if place >= len(lines) or lines[place].rstrip("\r\n") != line[1:].rstrip("\r"):
                 raise _changed_since(path)
             made += [lines[place]] if line.startswith(" ") else []
             place += 1
         elif line.startswith("+"):
-            made.append(line[1:] + ("" if following.startswith("\\") else ending))  # "\ No newline at end of file"
+            made.append(
+                line[1:].rstrip("\r") + ("" if following.startswith("\\") else ending)
+            )  # "\ No newline at end of file"
     return "".join([*made, *lines[place:]])
 
 

@@ -114,6 +114,27 @@ def test_the_best_fix_is_shown_and_its_diff_goes_through_git(workplace):
     assert run("verify", *ARGUMENTS[1:]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("head", "ending", "encoding"),
+    [
+        ("", "\r\n", "utf-8-sig"),
+        ("# a page \f ends, and \u2028 none\n", "\n", "utf-8"),
+        ("# -*- coding: latin-1 -*-\n# ö\n", "\n", "latin-1"),
+    ],
+    ids=["windows", "form feed", "latin-1"],
+)
+def test_a_diff_has_the_line_endings_and_marks_of_the_file(workplace, head, ending, encoding):
+    text = (head + SICK.replace("    ", "\t")).replace("\n", ending)
+    (workplace / "net.py").write_bytes(text.encode(encoding))
+    piped = run(*ARGUMENTS, "--max-trials", "30", "--diff")
+    assert piped.exit_code == 0
+    subprocess.run(["git", "apply", "-p1"], input=piped.stdout_bytes, check=True)
+    after = (workplace / "net.py").read_bytes().decode(encoding)
+    assert [line for line in after.split("\n") if line not in text.split("\n")] == [
+        line.replace("1e-8", "1e-4") for line in text.split("\n") if "1e-8" in line
+    ]
+
+
 def test_the_next_best_can_be_picked(find):
     find(FIX, SNIPPET, replace(FIX, verified=False, title="does not help"))
     shown = run(*ARGUMENTS, "--pick", "2")

@@ -75,13 +75,14 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     """The verification; whatever goes wrong means that nothing can be told."""
     from nandoctor.case import check
     from nandoctor.evidence.verification import cannot_tell
+    from nandoctor.source_files import decode_source
 
     try:
         opened, settings = load_dump(dump, options)
         changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
         if before:  # whoever has a file as it was has run it, and has changed it
             opened = replace(opened, provenance=replace(opened.provenance, here=True))
-        texts = {file: copy.read_bytes().decode("utf-8") for file, copy in before.items()}
+        texts = {file: decode_source(copy.read_bytes())[0] for file, copy in before.items()}
         with progress_shown() as progress:
             return check(opened, changed={**changed, **texts}, progress=progress, **settings)[0]
     except NanDoctorError as error:
@@ -126,7 +127,7 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
-        click.echo(_diff_of(choice.fix), nl=False)
+        click.echo(_diff_of(choice.fix).encode(), nl=False)  # as bytes, whose line endings no system changes
         return
     if write:
         files = _plan(choice.fix, allow_installed=allow_installed)

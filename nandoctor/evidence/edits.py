@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +247,7 @@ SnippetScope = Literal["snippet", "state", "data"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
-    """One file: its absolute path, and the whole text before and after."""
+    """One file: its absolute path, and the whole text before and after, with the line endings that the file has."""
 
     path: str
     before: str
@@ -301,7 +302,7 @@ class FixCost:
 
 def _unified_diff(file: ChangedFile, root: Path) -> str:
     name = Path(os.path.normpath(file.path)).relative_to(root).as_posix()
-    old, new = (text.splitlines(keepends=True) for text in (file.before, file.after))
+    old, new = (io.StringIO(text, newline="\n").readlines() for text in (file.before, file.after))
     lines = difflib.unified_diff(old, new, fromfile=f"a/{name}", tofile=f"b/{name}")
     # https://www.gnu.org/software/diffutils/manual/html_node/Incomplete-Lines.html
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -48,7 +48,7 @@ from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
 from nandoctor.fixes.titles import code_number
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, MAXIMA, MOVES, PRODUCTS
-from nandoctor.source_files import PACKAGE_FOLDERS
+from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Autocast off for the ops inside, under the name of the device that the training runs on."""
@@ -80,7 +80,7 @@ class SourceWriter:
             for edit in edits:
                 self._write_one(edit)
             files = tuple(self._changed_files())
-        except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError, OSError, UnicodeDecodeError):
+        except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError):
             return None
         return SourcePatch(root=_root_of([file.path for file in files]), files=files) if files else None
 
@@ -121,9 +121,10 @@ class SourceWriter:
             text = change.tree.replaced(change.replacements, wrap=change.wraps, without=change.unread)
             if text is None or text == change.tree.text:
                 raise CannotWriteError
-            if "torch" not in change.tree.imported_names:
+            if "torch" not in change.tree.global_imports:
                 text = with_import(change.tree, text)
-            yield ChangedFile(path=path, before=change.tree.text, after=text)
+            mark = change.tree.mark
+            yield ChangedFile(path=path, before=mark + change.tree.text, after=mark + text)
 
     def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
         """The file of a site, and the expression that called its op."""
@@ -148,7 +149,10 @@ class SourceWriter:
 
     def _file(self, source: SourceLine) -> FileChange:
         if source.file not in self._files:
-            text = Path(source.file).read_text(encoding="utf-8")
+            try:
+                text, _ = decode_source(Path(source.file).read_bytes())
+            except (OSError, SyntaxError, UnicodeDecodeError) as error:
+                raise CannotWriteError from error
             self._files[source.file] = FileChange(tree=parse_source(text))
         return self._files[source.file]
 

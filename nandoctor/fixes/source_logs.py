@@ -239,7 +239,7 @@ class LogSpace:
             log = self._named_before(log, "logits")
             text = f"torch.logsumexp({', '.join([log.wide if dims else f'{log.wide}.flatten()', *over])})"
         size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
-        count = f"math.log({size})" if "math" in self._tree.imported_names else f"torch.tensor({size}).log()"
+        count = f"math.log({size})" if "math" in self._tree.global_imports else f"torch.tensor({size}).log()"
         return _Log(text=f"{text} - {count}")
 
     def _joined(self, node: cst.BaseExpression, sign: str) -> _Log | None:
@@ -306,7 +306,7 @@ class LogSpace:
         if number is not None:
             if number <= 0:
                 raise CannotWriteError
-            shown = f"math.log({self._tree.code(node)})" if "math" in self._tree.imported_names else None
+            shown = f"math.log({self._tree.code(node)})" if "math" in self._tree.global_imports else None
             return _Log(text="0" if number == 1 else shown or f"{math.log(number):.8g}")
         return _Log(text=f"torch.log({self._leaf(node).text})")
 

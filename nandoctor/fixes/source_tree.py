@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from nandoctor.evidence.trace import SourceLine
@@ -14,6 +15,8 @@ from nandoctor.evidence.trace import SourceLine
 _OWN_SCOPE = (cst.Lambda, cst.CompFor, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 _CONDITIONAL = (cst.IfExp, cst.BooleanOperation)
 _ATOMS = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.BaseString)
+_BYTE_ORDER_MARK = "\ufeff"
+_FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _STANDS_ALONE = (cst.Assign, cst.AnnAssign, cst.Arg, cst.Expr, cst.Return)
 
 
@@ -27,11 +30,12 @@ class Replacement:
 
 
 class SourceTree:
-    """One parsed file."""
+    """One parsed file; `mark` is the byte order mark before its text, "" for none."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self._lines = text.splitlines()
+        self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
+        self.text = text = text.removeprefix(_BYTE_ORDER_MARK)
+        self._lines = text.split("\n")  # as Python counts them: a form feed ends none
         wrapper = MetadataWrapper(cst.parse_module(text))
         self.module = wrapper.module
         self._ranges: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
@@ -149,15 +153,12 @@ class SourceTree:
     @cached_property
     def imported_names(self) -> set[str]:
         """The names that the file's own import statements bind, at any level."""
-        found: set[str] = set()
+        return _Imports(self.module, everywhere=True).names
 
-        class Imports(cst.CSTVisitor):
-            def visit_ImportAlias(self, node: cst.ImportAlias) -> None:  # noqa: N802 - libcst's own
-                name = node.evaluated_alias or node.evaluated_name
-                found.add(name.partition(".")[0])
-
-        self.module.visit(Imports())
-        return found
+    @cached_property
+    def global_imports(self) -> set[str]:
+        """Those that every function may use: imported outside of functions, and not for a type checker alone."""
+        return _Imports(self.module, everywhere=False).names
 
     def replaced(
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
@@ -211,6 +212,24 @@ class Wrap:
 
     statement: cst.SimpleStatementLine
     header: str
+
+
+class _Imports(cst.CSTVisitor):
+    def __init__(self, module: cst.Module, *, everywhere: bool) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._everywhere = everywhere
+        module.visit(self)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802 - libcst's own
+        return self._everywhere
+
+    def visit_If(self, node: cst.If) -> bool:  # noqa: N802
+        is_name = isinstance(node.test, cst.Name | cst.Attribute)
+        return self._everywhere or not (is_name and get_full_name_for_node(node.test) in _FOR_TYPE_CHECKERS)
+
+    def visit_ImportAlias(self, node: cst.ImportAlias) -> None:  # noqa: N802
+        self.names.add((node.evaluated_alias or node.evaluated_name).partition(".")[0])
 
 
 class _Rewriter(cst.CSTTransformer):

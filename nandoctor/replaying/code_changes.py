@@ -29,6 +29,7 @@ from nandoctor.source_files import (
     SourceHash,
     changed_lines,
     count_changes,
+    decode_source,
     hash_of,
     is_installed,
     own_source,
@@ -201,8 +202,8 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
         path = Path(change.file).resolve()
         try:
             before = told.get(path) or _find_text(dump, change.file, path)
-            after = path.read_bytes().decode("utf-8")
-        except (OSError, ValueError):
+            after, _ = decode_source(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
             return None
         if before is None or not _can_be_undone(before, after):
             return None
@@ -221,7 +222,7 @@ def _find_text(dump: Dump, name: str, path: Path) -> str | None:
         text = text_at(path, dump.path.stat().st_mtime_ns, any_branch=False)
     else:
         text = text_with_hash(path, known.sha256)
-    return text.decode("utf-8") if text is not None else None
+    return decode_source(text)[0] if text is not None else None
 
 
 def _as_imported(path: Path) -> str:

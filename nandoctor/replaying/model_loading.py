@@ -29,6 +29,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_memory, kept_running, place_of
+from nandoctor.source_files import package_of
 from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -293,6 +294,11 @@ def _import_file(path: Path, project: Project) -> ModuleType:
         remedy = _guess(path.name, beside, "Check what stands before the colon.")
         raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
     path = path.resolve()
+    with _explained(relative_path(str(path))):
+        package = package_of(path)
+    if package is not None:
+        root, dotted = package
+        return _import_package(dotted, root, project)
     project.enter_folder(path.parent)
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:

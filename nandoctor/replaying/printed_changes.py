@@ -84,7 +84,8 @@ def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType,
 def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
     """The code that the change gives to functions, by the key of what they have now."""
     try:
-        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in (file.before, file.after))
+        texts = (text.removeprefix("\ufeff") for text in (file.before, file.after))
+        old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in texts)
     except SyntaxError as error:
         raise CannotRunError(f"The changed text is not Python: {error}") from error
     return {_key(was): now for was, now in _changed_pairs(old, new)}
@@ -203,7 +204,11 @@ def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[
 def _added_imports(file: ChangedFile) -> str:
     """The import statements, at the top level of the new text, that the old one lacks."""
     before, after = (
-        [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        [
+            ast.unparse(node)
+            for node in ast.parse(text.removeprefix("\ufeff")).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         for text in (file.before, file.after)
     )
     return "\n".join(line for line in after if line not in before)

@@ -93,6 +93,17 @@ def test_a_package_is_looked_up_from_the_given_folder(write, tmp_path):
     assert build_model("project_pkg.net:Net", {}, directory=tmp_path).head.in_features == 3
 
 
+@pytest.mark.parametrize("file", ["sub/net.py", "sub/__init__.py"])
+def test_a_file_that_imports_relatively_is_of_its_package(write, tmp_path, file):
+    write("src/relative_pkg/__init__.py", "")
+    write("src/relative_pkg/widths.py", "WIDTH = 7\n")
+    write("src/relative_pkg/sub/__init__.py", "")
+    write(f"src/relative_pkg/{file}", "    from ..widths import WIDTH\n" + MODEL_FILE.replace("width=3", "width=WIDTH"))
+    model = build_model(f"src/relative_pkg/{file}:Net", {}, directory=tmp_path)
+    assert model.head.in_features == 7
+    assert type(model).__module__ == f"relative_pkg.{file[:-3].replace('/', '.').removesuffix('.__init__')}"
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -1,0 +1,33 @@
+"""What a source file binds, and where its expressions stand."""
+
+from __future__ import annotations
+
+from nandoctor.evidence.trace import SourceLine
+from nandoctor.fixes.source_tree import parse_source, with_import
+
+TYPED = """from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def late():
+    import math
+
+    return math.pi
+"""
+
+
+def test_imports_for_type_checkers_and_functions_bind_nothing():
+    tree = parse_source(TYPED)
+    assert tree.imported_names == {"annotations", "TYPE_CHECKING", "torch", "math"}
+    assert tree.global_imports == {"annotations", "TYPE_CHECKING"}
+    assert "annotations\nimport torch\n" in with_import(tree, TYPED + "\ntorch.zeros(1)\n")
+
+
+def test_lines_are_counted_as_python_counts_them():
+    tree = parse_source("\ufeff# \f one line\nx = 'é' + y\n")
+    found = tree.find(SourceLine(file="net.py", line=2, text="", end_line=2, column=11, end_column=12))
+    assert tree.code(found) == "y"
