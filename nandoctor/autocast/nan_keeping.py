@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nandoctor.dumps.tensors import as_stored
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import decompose, kernel_library, plain_torch, run_default, tree_map, unwrap
 
@@ -44,17 +45,6 @@ def holds_finite(values: Tensor) -> bool:
     if values.numel() == 0:
         return True
     return all(math.isfinite(limit) for limit in torch.aminmax(as_stored(values)))
-
-
-def as_stored(values: Tensor) -> Tensor:
-    """The same numbers in the order in which they lie in memory: reductions over another take up to 20 times as long.
-
-    That is the lot of convolutions in channels_last and of attention's transposed heads.
-    """
-    if values.is_contiguous():
-        return values
-    strides = values.stride()
-    return values.permute(sorted(range(values.dim()), key=lambda dim: strides[dim], reverse=True))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.tensors import unexpanded
 from nandoctor.errors import ModelError
 from nandoctor.machine import available_memory, memory_of
 from nandoctor.replaying.module_state import LARGE_NBYTES
@@ -108,7 +109,8 @@ def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
     The weights of a large model stay in the file, and one layer's at a time is widened; its gradients are let go one by
     one.
     """
-    weights, batch = memory_of(dump.state.values()), memory_of(dump.arrays.values())
+    arrays = (unexpanded(array) if array.layout is torch.strided else array for array in dump.arrays.values())
+    weights, batch = memory_of(dump.state.values()), memory_of(arrays)
     floating = [tensor for tensor in dump.state.values() if tensor.is_floating_point()]
     if device.type == "cpu" and weights >= LARGE_NBYTES:
         largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)

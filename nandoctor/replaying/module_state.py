@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, torch_dtype
+from nandoctor.dumps.tensors import unexpanded
 from nandoctor.errors import LossError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
@@ -33,6 +34,8 @@ from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure,
 
 LARGE_NBYTES = 256 << 20
 """Weights from which on memory counts for more than the time that it takes to save it."""
+
+_EXPANDED_NBYTES = 32 << 20
 
 
 def is_large(model: nn.Module) -> bool:
@@ -153,6 +156,17 @@ def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractCont
 def widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     """The tensor in the format of a reference."""
     return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
+
+
+def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
+    """A copy of an input for one run, in the format of a reference; a large expanded one takes what is stored of it.
+
+    A smaller one is written out, so that the model may write to it.
+    """
+    is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
+    if is_small or 0 not in tensor.stride():
+        return widened(tensor, policy).clone()
+    return widened(unexpanded(tensor), policy).clone().expand(tensor.shape)
 
 
 def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:

@@ -29,11 +29,11 @@ from nandoctor.replaying import interventions
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.module_state import (
+    copied_input,
     drawn_in_fp32,
     is_large,
     run_backward,
     state_widened,
-    widened,
     with_nonfinite_state,
 )
 from nandoctor.replaying.observers import Observers
@@ -254,7 +254,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
 def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
-    batch = {name: widened(tensor, run.policy).clone() for name, tensor in chosen.items()}
+    batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
     recorded_flags = step.recorded.training if step.recorded is not None else {}
     with in_mode(step.model, step.training, recorded_flags):
         with _as_changed(run) as draws:

@@ -19,6 +19,7 @@ from nandoctor.text import MAX_SAMPLES_LISTED, dtype_name
 from nandoctor.torch_compat import plain_torch, unwrap
 
 _AT_ONCE = 1 << 16
+_IN_PIECES: Any = ["external_loop", "buffered", "zerosize_ok"]
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Limits = tuple[float, float]
@@ -50,11 +51,12 @@ class _Stored(NamedTuple):
     @property
     def nonfinite(self) -> Any:
         """Which are NaN or infinite."""
-        if isinstance(self.signed, torch.Tensor) or not self.signed.flags.c_contiguous:
+        if isinstance(self.signed, torch.Tensor):
             return (self.signed & self.kind.max) >= self.infinity
-        mask = np.empty(self.signed.shape, bool)
-        for part, target in zip(self.parts(), _cut(mask), strict=True):
-            np.greater_equal(part.signed & self.kind.max, self.infinity, out=target)
+        mask = np.empty_like(self.signed, bool)
+        with np.nditer([self.signed, mask], _IN_PIECES, [["readonly"], ["writeonly"]], buffersize=_AT_ONCE) as pieces:
+            for part, target in pieces:
+                np.greater_equal(part & self.kind.max, self.infinity, out=target)
         return mask
 
     def parts(self) -> Iterator[_Stored]:
@@ -62,12 +64,11 @@ class _Stored(NamedTuple):
         return (self._replace(signed=part) for part in _cut(self.signed))
 
 
-def _cut(numbers: Any) -> list[Any]:
-    """Flat pieces of an array in the order of its memory; a tensor whole."""
+def _cut(numbers: Any) -> Iterator[Any]:
+    """Flat pieces of an array, each until the next is taken; a tensor whole. An expanded array is not written out."""
     if isinstance(numbers, torch.Tensor):
-        return [numbers]
-    flat = numbers.ravel("K")
-    return [flat[start : start + _AT_ONCE] for start in range(0, max(flat.size, 1), _AT_ONCE)]
+        return iter([numbers])
+    return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
 
 
 class _Tally(NamedTuple):

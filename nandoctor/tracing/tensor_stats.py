@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.nan_keeping import as_stored, holds_finite
+from nandoctor.autocast.nan_keeping import holds_finite
+from nandoctor.dumps.tensors import as_stored
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.torch_compat import answers_itself, sparse_values, unwrap

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.memory import build_within
 from nandoctor.replaying.model_loading import build_model
+from nandoctor.replaying.module_state import copied_input
 
 WEIGHTS = {"weight": torch.zeros(1000)}
 HUGE = 1 << 40
@@ -44,3 +46,11 @@ def test_the_end_of_memory_does_not_blame_the_model():
         build_model(lambda: nn.Linear(HUGE, 1 << 20), {})
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes"))
+
+
+def test_an_expanded_input_stays_expanded_in_a_run():
+    large, small = torch.ones(1).half().expand(1 << 42), torch.ones(1, 3).expand(5, 3)
+    copy = copied_input(large, REFERENCE)
+    assert (copy.shape, copy.dtype, copy.untyped_storage().nbytes()) == (large.shape, torch.float32, 4)
+    assert copied_input(small, REFERENCE).mul_(2).tolist() == [[2.0] * 3] * 5
+    assert small.tolist() == [[1.0] * 3] * 5

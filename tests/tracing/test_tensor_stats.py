@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from unittest import mock
 
 import numpy as np
@@ -303,3 +304,17 @@ def test_one_value_in_any_place_is_not_finite(value, dtype):
         assert not all_finite(tensor.t())
     assert all_finite(torch.empty(0, 3, dtype=dtype))
     assert not all_finite(torch.tensor(value, dtype=dtype).to_sparse())
+
+
+def test_an_expanded_tensor_is_not_written_out():
+    row = torch.tensor([[1.0], [-3.0], [NAN]])
+    many = stats_of(row[:2].expand(2, 1 << 42))  # 32 TiB
+    assert (many.min, many.max, many.numel) == (-3.0, 1.0, 2 << 42)
+    tracemalloc.start()
+    try:
+        counted = stats_of(row.expand(3, 1 << 22), FP16).counts
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (counted.num_nan, counted.samples) == (1 << 22, (2,))
+    assert peak < 24 << 20  # the mask, and no copy of the numbers
