@@ -26,6 +26,11 @@ def describe_run(policy: str, format: FloatFormat) -> str:  # noqa: A002 - the f
     return f"{'in' if policy in _NO_AUTOCAST else 'under'} {name_run(policy, format)}"
 
 
+def head_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
+    """The run over a column of its values, some of which autocast computes in fp32: "autocast", or its format."""
+    return str(format) if policy in _NO_AUTOCAST else "autocast"
+
+
 def name_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
     """The run in a legend: "fp16 autocast", "fp16 without autocast", "fp32"."""
     return f"{format}{_NO_AUTOCAST.get(policy, ' autocast')}"

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
+from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
@@ -76,6 +77,7 @@ def report_page(report: Report) -> str:
         sample_html=view_html(report.sample) if report.sample else "",
         plots=dict(_draw_plots(report)),
         tree=make_tree(report),
+        run_heading=head_run(report.runs.autocast.policy, report.runs.autocast.dtype) if report.runs else "",
         markdown=report_markdown(report).splitlines(),
     )
 

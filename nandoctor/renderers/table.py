@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.text import number, part_of, percent, printable
 
@@ -66,12 +67,12 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
     rows = tuple(
         make_row(report.runs, layers.pairs[index], first_nonfinite=index == layers.first_nonfinite) for index in shown
     )
-    low = report.runs.autocast.dtype
+    run = report.runs.autocast
     part = part_of(shown.stop, len(layers.pairs))
     return LayerTable(
         title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
         common=common_path(layers.pairs[index].place.module for index in shown),
-        headings=("layer", "type", str(low), "fp32", "rel err", "headroom"),
+        headings=("layer", "type", head_run(run.policy, run.dtype), "fp32", "rel err", "headroom"),
         rows=rows,
         legend="; ".join(_legend(rows, layers, report.runs)),
     )

@@ -85,6 +85,8 @@ def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType
     left_out = _TOLD_BY_A_FIX if solved else _LESS_THAN_A_FIX if report.fixes else frozenset()
     if _names_the_layer(report):
         left_out |= {"layers"}
+    if table is not None and any(row.unholdable for row in table.rows):
+        left_out |= {"too large"}
     evidence = [*evidence_facts(report), *trial_facts(report)]
     last = [*detail_facts(report), *_capped(note_facts(report)), *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
