@@ -21,8 +21,8 @@ from nandoctor.capture.source_info import ProjectSources, describe_model
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
-from nandoctor.dumps.recorded_format import FORMAT, WeightSample
-from nandoctor.dumps.weights import describe_samples, sample_weights
+from nandoctor.dumps.recorded_format import FORMAT
+from nandoctor.dumps.weights import sample_weights
 from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
 
@@ -164,19 +164,19 @@ def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max
         **contents,
         "state_dict": buffers,
         "shards": {name: shard for name, shard in contents["shards"].items() if name in buffers},
-        "checkpoint": {"path": _find_path(source), "samples": describe_samples(_sample(weights, contents["shards"]))},
+        "checkpoint": {"path": _find_path(source), "samples": _sample(weights, contents["shards"])},
         "left_out": [*contents["left_out"], f"state_dict: the weights, {size} bytes, beyond the cap of {max_nbytes}"],
     }
 
 
-def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> dict[str, WeightSample]:
+def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """A few values of each weight, by their places in the whole of it."""
     found = {}
     for name, sample in sample_weights(weights).items():
         shape, shard = weights[name].shape, shards.get(name)
         at = sample.at if shard is None else places_in_whole(sample.at, shape, shard, read_rank()[0])
         if at is not None:
-            found[name] = WeightSample(at=at, values=sample.values)
+            found[name] = {"at": at, "values": sample.values}
     return found
 
 

@@ -17,12 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
+from nandoctor.dumps.trees import PLAIN
 from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
 from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -237,7 +237,7 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
 def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+    return type(value) in PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
 def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.trees import PLAIN
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
@@ -122,7 +123,7 @@ def _literal(value: Any) -> str | None:
     """The value in Python, of plain data alone; an infinity as a number that is too large."""
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0 else "-1e999"
-    if isinstance(value, (bool, int, float, complex, str, type(None))):
+    if isinstance(value, PLAIN):
         return ascii(value)
     if isinstance(value, Mapping):
         pairs = [(_literal(key), _literal(item)) for key, item in value.items()]

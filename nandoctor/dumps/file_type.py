@@ -104,17 +104,13 @@ class Container:
 
 
 def _suggest(path: Path) -> str:
-    """The file of the same folder whose name is nearest, where one is near."""
-    try:
+    """What to try: the file of the same folder whose name is nearest, where one is near."""
+    beside: list[str] = []
+    with suppress(OSError, ValueError):
         beside = [item.name for item in path.parent.iterdir() if item.is_file()]
-    except (OSError, ValueError):
-        return "Check the path; a relative one starts here."
-    near = get_close_matches(path.name, beside, n=1, cutoff=0.7)
-    return (
-        f"Did you mean {brief(str(path.with_name(near[0])))}?"
-        if near
-        else "Check the path; a relative one starts here."
-    )
+    for near in get_close_matches(path.name, beside, n=1, cutoff=0.7):
+        return f"Did you mean {brief(str(path.with_name(near)))}?"
+    return "Check the path; a relative one starts here."
 
 
 def open_container(path: Path) -> Container:

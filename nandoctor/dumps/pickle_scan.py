@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from operator import itemgetter
 from typing import IO, cast
 
 from nandoctor.dumps.file_type import Container, damaged
@@ -84,15 +85,12 @@ def scan_pickle(container: Container) -> Scan:
     machines, ends = [], [0]
     storages: dict[str, tuple[int, int]] = {}
     num_left = _MAX_INSTRUCTIONS
-    try:
-        for stream in _pickles(container):
-            machine = _Machine(len(container.pickle or container.data) * _WORK_PER_BYTE + _WORK_FLOOR)
-            machines.append(machine)
-            num_left -= _run(machine, stream, num_left)
-            storages |= _check_storages(machine.storages, container)
-            ends.append(stream.tell())
-    except (ValueError, LookupError, EOFError) as error:
-        raise damaged("its table of contents breaks off or makes no sense") from error
+    for stream in _pickles(container):
+        machine = _Machine(len(container.pickle or container.data) * _WORK_PER_BYTE + _WORK_FLOOR)
+        machines.append(machine)
+        num_left -= _run(machine, stream, num_left)
+        storages |= _check_storages(machine.storages, container)
+        ends.append(stream.tell())
     unknown = sorted({name for machine in machines for name in machine.globals if not is_known(name)})
     others = {machine.protocol for machine in machines} - {_PROTOCOL}
     if others and not unknown:
@@ -109,20 +107,20 @@ def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
         DumpError: it is damaged, or a bomb.
     """
     machine = _Machine(len(pickled) * _WORK_PER_BYTE + _WORK_FLOOR, hashed_by_identity=True)
-    try:
-        _run(machine, BytesIO(pickled), max_instructions)
-    except (ValueError, LookupError, EOFError) as error:
-        raise damaged("its table of contents breaks off or makes no sense") from error
+    _run(machine, BytesIO(pickled), max_instructions)
     return machine.globals
 
 
 def _run(machine: _Machine, stream: IO[bytes], most: int) -> int:
     """Give the machine the instructions of one pickle, and tell how many they were."""
     count = 0
-    for count, (opcode, argument) in enumerate(_instructions(stream), 1):
-        if count > most:
-            raise _hostile(f"it has more than {most:,} instructions")
-        machine.step(opcode, argument)
+    try:
+        for count, (opcode, argument) in enumerate(_instructions(stream), 1):
+            if count > most:
+                raise _hostile(f"it has more than {most:,} instructions")
+            machine.step(opcode, argument)
+    except (ValueError, LookupError, EOFError) as error:
+        raise damaged("its table of contents breaks off or makes no sense") from error
     return count
 
 
@@ -163,12 +161,11 @@ def _item_nbytes(storage: str) -> int:
     return max(int(bits[0]) // 8, int(storage in STORAGE_DTYPES)) if bits else 1  # a bool's
 
 
-def _check_storages(used: list[_Value], container: Container) -> dict[str, tuple[int, int]]:
+def _check_storages(used: list[tuple[_Value, ...]], container: Container) -> dict[str, tuple[int, int]]:
     """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
     sizes: dict[str, tuple[int, int]] = {}
     members = container.storages
-    for storage in used:
-        _, kind, key, _, numel, *_ = storage.items or ()
+    for kind, key, numel in used:
         nbytes = (numel.number or 0) * _item_nbytes(str(kind.global_name).rpartition(".")[2])
         member = members.get(str(key.text)) if container.members is not None else None
         if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
@@ -189,7 +186,7 @@ class _Machine:
         self.globals: set[str] = set()
         self._hashed_by_identity = hashed_by_identity
         self.protocol = 0
-        self.storages: list[_Value] = []
+        self.storages: list[tuple[_Value, ...]] = []  # of each its kind, key and number of elements
         self._work_left = work
         self._odd_keys_left = _MAX_ODD_KEYS * _NUMBERS_PER_ODD_KEY
         self._stack: list[_Value] = []
@@ -236,7 +233,7 @@ class _Machine:
         if result.global_name is not None:
             self.globals.add(result.global_name)
         if opcode.name == "BINPERSID":
-            self.storages.append(operands[0])
+            self.storages.append(itemgetter(1, 2, 4)(operands[0].items or ()))
         self._stack.extend(result for _ in opcode.stack_after)
 
     def _count_odd_keys(self, opcode: str, operands: list[_Value]) -> None:

@@ -10,6 +10,7 @@ from nandoctor.dumps.stored_tensor import types_of
 from nandoctor.errors import DumpError
 
 PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
+"""Values that are no containers."""
 KIND = "<type>"
 """Beside the fields of what is no plain container: the class that it was of."""
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"

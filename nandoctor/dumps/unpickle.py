@@ -69,22 +69,20 @@ class _Fields(dict[str, Any]):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    def take(self, fields: Mapping[Any, Any]) -> None:
-        """Keep the fields, those that have a name."""
+    def take(self, state: object) -> int:
+        """Keep what of the object's state has a name, and tell how much it has."""
+        fields = state if isinstance(state, Mapping) else {}
         self.update({name: fields[name] for name in fields if isinstance(name, str)})
         self[KIND] = self.kind
-
-    def fields_in(self, state: object) -> Mapping[Any, Any]:
-        """The fields that the object's state tells, if any."""
-        return state if isinstance(state, Mapping) else {}
+        return len(fields)
 
 
 class _UserDict(_Fields):
     """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
 
-    def fields_in(self, state: object) -> Mapping[Any, Any]:
-        """The items."""
-        return super().fields_in(super().fields_in(state).get("data"))
+    def take(self, state: object) -> int:
+        """Keep the items."""
+        return super().take(state.get("data") if isinstance(state, Mapping) else None)
 
 
 class _PackedSequence(_Fields):
@@ -308,11 +306,9 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
         elif isinstance(made, _Fields):
-            fields = made.fields_in(state)
-            self._num_fields_left -= len(fields)  # many records may share a state, and each copies it
+            self._num_fields_left -= made.take(state)  # many records may share a state, and each copies it
             if self._num_fields_left < 0:
                 raise pickle.UnpicklingError("more fields than the pickle has bytes")
-            made.take(fields)
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -192,8 +191,3 @@ def _sample(tensor: torch.Tensor) -> WeightSample:
     places = torch.unravel_index(at.to(tensor.device), tensor.shape) if tensor.dim() else ()
     values = tensor[places] if tensor.dim() else tensor.reshape(1)
     return WeightSample(at=at, values=values.cpu().clone())
-
-
-def describe_samples(samples: Mapping[str, WeightSample]) -> dict[str, Any]:
-    """The samples as plain data and tensors."""
-    return {name: {"at": sample.at, "values": sample.values} for name, sample in samples.items()}

@@ -27,13 +27,13 @@ from nandoctor.dumps.code_request import approving_command, code_rows, is_transf
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.trees import PLAIN
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.model_loading import build_model, find_attribute
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief, plural
 
-_PLAIN = (bool, int, float, complex, str, type(None))
 # transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
 _ATTENTION = ("eager", "sdpa")
 _CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
@@ -265,7 +265,7 @@ def _is_value(name: str, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+    return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
 
 
 def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
