@@ -237,17 +237,16 @@ class SourceWriter:
         """The clamp; in a statement that calls the function of other arguments too, of those as well."""
         change, expression = self._open(edit.site)
         write_clamp(change, expression, edit, self._probe)
-        for other in self._others_like(change, expression) if edges_of(edit) else ():
+        for other in self._others_like(change, expression, edit.site.op) if edges_of(edit) else ():
             with suppress(CannotWriteError):
                 write_clamp(change, other, edit, self._probe)
 
-    def _others_like(self, change: FileChange, expression: Expression) -> Iterator[Expression]:
+    def _others_like(self, change: FileChange, expression: Expression, name: str) -> Iterator[Expression]:
         """The same function of other arguments in the statement: another batch may be on the edge there."""
         tree, ops = change.tree, {op.order: op for op in self._ops}
         statement, seen = tree.statement_of(expression.node), {expression.node}
-        assert expression.op is not None
         for op in self._ops if statement is not None else ():
-            node = tree.find(op.source) if op.op == expression.op.op and op.source is not None else None
+            node = tree.find(op.source) if op.op == name and op.source is not None else None
             if node is None or node in seen or tree.statement_of(node) is not statement:
                 continue
             seen.add(node)
@@ -287,7 +286,7 @@ class SourceWriter:
 
     def _subtract_largest(self, change: FileChange, expression: Expression) -> None:
         """Subtract the largest exponent along the dimensions that the powers are summed over: their shares stay."""
-        summed = next(self._sums_of(expression), None)
+        summed = next(self._sums_of(expression.op), None) if expression.op is not None else None
         if summed is None:
             raise CannotWriteError
         dims = [f"{value:g}" for name, value in summed.scalars if name.partition("[")[0] == "dim"]
@@ -297,12 +296,11 @@ class SourceWriter:
         text = f"{first} - {again}.amax({over}, keepdim=True).detach()"
         change.replacements.extend(expression.with_texts({exponent: text}, before))
 
-    def _sums_of(self, expression: Expression) -> Iterator[OpCall]:
+    def _sums_of(self, power: OpCall) -> Iterator[OpCall]:
         """The sums along some dimensions of what an op makes, or of the same with factors, in the same shape."""
-        assert expression.op is not None
-        shape, made = expression.op.outputs[0].shape, {expression.op.order}
+        shape, made = power.outputs[0].shape, {power.order}
         for op in self._ops:
-            if op.order > expression.op.order and any(taken.producer in made for taken in op.inputs):
+            if op.order > power.order and any(taken.producer in made for taken in op.inputs):
                 taken = next(taken for taken in op.inputs if taken.producer in made)
                 is_along = any(name.partition("[")[0] == "dim" for name, _ in op.scalars)
                 if op.op == "sum" and is_along and taken.stats is not None and taken.stats.shape == shape:

@@ -34,6 +34,10 @@ class Definitions:
                 found.setdefault(name, []).append((self._tree.end_of(node), node))
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
 
+    def binds(self, name: str) -> bool:
+        """Tell whether the function binds a name that it may have as a parameter, or writes into it."""
+        return name in self._bound
+
     def value_of(self, name: cst.Name) -> cst.BaseExpression | None:
         """The expression that a name stands for where it is read, None where that depends on the way or the time."""
         if self._is_run_later(name):

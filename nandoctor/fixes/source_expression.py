@@ -286,6 +286,14 @@ def grouped(text: str) -> str:
     return text if plain or is_closed else f"({text})"
 
 
+def negated(text: str) -> str:
+    """The text of an expression with the other sign."""
+    node = cst.parse_expression(f"({text})")
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+        return cst.Module([]).code_for_node(node.expression)
+    return f"-{grouped(text)}"
+
+
 def operator_text(tree: SourceTree, node: cst.AugAssign) -> str:
     """The text of the operator of an augmented assignment, as it stands between two operands."""
     return tree.module.code_for_node(node.operator).strip().removesuffix("=")

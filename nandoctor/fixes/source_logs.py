@@ -14,12 +14,14 @@ import libcst as cst
 
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
+from nandoctor.fixes.source_calls import GivenProbabilities
 from nandoctor.fixes.source_definitions import Definitions
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
     calls_in,
     grouped,
+    negated,
     nodes_below,
     number_in,
     text_with,
@@ -63,7 +65,7 @@ class LogSpace:
         function = tree.function_of(node)
         if function is None:
             raise CannotWriteError
-        self._tree, self._names = tree, names
+        self._tree, self._function, self._ops, self._names = tree, function, ops, names
         self._definitions = Definitions(tree, function)
         self._calls = dict(calls_in(tree, function, ops))
         self._place: cst.CSTNode = node
@@ -71,6 +73,7 @@ class LogSpace:
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
         self._through: dict[cst.Assign, None] = {}
         self._sources: set[cst.CSTNode] = set()
+        self._given = GivenProbabilities(tree, names)
 
     @property
     def _functional(self) -> str:
@@ -112,10 +115,10 @@ class LogSpace:
 
     def _ratio(self, numerator: cst.BaseExpression, divisor: _Log) -> str:
         if number_in(numerator) == 1 and divisor.terms and divisor.dims is None:
-            return f"torch.sigmoid({_negated(divisor.terms)})"
+            return f"torch.sigmoid({negated(divisor.terms)})"
         log = self._log_of(numerator)
         if log is None:
-            return f"{grouped(self._tree.code(numerator))} * torch.exp({_negated(divisor.wide)})"
+            return f"{grouped(self._tree.code(numerator))} * torch.exp({negated(divisor.wide)})"
         if log.text == divisor.terms and divisor.dims is None:
             return f"torch.sigmoid({log.text})"
         dims = [text for text in divisor.dims or () if not text.startswith("keepdim")]
@@ -130,7 +133,7 @@ class LogSpace:
             Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
             for node, text in texts.items()
         )
-        return [*self._hoisted.values(), *written], unread
+        return [*self._hoisted.values(), *written, *self._given.replacements(texts)], unread
 
     def _write_log(self, node: cst.CSTNode, call: OpCall) -> str | None:
         self._place = node
@@ -152,7 +155,7 @@ class LogSpace:
 
     def _log_of(self, node: cst.BaseExpression) -> _Log | None:  # noqa: PLR0911 - a table of forms
         """The logarithm of an expression, None where nothing is gained by another form of it."""
-        node = self._resolved(node)
+        node = self._given_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of)
@@ -174,7 +177,7 @@ class LogSpace:
             value = self._leaf(expression.argument_node("self"))
             if not isinstance(cst.parse_expression(f"({value.text})"), (cst.Name, cst.Attribute)):
                 value = self._hoist(expression.argument_node("self"))
-            return _Log(text=f"torch.logaddexp({value.wide}, {_negated(value.wide)}) - {math.log(2):.6f}")
+            return _Log(text=f"torch.logaddexp({value.wide}, {negated(value.wide)}) - {math.log(2):.6f}")
         if name == "sqrt":
             half = self._log_of(expression.argument_node("self"))
             return None if half is None else _Log(text=f"0.5 * {grouped(half.text)}", is_low=half.is_low)
@@ -192,13 +195,13 @@ class LogSpace:
 
     def _log_of_rest(self, node: cst.BaseExpression) -> _Log | None:
         """The logarithm of 1 minus an expression."""
-        node = self._resolved(node)
+        node = self._given_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of_rest)
         if name == "sigmoid":
             logit = self._leaf(expression.argument_node("self"))
-            return _Log(text=f"{self._functional}.logsigmoid({_negated(logit.wide)})")
+            return _Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
         if name == "exp":
             return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
@@ -253,7 +256,7 @@ class LogSpace:
             return None
         left, right = (log or self._plain_log(side) for log, side in zip(logs, (node.left, node.right), strict=True))
         if left.text == "0":
-            return _Log(text=right.text if sign == "+" else _negated(right.text), is_low=right.is_low)
+            return _Log(text=right.text if sign == "+" else negated(right.text), is_low=right.is_low)
         if right.text == "0":
             return left
         closed = grouped(right.text) if sign == "-" else right.text
@@ -312,6 +315,8 @@ class LogSpace:
 
     def _leaf(self, node: cst.BaseExpression) -> _Log:
         """The text of an expression as it can be read at the logarithm; where it is a call, it is made once."""
+        if self._tree.function_of(node) is not self._function:
+            return _Log(text=self._given.name_of(node), is_low=self._is_low(node))
         is_low = self._is_low(node)
         self._sources.add(node)
         if any(isinstance(below, _HAS_EFFECTS) for below in (node, *nodes_below(node))):
@@ -368,6 +373,14 @@ class LogSpace:
             node = value
         return node
 
+    def _given_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """The probability that the only call of the function gives for a parameter; else the node itself."""
+        given = self._given.value_of(node, self._ops) if isinstance(node, cst.Name) else None
+        if given is None:
+            return node
+        self._calls[given[0]] = given[1]
+        return given[0]
+
     def _named_op(self, node: cst.BaseExpression) -> tuple[str, Expression]:
         """The op of an expression, by the trace or, where it made no tensor of its own there, by its spelling."""
         call = self._calls.get(node)
@@ -384,10 +397,3 @@ class LogSpace:
 
 def _softplus(exponent: _Log, functional: str) -> _Log:
     return _Log(text=f"{functional}.softplus({exponent.wide})", terms=exponent.text)
-
-
-def _negated(text: str) -> str:
-    node = cst.parse_expression(f"({text})")
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
-        return cst.Module([]).code_for_node(node.expression)
-    return f"-{grouped(text)}"

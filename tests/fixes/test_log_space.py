@@ -311,3 +311,50 @@ def test_no_exponent_is_subtracted_where_it_makes_a_difference(end, tmp_path, x)
     """
     fixes = replay(tmp_path, code, x=x).fixes
     assert not any(fix.verified and "amax(-1" in fix.patch for fix in fixes)
+
+
+BY_ONE_CALL = """
+    def forward(self, x):
+        return self.uncertainty(torch.softmax(self.fc(x), dim=-1))
+
+    def uncertainty(self, p):
+        return -(p * torch.log(p)).sum(-1)
+"""
+
+
+def test_a_function_is_given_logits_by_its_only_call(tmp_path, x):
+    assert added(replay(tmp_path, BY_ONE_CALL, x=x)) == [
+        "return self.uncertainty(self.fc(x))",
+        "def uncertainty(self, logits):",
+        "p = torch.softmax(logits, dim=-1)",
+        "return -(p * torch.log_softmax(logits, dim=-1)).sum(-1)",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return self.unc", "self.uncertainty(x.softmax(-1)); return self.unc"),
+        ("return -(p", "p = p + 0; return -(p"),
+        ("return -(p", "p /= 1; return -(p"),
+        ("dim=-1)", "dim=self.dim)"),
+    ],
+    ids=["two calls", "bound anew", "written into", "a dimension of the caller's"],
+)
+def test_a_function_keeps_its_parameter(old, new, tmp_path, x):
+    code = (
+        BY_ONE_CALL.replace(old, new, 1)
+        .replace("; ", "\n        ")
+        .replace("def forward", "dim = -1\n\n    def forward")
+    )
+    fixes = replay(tmp_path, code, x=x).fixes
+    assert fixes
+    assert not any("logits):" in fix.patch for fix in fixes)
+
+
+@pytest.mark.slow
+def test_a_function_that_another_file_names_keeps_its_parameter(tmp_path, x):
+    (tmp_path / "train.py").write_text("def evaluate(net, p):\n    return net.uncertainty(p)\n")
+    fixes = replay(tmp_path, BY_ONE_CALL, x=x).fixes
+    assert not any("logits):" in fix.patch for fix in fixes)
