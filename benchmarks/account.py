@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.edits import Edit, Snippet, SourcePatch
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
+from nandoctor.replaying import runner
 from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch
 
@@ -33,7 +34,7 @@ REPEATS = 9
 PARTS = {
     "diagnosis": "from the file to the cause",
     "search": "probes, and texts whose output fails",
-    "reference": "the unchanged step in fp32 with its gradients, which every text is compared with",
+    "reference": "gradients of the unchanged step in fp32, taken in the diagnosis' own run, and other runs in fp32",
     "verification": "texts whose output passes: gradients, healthy samples, other batches",
     "settings": "what the failure depends on",
 }
@@ -56,6 +57,7 @@ class Account:
     seconds: Counter[str] = field(default_factory=Counter)
     num_verified: int = 0
     num_texts: int = 0
+    _backward: float = 0.0
     _part: str = "diagnosis"
     _since: float = 0.0
 
@@ -68,8 +70,11 @@ class Account:
             mock.patch.object(Verifier, "_verify", _replacing(Verifier._verify, self._verify)),
             mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
             mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
+            mock.patch.object(runner, "_take_gradients", partial(self._take_gradients, runner._take_gradients)),
         )
-        with patches[0], patches[1], patches[2], patches[3]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
             yield
         self._turn("diagnosis")
 
@@ -91,6 +96,14 @@ class Account:
     def _search(self, search: Callable[..., Any], *args: Any) -> Any:
         with self._at("search"):
             return search(*args)
+
+    def _take_gradients(self, take: Callable[..., Any], *args: Any) -> Any:
+        """A backward pass in the diagnosis' fp32 run, which the search alone has use for."""
+        started = time.process_time()
+        with self._at("reference"):
+            gradients = take(*args)
+        self._backward = time.process_time() - started
+        return gradients
 
     def _vary(self, vary: Callable[..., Any], search: _Search) -> None:
         with self._at("settings"):
@@ -126,7 +139,11 @@ class Account:
                 return run(step, policy, watch, changes)
             finally:
                 line = _describe(step, policy or step.policy, watch, changes)
-                self.runs.append(Run(part=part, line=line, seconds=time.process_time() - started))
+                seconds = time.process_time() - started - self._backward
+                self.runs.append(Run(part=part, line=line, seconds=seconds))
+                if self._backward:
+                    self.runs.append(Run(part="reference", line="  its backward pass", seconds=self._backward))
+                self._backward = 0.0
 
 
 def _replacing(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
