@@ -59,6 +59,8 @@ def can_join(tensor: torch.Tensor) -> bool:
 
 
 def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensors in one; always with `out`, since without it autocast converts them, or refuses fp16 under bf16."""
-    join = torch.cat if tensors[0].dim() else torch.stack
-    return join(tensors, out=tensors[0].new_empty(0) if out is None else out)  # type: ignore[arg-type]
+    """The tensors in one; with `out` autocast leaves them alone, which else refuses fp16 under bf16."""
+    join, first = torch.cat if tensors[0].dim() else torch.stack, tensors[0]
+    if out is None and torch.is_autocast_enabled(first.device.type):
+        out = first.new_empty(0)
+    return join(tensors, out=out)  # type: ignore[arg-type]

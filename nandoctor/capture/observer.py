@@ -5,7 +5,7 @@ Only what the forward writes is copied: buffers, and parameters that no optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -23,6 +23,8 @@ from nandoctor.torch_compat import buffers_of, is_running_norm, parameters_of, v
 
 Tensors = tuple[torch.Tensor | None, ...]
 NUM_SAMPLED = 64
+_Place = tuple[str, dict[str, Any], str]
+"""A tensor's path in the model, its module's registry, and its name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,9 @@ class Observer:
         self._modules = tuple(model.modules())
         first = next(iter([*model.parameters(), *model.buffers()]), None)
         self.device = first.device if first is not None else torch.device("cpu")
-        self._generators = Generators(self.device)
+        self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
-        places = [(path, parameters_of(module)) for path, module in model.named_modules()]
-        self._weights = [
-            (f"{path}.{name}" if path else name, registry, name) for path, registry in places for name in registry
-        ]
+        self._weights = _places(model, parameters_of)
         self._outer = [*self._weights[:1], *self._weights[-1:]]
         parameters = dict(model.named_parameters())
         self._first_shapes = {name: parameter.shape for name, parameter in parameters.items() if not is_lazy(parameter)}
@@ -60,15 +59,11 @@ class Observer:
     def look(self) -> StateBefore:
         """The state as it is now."""
         return StateBefore(
-            random=self._generators.read(),
+            random=self.generators.read(),
             kept=self._keeper.keep(),
             training=tuple(map(attrgetter("training"), self._modules)),
             autocast=read_autocast(self.device.type),
         )
-
-    def look_between(self) -> RandomStates:
-        """What a further call of the same step starts from: the loop may have drawn in between."""
-        return self._generators.read()
 
     def read_borrowed(self) -> dict[str, torch.Tensor]:
         """The weights that `torch.func.functional_call` has put in place of the model's own; empty without it."""
@@ -86,10 +81,6 @@ class Observer:
         now = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         first = self._first_shapes
         return [name for name in {**first, **now} if first and first.get(name) != now.get(name)]
-
-    def note_autocast(self, state: dict[str, Any]) -> None:
-        """Keep the autocast that was found within the model's call."""
-        self.autocast_inside = state
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """What a dump says of the state before the forward, and what could not be kept.
@@ -109,6 +100,18 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+
+
+def _places(model: nn.Module, registry_of: Callable[[nn.Module], dict[str, Any]]) -> list[_Place]:
+    return [
+        (f"{path}.{name}" if path else name, registry_of(module), name)
+        for path, module in model.named_modules()
+        for name in registry_of(module)
+    ]
+
+
+def _is_frozen(held: torch.Tensor | None) -> bool:
+    return held is not None and not held.requires_grad
 
 
 def _is_borrowed(held: torch.Tensor | None) -> bool:
@@ -226,21 +229,15 @@ class StateKeeper:
     """
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
-        modules = list(model.named_modules())
-        buffers = [(path, buffers_of(module), name) for path, module in modules for name in buffers_of(module)]
-        frozen = [
-            (path, parameters_of(module), name)
-            for path, module in modules
-            for name, parameter in parameters_of(module).items()
-            if parameter is not None and not parameter.requires_grad
-        ]
-        places: list[tuple[str, dict[str, Any], str]] = [*buffers, *frozen]
-        self._names = [f"{path}.{name}" if path else name for path, _, name in places]
+        buffers = _places(model, buffers_of)
+        frozen = [place for place in _places(model, parameters_of) if _is_frozen(place[1][place[2]])]
+        places = [*buffers, *frozen]
+        self._names = [path for path, *_ in places]
         self.buffers = tuple(self._names[: len(buffers)])
         self._frozen = frozenset(range(len(buffers), len(places)))
         self._registries = [registry for _, registry, _ in places]
         self._own_names = [name for *_, name in places]
-        norms = {id(buffers_of(module)) for _, module in modules if is_running_norm(module)}
+        norms = {id(buffers_of(module)) for module in model.modules() if is_running_norm(module)}
         self._written = {index for index, (_, registry, _) in enumerate(buffers) if id(registry) in norms}
         self._undo_nbytes = undo_nbytes
         self._num_taken = 0

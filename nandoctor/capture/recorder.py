@@ -356,7 +356,11 @@ class Recorder(RecorderSettings):
             return
         self._scouted = True
         children = [module for module in model.modules() if module is not model]
-        self._handles.push(scout_autocast(children, self._observer.note_autocast, self._observer.device.type))
+        self._handles.push(
+            scout_autocast(
+                children, functools.partial(setattr, self._observer, "autocast_inside"), self._observer.device.type
+            )
+        )
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)

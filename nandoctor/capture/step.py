@@ -106,11 +106,6 @@ class RecordedStep:
         return all(flag is None or flag.ready for flag in flags)
 
     @property
-    def waits_for_skip(self) -> bool:
-        """True if a device has yet to say if the step was skipped."""
-        return self.skip is not None and self.skip.on_device
-
-    @property
     def was_skipped(self) -> bool:
         """True if the scaler left the step out."""
         return self.skipped or (self.skip is not None and self.skip.values()[0] > 0)
@@ -166,7 +161,7 @@ class RecordedStep:
         A method that makes a whole step returns the loss; its output is that, and what the children inside gave.
         """
         batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
-        names = _parameter_names(function)
+        names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
         contents = {
             "calls": [
                 {
@@ -179,9 +174,12 @@ class RecordedStep:
             ],
             "watched": list(self.inside),
             "batch": batch.tree,
-            "output": self._output_of_method() if is_method else self._output(),
-            "loss_field": "returned" if is_method else self._loss_field(),
+            "output": outputs[0] if len(outputs) == 1 else outputs,
+            "loss_field": "loss" if len(outputs) == 1 and self.own_loss() is not None else None,
         }
+        if is_method:
+            inside = {name: packed.tree for name, packed in self.inside.items()}
+            contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
         packs = [*self.calls, *self.returned, *self.inside.values(), batch]
         return contents, [note for packed in packs for note in packed.notes] + [*self._overwritten(), *self._lent()]
 
@@ -194,15 +192,6 @@ class RecordedStep:
                 f"weights of call {index + 1}: functional_call gave it others, and a replay takes the model's own"
                 + (f"; those of {join_first(spoiled, 3)} were non-finite, made so {how}" if spoiled else "")
             )
-
-    def _output(self) -> Any:
-        return self.returned[0].tree if len(self.returned) == 1 else [packed.tree for packed in self.returned]
-
-    def _output_of_method(self) -> dict[str, Any]:
-        return {"returned": self.loss, **{name: packed.tree for name, packed in self.inside.items()}}
-
-    def _loss_field(self) -> str | None:
-        return "loss" if len(self.returned) == 1 and self.own_loss() is not None else None
 
     def _overwritten(self) -> Iterator[str]:
         named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]

@@ -99,10 +99,10 @@ class StepTracker:
 
     def _is_accumulating(self, scale_version: int | None) -> bool:
         """True if gradients are there and nobody has written the weights since the last step began."""
-        grad = None if self._probe is None else self._probe.grad
-        if self.current is not None and self.current.stamp and self.current.stamp != self._observer.stamp():
+        if not self._accumulates or self._probe is None or self._probe.grad is None:
             return False
-        return self._accumulates and grad is not None and self._scale_version == scale_version
+        stamp = [] if self.current is None else self.current.stamp
+        return self._scale_version == scale_version and (not stamp or stamp == self._observer.stamp())
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
@@ -152,7 +152,7 @@ class StepTracker:
             step.before, step.stamp = self._observer.look(), self._observer.stamp()
             step.weights = self._find_all().keep() if self._writes_unseen else None
         else:
-            step.between.append(self._observer.look_between())
+            step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
         if borrowed := self._observer.read_borrowed():
             step.borrowed[len(step.calls)] = borrowed
@@ -275,7 +275,7 @@ class StepTracker:
 
     def _decide_before_update(self, step: RecordedStep, update: Update) -> None:
         """Decide on a step that has failed already; the gradients are waited for only if no copy of the weights is."""
-        if step.waits_for_skip or step.decided:
+        if step.decided or (step.skip is not None and step.skip.on_device):
             return
         known = update.gradients is not None and (not update.gradients.on_device or update.undo is None)
         if step.loss_nonfinite or step.was_skipped or (known and step.gradients_nonfinite):

@@ -10,6 +10,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.capture.async_flags import Flag
 from nandoctor.dumps.reader import read_dump
 from tests.capture.test_odd_loops import FAILING, Norm, loss_of, make_batches
 
@@ -27,9 +28,13 @@ def descend_through_data(model):
         parameter.data, parameter.grad = parameter.data - 0.01 * parameter.grad, None
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("write", [descend, descend_through_data])
 @pytest.mark.parametrize("divides", [True, False], ids=["loss", "gradients"])
-def test_a_descent_by_hand_keeps_clean_weights(tmp_path, write, divides):
+def test_a_descent_by_hand_keeps_clean_weights(tmp_path, monkeypatch, is_late, write, divides):
+    if is_late:
+        monkeypatch.setattr(Flag, "on_device", property(lambda _: True))  # as those of a device are
+        monkeypatch.setattr(Flag, "ready", property(lambda _: False))
     torch.manual_seed(0)
     model = Norm(divides=divides)
     before = []
