@@ -145,6 +145,19 @@ def test_the_next_best_can_be_picked(find):
     assert run(*ARGUMENTS, "--pick", "0").exit_code == 2
 
 
+def test_the_commands_for_a_package_go_to_its_folder(find, workplace):
+    root = workplace / "venv" / "site-packages"
+    (root / "lib").mkdir(parents=True)
+    (root / "lib" / "net.py").write_text(SICK.strip("\n") + "\n")
+    find(replace(FIX, patch=FIX.patch.replace("net.py", "lib/net.py"), patch_root=str(root)))
+    shown = words(run(*ARGUMENTS).stdout)
+    assert "--model net.py:Net --write --allow-installed or" in shown
+    assert "--model net.py:Net --diff | git -C venv/site-packages apply" in shown
+    diff = run(*ARGUMENTS, "--diff").stdout_bytes
+    subprocess.run(["git", "-C", "venv/site-packages", "apply"], input=diff, check=True)
+    assert "1e-4" in (root / "lib" / "net.py").read_text()
+
+
 def test_settings_are_shown_as_code(find):
     find(SETTING, replace(SETTING, title="eps", settings=FixSettings(optimizer_eps=1e-4, loss_scale=1024.0)))
     assert 'with torch.autocast("cuda", dtype=torch.bfloat16):' in run(*ARGUMENTS).stdout

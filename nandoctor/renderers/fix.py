@@ -12,7 +12,7 @@ from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
 from nandoctor.renderers.facts import Fact
-from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, every_check
+from nandoctor.renderers.fix_facts import WHERE_TO_RUN, describe_outcome, every_check, git_flags, write_flags
 from nandoctor.renderers.fix_reasons import reason_facts
 from nandoctor.text import constant, printable
 
@@ -59,7 +59,7 @@ def _facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
         yield Fact(label="where", text=WHERE_TO_RUN[chosen.kind])
     elif choice.verification is None:
         pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
-        for label, flags in (("apply it", ("--write",)), ("or", ("--diff", "| git apply"))):
+        for label, flags in (("apply it", write_flags(chosen)), ("or", git_flags(chosen))):
             if command := fix_command(report, *pick, *flags):
                 yield Fact(label=label, text=command, is_command=True)
     verified = (item for item in report.fixes if item.verified)

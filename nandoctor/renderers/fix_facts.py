@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,7 @@ from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.constant_facts import TableLine, describe_use
 from nandoctor.renderers.facts import Fact, short_name
 from nandoctor.renderers.fix_reasons import reason_facts
+from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
     constant,
     join_first,
@@ -159,11 +161,25 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
     if fix.kind == "source":
         number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
         pick = () if number_of == 1 else (f"--pick {number_of}",)
-        command = fix_command(report, *pick, "--write")
+        command = fix_command(report, *pick, *write_flags(fix))
         with_git = f"git apply, in {printable(_from_here(fix.patch_root) if fix.patch_root else 'your project')}"
         yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
     elif fix.kind in WHERE_TO_RUN:
         yield Fact(label="apply it", text=WHERE_TO_RUN[fix.kind])
+
+
+def write_flags(fix: Fix) -> tuple[str, ...]:
+    """What makes the change, also where it is one of an installed package."""
+    names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
+    installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
+    return ("--write", "--allow-installed") if installed else ("--write",)
+
+
+def git_flags(fix: Fix) -> tuple[str, ...]:
+    """What takes the diff from a pipe, in the folder that its paths start from."""
+    folder = _from_here(fix.patch_root) if fix.patch_root else "."
+    place = () if folder == "." else ("-C", shlex.quote(printable(folder)))
+    return "--diff", "| git", *place, "apply"
 
 
 def _from_here(folder: str) -> str:
