@@ -102,7 +102,7 @@ def _list_facts(report: Report) -> dict[str, str | None]:
         "cause": _cause(report),
         "origin": _place(report),
         "line": f"{PurePath(origin.source.file).name}:{origin.source.line}" if origin and origin.source else None,
-        "first non-finite": first.place.label if first else None,
+        "first non-finite": first.place.in_words if first else None,
         "samples": ", ".join(map(str, first.elements.samples)) if first and first.elements.samples else None,
         "non-finite gradients": str(len(report.bad_gradients)),
         "replay": report.reproduction.grade,

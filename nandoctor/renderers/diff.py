@@ -34,12 +34,9 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
         yield Text()
         yield labelled((change.name, describe_change(change)) for change in comparison.changes)
     yield Text()
+    yield literal(describe_layers(comparison), "dim")
     if comparison.layers:
-        yield literal(_describe_layers(comparison), "dim")
         yield _table(comparison.layers[:_MAX_LAYERS])
-    else:
-        compared = plural(comparison.num_shared, "call")
-        yield literal(f"No call changed by a factor of 1.4 or more ({compared} that both made).", "dim")
     if others := list(_others(comparison)):
         yield labelled(others)
 
@@ -50,7 +47,11 @@ def describe_change(change: Change) -> str:
     return " -> ".join(words.get(value, brief(value)) if value else "none" for value in (change.before, change.after))
 
 
-def _describe_layers(comparison: Comparison) -> str:
+def describe_layers(comparison: Comparison) -> str:
+    """How many calls changed, of those that both reports have."""
+    if not comparison.layers:
+        compared = plural(comparison.num_shared, "call")
+        return f"No call changed by a factor of 1.4 or more ({compared} that both made)."
     count, shown = len(comparison.layers), min(len(comparison.layers), _MAX_LAYERS)
     first = f", the first {shown}" if shown < count else ""
     return f"{part_of(count, comparison.num_shared, 'call')} changed (absmax in the replay, headroom in bits){first}"

@@ -80,7 +80,7 @@ def detail_facts(report: Report) -> list[Fact]:
     """What is looked up: the extent of the damage, and which replays were tried."""
     facts = []
     if report.first_nonfinite is not None:
-        facts.append(Fact(label="extent", text=_describe_extent(report.first_nonfinite)))
+        facts.append(Fact(label="extent", text=describe_extent(report.first_nonfinite)))
     if report.reproduction.attempts and report.reproduction.grade in ("elsewhere", "finite"):
         attempts = "; ".join(map(_describe_attempt, report.reproduction.attempts))
         facts.append(Fact(label="replays", text=attempts))
@@ -135,7 +135,7 @@ def _closeness(reproduction: Reproduction) -> str:
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     yield Fact(label="layers", text=_describe_place(first, report))
     if first.inputs:
-        yield Fact(label="input", text=_describe_inputs(first.inputs))
+        yield Fact(label="input", text=describe_inputs(first.inputs))
     if reference := _describe_reference(first, report):
         yield Fact(label="in fp32", text=reference)
 
@@ -193,7 +193,7 @@ def _describe_place(first: FirstNonfinite, report: Report) -> str:
     return f"first seen inside the forward of {owner}, before the call of {short_place(first.seen_in).label}"
 
 
-def _describe_extent(first: FirstNonfinite) -> str:
+def describe_extent(first: FirstNonfinite) -> str:
     """How many of which kind, in which samples, and where the first of them stands."""
     found = first.elements
     extent = nonfinite_part(found.kinds, found.num_bad, found.numel) if found.kinds else "not counted"
@@ -203,7 +203,8 @@ def _describe_extent(first: FirstNonfinite) -> str:
     return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
 
 
-def _describe_inputs(inputs: Sequence[TensorStats]) -> str:
+def describe_inputs(inputs: Sequence[TensorStats]) -> str:
+    """What a call took: "finite, up to 13.6 (fp16)", each by its name where there are several."""
     if len(inputs) == 1:
         return _describe_range(inputs[0])
     return join_first([f"{short_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)

@@ -125,7 +125,7 @@ def check_facts(fix: Fix) -> Iterator[Fact]:
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [_describe_check(check).partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
+        told = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
         others = [check for check in passed if check.name not in _TOLD_IN_FULL]
         more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
         yield Fact(label="checked", text="; ".join(filter(None, [*told, more])))
@@ -136,10 +136,11 @@ def check_facts(fix: Fix) -> Iterator[Fact]:
 
 
 def every_check(fix: Fix) -> Iterator[Fact]:
-    """A line for each check, passed or not."""
-    for check in fix.checks:
-        label = {"passed": "checked", "failed": "FAILED", "not-checked": "not checked"}[check.status]
-        yield Fact(label=label, text=f"{_name_check(check)}: {printable(check.text)}")
+    """A line for each check: those that failed, that were passed, that were not made."""
+    for status, label in (("failed", "FAILED"), ("passed", "checked"), ("not-checked", "not checked")):
+        for check in fix.checks:
+            if check.status == status:
+                yield Fact(label=label, text=_describe_check(check))
 
 
 def _name_check(check: Check) -> str:
@@ -147,12 +148,10 @@ def _name_check(check: Check) -> str:
     return printable(check.name) + (f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else "")
 
 
-def _describe_check(check: Check) -> str:
+def _describe_check(check: Check, between: str = ": ") -> str:
     """What was found, under the name of the check where the sentence does not begin with it."""
     name, text = _name_check(check), printable(check.text)
-    if text.startswith(name):
-        return text
-    return f"{name} {text}" if check.status == "passed" else f"{name}: {text}"
+    return text if text.startswith(name) else f"{name}{between}{text}"
 
 
 def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:

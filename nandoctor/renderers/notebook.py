@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
-from nandoctor.evidence.report_diff import Change, Comparison
-from nandoctor.evidence.serialization import is_inlined
-from nandoctor.evidence.trace import Place, SourceLine, TensorStats
-from nandoctor.renderers.diff import describe_change
-from nandoctor.renderers.facts import describe_origin
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.trace import TensorStats
+from nandoctor.renderers.diff import describe_change, describe_layers
+from nandoctor.renderers.facts import describe_extent, describe_inputs, describe_origin
 from nandoctor.renderers.fix import code_of
 from nandoctor.renderers.fix_facts import describe_outcome, every_check
 from nandoctor.renderers.fix_reasons import reason_facts
@@ -25,10 +23,8 @@ from nandoctor.renderers.notebook_card import report_html, rows_html
 from nandoctor.renderers.progress import ReplayBar
 from nandoctor.renderers.tensors import describe_tensor, list_operands
 from nandoctor.replaying.progress import Listener
-from nandoctor.text import file_line, kinds_text, number, printable
+from nandoctor.text import file_line, number, printable, samples_text
 
-_LEFT_OUT = frozenset({"grid", "layers", "schema", "nth"})
-_MAX_ITEMS = 8
 _WIDTH = 100
 _UPDATE_S = 0.2
 
@@ -39,7 +35,7 @@ def show_records() -> None:
     if shell is None:
         return
     html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
-    for cls in (FirstNonfinite, Origin, Cause, Fix, Comparison):
+    for cls in _ROWS:
         html.for_type(cls, record_html)
         plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
     plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
@@ -56,8 +52,8 @@ def _find_shell() -> Any:
 
 
 def record_html(record: Any) -> str:
-    """The fields of a record that say something, one row each."""
-    return rows_html(_rows(record))
+    """What a record says, one row each, in the words of the other surfaces."""
+    return rows_html(_ROWS[type(record)](record))
 
 
 def record_line(record: Any) -> str:
@@ -71,47 +67,55 @@ def record_line(record: Any) -> str:
     return printable(str(getattr(record, "headline", None) or record.title))
 
 
-def _rows(record: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(record, Fix):
-        yield "fix", record.title
-        yield "patch", code_of(record)
-        yield "result", describe_outcome(record.outcome)
-        yield from ((fact.label, fact.text) for fact in (*every_check(record), *reason_facts(record)))
-        return
-    if isinstance(record, Origin):
-        yield "", describe_origin(record)
-    for item in dataclasses.fields(record):
-        value = getattr(record, item.name)
-        if isinstance(record, Origin) and item.name in ("inputs", "output"):
-            yield from list_operands(record) if item.name == "inputs" else ()
-        elif is_inlined(item) and not isinstance(value, Place):
-            yield from _rows(value)
-        elif item.name not in _LEFT_OUT and value is not None and value not in ((), ""):
-            yield item.name.replace("_", " "), _describe(item.name, value)
+def _first_rows(first: FirstNonfinite) -> Iterator[tuple[str, str]]:
+    yield "place", first.place.with_type
+    if first.seen_in is not None:
+        yield "before the call of", first.seen_in.label
+    yield "extent", describe_extent(first)
+    if first.inputs:
+        yield "input", describe_inputs(first.inputs)
+    if first.would_be is not None:
+        yield "in fp32", f"up to {number(first.would_be)}"
 
 
-def _describe(name: str, value: Any) -> str:
-    """A value as people read it."""
-    if isinstance(value, TensorStats):
-        return describe_tensor(value)
-    if isinstance(value, Place):
-        return value.with_type
-    if isinstance(value, SourceLine):
-        return f"{file_line(value.file, value.line)}: {value.text}"
-    if isinstance(value, tuple):
-        items = [_describe(name, item) for item in value[:_MAX_ITEMS]]
-        separator = "; " if dataclasses.is_dataclass(value[0]) else ", "
-        more = [f"and {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
-        return kinds_text(value) if name == "kinds" else separator.join([*items, *more])
-    if isinstance(value, float):
-        return number(value)
-    return _describe_record(value) if dataclasses.is_dataclass(value) else str(value)
+def _origin_rows(origin: Origin) -> Iterator[tuple[str, str]]:
+    yield "origin", describe_origin(origin)
+    if origin.source is not None:
+        yield "line", f"{file_line(origin.source.file, origin.source.line)}: {origin.source.text}"
+    if origin.elements.samples:
+        yield "where", samples_text(origin.elements.samples, origin.output.shape[0] if origin.output else None)
+    if origin.would_be is not None:
+        yield "in float64", number(origin.would_be)
+    yield from list_operands(origin)
 
 
-def _describe_record(record: Any) -> str:
-    if hasattr(record, "finite"):
-        return describe_outcome(record)
-    return f"{record.name}: {describe_change(record)}" if isinstance(record, Change) else str(record.text)
+def _cause_rows(cause: Cause) -> Iterator[tuple[str, str]]:
+    yield "cause", f"{cause.code}: {cause.title}"
+    yield "why", cause.explanation
+    yield from (("evidence", evidence.text) for evidence in cause.evidence)
+
+
+def _fix_rows(fix: Fix) -> Iterator[tuple[str, str]]:
+    yield "fix", fix.title
+    yield "patch", code_of(fix)
+    yield "result", describe_outcome(fix.outcome)
+    yield from ((fact.label, fact.text) for fact in (*every_check(fix), *reason_facts(fix)))
+
+
+def _comparison_rows(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    yield comparison.outcome, comparison.headline
+    yield from (("before", comparison.before), ("after", comparison.after))
+    yield from ((change.name, describe_change(change)) for change in comparison.changes)
+    yield "layers", describe_layers(comparison)
+
+
+_ROWS: Mapping[type, Callable[[Any], Iterator[tuple[str, str]]]] = {
+    FirstNonfinite: _first_rows,
+    Origin: _origin_rows,
+    Cause: _cause_rows,
+    Fix: _fix_rows,
+    Comparison: _comparison_rows,
+}
 
 
 class NotebookProgress(Listener):
