@@ -231,7 +231,7 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
     except KeyboardInterrupt as stop:
         if not progress.stop():
             raise
-        partial = stop.trace if isinstance(stop, RunInterrupted) else None
+        partial = stop.outcome.trace if isinstance(stop, RunInterrupted) else None
         is_reference = partial is not None and partial.policy == REFERENCE.label
         return find_so_far(replayed.trace, partial if is_reference else None)
 
@@ -239,6 +239,8 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """Forward and loss, then the backward pass where there is a loss, then what the optimizer would do next."""
     findings = _diagnose_forward(replayed, for_fixes=for_fixes)
+    if replayed.step.progress.interrupted:
+        return without_backward(findings)
     if replayed.step.loss is not None:
         try:
             findings = _diagnose_backward(replayed.step, findings)

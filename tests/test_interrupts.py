@@ -129,6 +129,15 @@ def test_an_interrupted_backward_clears_no_gradient(tmp_path, scale, verdict):
     assert report.fixes == ()
 
 
+def test_an_interrupted_backward_leaves_the_grade_known(tmp_path):
+    model = Net(HOLDS, Pressed(0, in_backward=True))
+    with nandoctor.cuda_autocast():
+        saved = model(**BATCH).detach()
+    report = replayed(model, tmp_path / "a.pth", saved=saved, loss=lambda output, batch: output.float().sum())
+    assert (report.verdict, report.reproduction.grade) == ("interrupted", "exact")
+    assert not any("whether it reproduces your run" in note for note in report.notes)
+
+
 def test_nothing_known_is_no_report(tmp_path):
     class Early(Net):
         def forward(self, image):

@@ -159,7 +159,7 @@ def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
         reference = replace(reference, raised=INTERRUPTED)
     first = next(iter(find_nonfinite_places(trace, reference)), None)
     missing = "what fp32 gives, the cause, the gradients, fixes"
-    if trace.raised == INTERRUPTED:
+    if trace.raised == INTERRUPTED and not trace.output:
         missing = f"whether it reproduces your run, {missing}"
     stopped = describe_run(trace.policy, trace.format) if trace.raised == INTERRUPTED else "after the replay"
     notes = [f"Interrupted {stopped}. Not known: {missing}. Run it again to find out."]

@@ -204,10 +204,13 @@ def reproduce(preparation: Preparation) -> Replayed:
     try:
         best = _search(preparation.steps, preparation)
     except RunInterrupted as stop:
-        if not stop.trace.calls or not stop.step.progress.stop():
+        made = stop.outcome
+        if not made.trace.calls or not stop.step.progress.stop():
             raise
-        unknown = Reproduction(grade="no-reference")
-        return Replayed(step=stop.step, trace=stop.trace, random=False, reproduction=unknown)
+        reproduction = Reproduction(grade="no-reference")
+        if made.trace.output:  # only the backward pass, or the loss, was not seen to its end
+            reproduction = _grade_all(preparation, made.output, made.loss)
+        return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
     for policy in preparation.policies[1:]:
         if best.step.progress.interrupted or best.reproduction.grade in ("exact", "no-reference"):
             break

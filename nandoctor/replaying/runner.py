@@ -98,11 +98,11 @@ class Outcome:
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The user interrupted a run: `step` is what ran, `trace` what was recorded until then."""
+    """The user interrupted a run: `step` is what ran, `outcome` what there was until then."""
 
-    def __init__(self, step: FailingStep, trace: Trace) -> None:
+    def __init__(self, step: FailingStep, outcome: Outcome) -> None:
         super().__init__()
-        self.step, self.trace = step, trace
+        self.step, self.outcome = step, outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +225,8 @@ class _Result:
 
 
 def _run(run: _Run) -> Outcome:
-    for grad in sorted(
-        {run.watch.backward or run.watch.stand_in is not None, True}
-    ):  # once more with a graph, for what takes gradients or hooks them
+    # Once more with a graph, for what takes gradients or hooks them.
+    for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
         outcome, error = _record(run := replace(run, grad=grad))
         if error is not None and is_wrong_call(error):
             raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
@@ -275,8 +274,6 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         loss=collect(loss)[0] if loss else None,
         unread=unread,
     )
-    if isinstance(result.raised, KeyboardInterrupt):
-        raise RunInterrupted(step, trace) from result.raised
     made = Outcome(
         trace=trace,
         output=result.output,
@@ -285,6 +282,8 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         gradients=result.gradients,
         out_of_memory=is_out_of_memory(result.raised),
     )
+    if isinstance(result.raised, KeyboardInterrupt):
+        raise RunInterrupted(step, made) from result.raised
     return made, result.raised
 
 
@@ -383,6 +382,10 @@ def _take_gradients(
         with kept_running(), torch.autocast(step.device.type, enabled=False):
             return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)[1]
     except Exception:  # the user's code may raise anything, and the forward stands without it
+        return None
+    except KeyboardInterrupt:
+        if not step.progress.stop():
+            raise
         return None
 
 
