@@ -319,9 +319,8 @@ def _run_reference(step: FailingStep, trace: Trace, *, for_fixes: bool) -> Outco
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """The trace, with exact counts wherever it asks for them."""
-    if not needs_counts(trace, step.low):
-        return trace
-    return step.run(policy, Watch(stage="closer look", statistics="counts")).trace
+    closer = Watch(stage="closer look", statistics="counts")
+    return step.run(policy, closer).trace if needs_counts(trace, step.low) else trace
 
 
 def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:

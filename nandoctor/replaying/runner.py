@@ -381,10 +381,8 @@ def _take_gradients(
             return None
         with kept_running(), torch.autocast(step.device.type, enabled=False):
             return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)[1]
-    except Exception:  # the user's code may raise anything, and the forward stands without it
-        return None
-    except KeyboardInterrupt:
-        if not step.progress.stop():
+    except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
+        if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
             raise
         return None
 
