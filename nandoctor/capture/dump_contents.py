@@ -141,7 +141,7 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
 def _describe_updates(step: RecordedStep, observer: Observer) -> list[str]:
     """Tell of weights that are not those of the forward."""
     number = 0 if step.undo is not None else step.updates_since
-    if step.undo is None and not step.num_updates and step.stamp != observer.stamp():
+    if step.undo is None and not step.num_updates and observer.was_written(step.stamp):
         return ["the weights of the step: the loop has written others since its forward, without an optimizer"]
     return (
         [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []

@@ -37,6 +37,14 @@ class StateBefore:
     autocast: dict[str, Any]
 
 
+@dataclass(slots=True, kw_only=True)
+class WeightStamp:
+    """Where the first and the last weight of a model lie, how often they were written, and maybe a few values."""
+
+    places: list[tuple[int, int | None]]
+    values: list[torch.Tensor]
+
+
 class Observer:
     """Looks at a model before its forward; what does not change from step to step is found out once."""
 
@@ -72,9 +80,19 @@ class Observer:
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
-    def stamp(self) -> list[tuple[int, int | None]]:
-        """What changes when somebody writes all weights, an optimizer or the loop itself."""
-        return [(weight.data_ptr(), version_of(weight)) for weight in self._stamped]
+    def stamp(self, *, values: bool) -> WeightStamp:
+        """What changes when somebody writes all weights; of a write through `.data` only `values` tell."""
+        return WeightStamp(
+            places=[(weight.data_ptr(), version_of(weight)) for weight in self._stamped],
+            values=[_take_few(weight) for weight in self._stamped] if values else [],
+        )
+
+    def was_written(self, stamp: WeightStamp | None) -> bool:
+        """True if all weights were written since; waits for the device where the stamp has values."""
+        if stamp is None:
+            return False
+        now = self.stamp(values=bool(stamp.values))
+        return not all(map(torch.equal, stamp.values, now.values)) if now.values else stamp.places != now.places
 
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""

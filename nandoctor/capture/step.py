@@ -12,7 +12,7 @@ import torch
 
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import RandomStates
-from nandoctor.capture.observer import StateBefore
+from nandoctor.capture.observer import StateBefore, WeightStamp
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.text import join_first
@@ -58,7 +58,7 @@ class RecordedStep:
     accumulated: Flag | None = None
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
-    stamp: list[tuple[int, int | None]] = field(default_factory=list)
+    stamp: WeightStamp | None = None
     weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None

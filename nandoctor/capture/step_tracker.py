@@ -101,8 +101,9 @@ class StepTracker:
         """True if gradients are there and nobody has written the weights since the last step began."""
         if not self._accumulates or self._probe is None or self._probe.grad is None:
             return False
-        stamp = [] if self.current is None else self.current.stamp
-        return self._scale_version == scale_version and (not stamp or stamp == self._observer.stamp())
+        if self._scale_version != scale_version:
+            return False
+        return bool(self.optimizers) or self.current is None or not self._observer.was_written(self.current.stamp)
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
@@ -124,7 +125,7 @@ class StepTracker:
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
         """Look at weights that the loop writes without an optimizer; from the first such write on they are copied."""
-        if step.num_updates or step.stamp == self._observer.stamp():
+        if step.num_updates or not self._observer.was_written(step.stamp):
             return
         if step.weights is not None and not step.decided:
             trained = self._find_all()
@@ -149,7 +150,7 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            step.before, step.stamp = self._observer.look(), self._observer.stamp()
+            step.before, step.stamp = self._observer.look(), self._observer.stamp(values=not self.optimizers)
             step.weights = self._find_all().keep() if self._writes_unseen else None
         else:
             step.between.append(self._observer.generators.read())

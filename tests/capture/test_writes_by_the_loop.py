@@ -28,8 +28,15 @@ def descend_through_data(model):
         parameter.data, parameter.grad = parameter.data - 0.01 * parameter.grad, None
 
 
+def descend_in_data(model):
+    """As torch's tutorial of a character RNN has it: no version is counted."""
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad.data, alpha=-0.01)
+        parameter.grad.zero_()
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("write", [descend, descend_through_data])
+@pytest.mark.parametrize("write", [descend, descend_through_data, descend_in_data])
 @pytest.mark.parametrize("divides", [True, False], ids=["loss", "gradients"])
 def test_a_descent_by_hand_keeps_clean_weights(tmp_path, monkeypatch, is_late, write, divides):
     if is_late:
