@@ -51,7 +51,7 @@ def _plain_exponent(text: str) -> str:
 def constant(value: float) -> str:
     """A number as it stands in code, to six digits and without separators: 1e-8, 1e-4, 0.01, -65504, 1e9."""
     text = _plain_exponent(f"{value:.6g}")
-    if not 1e-3 <= abs(value) < 1e5 and math.isfinite(value) and value:
+    if not 1e-3 <= abs(value) < 1e6 and math.isfinite(value) and value:
         digits, _, exponent = f"{value:.5e}".partition("e")
         text = f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
     return text

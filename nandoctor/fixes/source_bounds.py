@@ -20,7 +20,7 @@ from nandoctor.fixes.source_expression import (
     text_with,
 )
 from nandoctor.fixes.source_tree import Replacement, SourceTree
-from nandoctor.fixes.titles import code_number
+from nandoctor.text import constant
 
 Probe = Literal["edge", "past bound", "past bound alone"]
 """Arguments on the edge of a domain; exponents past the bound that a clamp sets, and the same without the clamp."""
@@ -37,7 +37,7 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
     taken = _argument(change, target, edit, probe)
     if edit.keeps_sign and edit.low is not None:
         first, again, before = change.named(target, taken, "divisor")
-        low = code_number(edit.low)
+        low = constant(edit.low)
         is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
         text = f"torch.where({is_near}, {low}, {again})"
         change.replacements.extend(expression.with_texts({target: text}, before))
@@ -49,7 +49,7 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
         change.replacements.extend(expression.with_texts({target: taken}))
         return
     bounds = {"min": edit.low, "max": edit.high}
-    given = ", ".join(f"{name}={code_number(value)}" for name, value in bounds.items() if value is not None)
+    given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
     change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.clamp({given})"}))
 
 
@@ -130,7 +130,7 @@ def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
 
 def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: str, texts: tuple[str, str]) -> str:
     first, again = texts
-    given = [(sign, code_number(end)) for sign, end in ends if end is not None]
+    given = [(sign, constant(end)) for sign, end in ends if end is not None]
     parts = [f"{again if place else first} {sign} {end}" for place, (sign, end) in enumerate(given)]
     return f" {joint} ".join(f"({part})" for part in parts) if len(parts) > 1 else (parts or [f"{first} {at_zero}"])[0]
 

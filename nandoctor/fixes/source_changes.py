@@ -46,9 +46,9 @@ from nandoctor.fixes.source_expression import (
 )
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
-from nandoctor.fixes.titles import code_number
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
+from nandoctor.text import constant
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Autocast off for the ops inside, under the name of the device that the training runs on."""
@@ -163,10 +163,7 @@ class SourceWriter:
     def _set_argument(self, edit: SetArgument) -> None:
         change, expression = self._open(edit.site)
         constants = [node for node in expression.constants() if number_in(node) == edit.was]
-        if edit.value is None:
-            value = f"torch.finfo({expression.argument('self')}.dtype).min"
-        else:
-            value = code_number(edit.value)
+        value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
         if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
             change.replacements.append(expression.with_keyword("eps", value))
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,8 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import LOSS
 from nandoctor.ops import CASTS, DIVISIONS
+from nandoctor.text import constant
 
-_SMALL, _LARGE = 1e-3, 1e6
 _BINARY = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -54,9 +53,9 @@ def _title_op(edit: KeepOp) -> str:
 
 
 def _title_argument(edit: SetArgument) -> str:
-    new = "the lowest number of its format" if edit.value is None else code_number(edit.value)
+    new = "the lowest number of its format" if edit.value is None else constant(edit.value)
     what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
-    return f"Use {what}{new} instead of {code_number(edit.was)}{_where(edit.site)}"
+    return f"Use {what}{new} instead of {constant(edit.was)}{_where(edit.site)}"
 
 
 def _where(site: OpSite) -> str:
@@ -67,14 +66,6 @@ def _where_if_known(site: OpSite) -> str:
     return _where(site) if site.source else ""
 
 
-def code_number(value: float) -> str:
-    """A number as people write it in code: 1e-8 and not 1e-08, 1e-4 and not 0.0001."""
-    if 0 < abs(value) < _SMALL or _LARGE <= abs(value) < math.inf:
-        digits, _, exponent = f"{value:.5e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:g}"
-
-
 def _clamp_in_words(edit: ClampArgument) -> str:
     what = _argument_in_words(edit)
     if edit.nan and edit.argument:
@@ -83,7 +74,7 @@ def _clamp_in_words(edit: ClampArgument) -> str:
         return f"Take 0 where {edit.site.op} has no value"
     if edit.keeps_sign and edit.low is not None:
         nearer = "" if edit.low == 1 else "nearer to "
-        return f"Take {code_number(edit.low)} for {what} of {edit.site.op} where it is {nearer}0"
+        return f"Take {constant(edit.low)} for {what} of {edit.site.op} where it is {nearer}0"
     return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
 
 
@@ -98,13 +89,13 @@ def _argument_in_words(edit: ClampArgument) -> str:
 def _bounds_in_words(edit: ClampArgument) -> str:
     low, high = edit.low, edit.high
     if low is not None and high is not None:
-        return f"{code_number(low)} to {code_number(high)}"
-    return f"at least {code_number(low)}" if low is not None else f"at most {high:g}"
+        return f"{constant(low)} to {constant(high)}"
+    return f"at least {constant(low)}" if low is not None else f"at most {high:g}"
 
 
 def _title_guard(edit: GuardArgument) -> str:
     ends = {"above": edit.low, "below": edit.high}
-    bounds = [f"{side} {code_number(end)}" for side, end in ends.items() if end is not None]
+    bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
     where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
     what = "divisor" if edit.argument == "other" else "argument"
     return f"Give {edit.site.op} the value 0 and no gradient where its {what} {where}{_where_if_known(edit.site)}"
@@ -137,7 +128,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "keep-module": _title_module,
     "keep-op": _title_op,
     "set-attribute": lambda edit: (
-        f"Set {edit.name} of {edit.type} to {code_number(edit.value)} (was {code_number(edit.was)})"
+        f"Set {edit.name} of {edit.type} to {constant(edit.value)} (was {constant(edit.was)})"
     ),
     "set-argument": _title_argument,
     "set-flag": lambda edit: f"Call {edit.site.op} with {edit.argument}=True{_where_if_known(edit.site)}",
@@ -152,7 +143,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "zero-weights": _title_weights,
     "fill-masked": lambda edit: f"Put 0 into {edit.array} wherever {edit.mask} is 0, before the arithmetic",
     "keep-samples": lambda _: "Leave the affected samples out of the batch",
-    "optimizer-eps": lambda edit: f"Give the optimizer an eps of {code_number(edit.value)}",
+    "optimizer-eps": lambda edit: f"Give the optimizer an eps of {constant(edit.value)}",
 }
 
 

@@ -32,7 +32,8 @@ from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.fixes.source_changes import PastBound, SourceWriter
-from nandoctor.fixes.titles import code_number, write_title
+from nandoctor.fixes.titles import write_title
+from nandoctor.text import constant
 
 ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]
 _WIDEN = """def widen(module, args, kwargs):
@@ -148,8 +149,8 @@ def _snippet_of(edit: SingleEdit) -> Snippet | None:
 def _set_attribute(edit: SetAttribute) -> str:
     return (
         "for module in model.modules():\n"
-        f"    if type(module).__name__ == {edit.type!r} and module.{edit.name} == {code_number(edit.was)}:\n"
-        f"        module.{edit.name} = {code_number(edit.value)}\n"
+        f"    if type(module).__name__ == {edit.type!r} and module.{edit.name} == {constant(edit.was)}:\n"
+        f"        module.{edit.name} = {constant(edit.value)}\n"
     )
 
 
