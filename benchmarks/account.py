@@ -23,11 +23,10 @@ from workloads import Workload, dump_of, make_encoder, make_unet
 import nandoctor
 from nandoctor import pipeline
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
-from nandoctor.evidence.edits import Edit, Snippet, SourcePatch
+from nandoctor.evidence.edits import Edit, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
 from nandoctor.replaying import runner
-from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch
 
 REPEATS = 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -240,6 +241,11 @@ SingleEdit = (
     | SetOptimizerEps
 )
 Edit = SingleEdit | Together
+
+
+def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
+    """The edits one by one."""
+    return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
 SnippetScope = Literal["snippet", "state", "data"]

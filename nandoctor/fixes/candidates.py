@@ -24,9 +24,9 @@ from nandoctor.evidence.edits import (
     SetArgument,
     SetAttribute,
     SetLossScale,
-    SingleEdit,
     Together,
     ZeroWeights,
+    flatten,
 )
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import LOSS, OpCall, Trace
@@ -201,9 +201,7 @@ def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
 
 def join(edits: Sequence[Edit]) -> Edit:
     """Make one change of several."""
-    singles: list[SingleEdit] = []
-    for edit in edits:
-        singles += edit.edits if isinstance(edit, Together) else (edit,)
+    singles = flatten(edits)
     return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, Together
+from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.candidates import is_below
@@ -16,7 +16,7 @@ _NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}
 
 def cost_of(edit: Edit, ops: Sequence[OpCall]) -> FixCost | None:
     """The shares of the forward's multiply-adds and results that go to fp32; None where none do."""
-    singles = edit.edits if isinstance(edit, Together) else (edit,)
+    singles = flatten((edit,))
     forward = [op for op in ops if op.phase != "backward"]
     widened = [op for op in forward if _is_low(op) and any(_widens(single, op) for single in singles)]
     if not widened:

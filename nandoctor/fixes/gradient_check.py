@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat
+from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
-from nandoctor.replaying.interventions import flatten
 from nandoctor.replaying.runner import Change
 from nandoctor.text import number, percent
 

@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SourcePatch
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SourcePatch, flatten
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,
@@ -38,7 +38,6 @@ from nandoctor.fixes.variations import (
 )
 from nandoctor.fixes.verify import Judgement, Trials, selects, with_samples
 from nandoctor.fixes.writing import WrittenChange
-from nandoctor.replaying import interventions
 from nandoctor.replaying.runner import Change, FailingStep
 from nandoctor.text import constant, number, percent
 
@@ -160,7 +159,7 @@ class Verifier:
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
         """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""
         made = self._trials.run(*at_scale(at_edge, scale or 1.0))
-        edits = interventions.flatten((edit,))
+        edits = flatten((edit,))
         told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in edges_of(single)))
         if not made.ran:
             return "not-checked", f"the step cannot be run with arguments of exactly {told}"
@@ -378,7 +377,7 @@ class Verifier:
 
 def _widens(edit: Edit) -> bool:
     """Tell whether a change does nothing but to keep code in fp32."""
-    return all(isinstance(single, KeepModule | KeepOp) for single in interventions.flatten((edit,)))
+    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
 
 
 def _not_run(name: str) -> Check:

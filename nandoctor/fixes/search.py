@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import (
     StableLog,
     Together,
     UseFormat,
+    flatten,
 )
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import (
@@ -132,7 +133,7 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
 def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     """Tell whether all that a change does is to keep other modules in fp32 than those that the failure starts in."""
     blamed = {suspect.site.module for suspect in findings.conclusion.suspects}
-    singles = edit.edits if isinstance(edit, Together) else (edit,)
+    singles = flatten((edit,))
     modules = {single.module for single in singles if isinstance(single, KeepModule)}
     modules |= {single.site.module for single in singles if isinstance(single, KeepOp)}
     if not all(isinstance(single, KeepModule | KeepOp) for single in singles):
@@ -320,7 +321,7 @@ class _Search:
 
 def _is_text_alone(edit: Edit) -> bool:
     """Tell whether a change can be tried as text alone."""
-    return any(isinstance(single, StableLog) for single in (edit.edits if isinstance(edit, Together) else (edit,)))
+    return any(isinstance(single, StableLog) for single in flatten((edit,)))
 
 
 def _distance(fix: Fix) -> float:

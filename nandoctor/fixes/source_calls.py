@@ -94,9 +94,11 @@ def _value_given(tree: SourceTree, parameter: cst.Name) -> GivenValue | None:
     names = [item.name for item in function.params.params]
     own = next((name for name in names if name.value == parameter.value), None)
     called = _name_of_calls(tree, function)
-    calls = [node for node in nodes_below(tree.module) if isinstance(node, cst.Call) and _called(node) == called]
-    if own is None or len(calls) != 1 or any(arg.star for arg in calls[0].args):
-        return None
+    everywhere = [*nodes_below(tree.module)]
+    calls = [node for node in everywhere if isinstance(node, cst.Call) and _called(node) == called]
+    named = [node for node in everywhere if isinstance(node, cst.Name) and node.value == called]
+    if own is None or len(calls) != 1 or len(named) > 2 or any(arg.star for arg in calls[0].args):
+        return None  # it is named where it is called, and where it is defined or, of a module, kept
     by_name = {arg.keyword.value: arg.value for arg in calls[0].args if arg.keyword is not None}
     positional = (arg.value for arg in calls[0].args if arg.keyword is None)
     by_place = dict(zip((name.value for name in names if name.value != "self"), positional, strict=False))

@@ -13,6 +13,7 @@ from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.errors import LossError, ModelError
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.runner import FailingStep, Watch
+from nandoctor.replaying.saved_arrays import is_flags
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]
@@ -75,12 +76,8 @@ def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None
 
 def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
     """The measured values times a factor; flags of 0 and 1 are not measured."""
-    measured = frozenset(name for name in used if name in batch and not _is_flags(batch[name]))
+    measured = frozenset(name for name in used if name in batch and not is_flags(batch[name]))
     return _changed(batch, measured, lambda value: value * factor)
-
-
-def _is_flags(value: torch.Tensor) -> bool:
-    return bool(((value == 0) | (value == 1)).all())
 
 
 def _changed(

@@ -17,7 +17,7 @@ from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
-from nandoctor.evidence.edits import KeepSamples, Snippet, SourcePatch, UseFormat
+from nandoctor.evidence.edits import KeepSamples, Snippet, SourcePatch, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.evidence.trace import Trace
@@ -37,7 +37,7 @@ from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.early_end import Call, TrialEnded, ending_where_lost
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.interventions import flatten, select_samples
+from nandoctor.replaying.interventions import select_samples
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import Change, FailingStep, Watch

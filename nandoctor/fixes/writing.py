@@ -24,9 +24,9 @@ from nandoctor.evidence.edits import (
     SingleEdit,
     Snippet,
     SourcePatch,
-    Together,
     UseFormat,
     ZeroWeights,
+    flatten,
 )
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import FixSettings
@@ -71,7 +71,7 @@ class ChangeWriter:
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Every way to write an edit that a program can run, the one that asks for least first; none for the rest."""
-        singles = edit.edits if isinstance(edit, Together) else (edit,)
+        singles = flatten((edit,))
         title = write_title(edit)
         patch = self._source.write(singles)
         if patch is not None:

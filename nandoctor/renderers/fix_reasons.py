@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.evidence.edits import Together
+from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.report import Fix
 from nandoctor.renderers.facts import Fact
 from nandoctor.text import percent
@@ -22,7 +22,7 @@ _WHY = {
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
     """A sentence for each of the two; none of a fix that was not verified."""
-    edits = fix.edit.edits if isinstance(fix.edit, Together) else (fix.edit,)
+    edits = flatten((fix.edit,))
     reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
     if fix.verified and reasons:
         yield Fact(label="why", text=" ".join(reasons))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from torch import nn
 
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.evidence.edits import (
-    Edit,
     FillMasked,
     KeepModule,
     KeepSamples,
@@ -22,7 +21,6 @@ from nandoctor.evidence.edits import (
     SetAttribute,
     SetLossScale,
     SingleEdit,
-    Together,
     UseFormat,
     ZeroWeights,
 )
@@ -33,11 +31,6 @@ from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner
 
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
-
-
-def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
-    """The edits one by one."""
-    return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
 def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:

@@ -19,7 +19,7 @@ from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import LossError
 from nandoctor.evidence.dump_summary import SavedFlags
-from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch
+from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
@@ -178,7 +178,7 @@ class FailingStep:
         """
         policy = policy or self.policy
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
-        singles = interventions.flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
+        singles = flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
         per_sample = self.per_sample and watch.statistics != "none"
         run = _Run(
             step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),

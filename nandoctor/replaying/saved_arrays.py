@@ -252,7 +252,7 @@ _MAX_IDS = 256
 def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView | None:
     """The sample of the first array that can be looked at; None where there is none."""
     for name, array in arrays.items():
-        if array.dim() < 2 or sample >= array.shape[0] or array.is_complex() or _is_mask(array):
+        if array.dim() < 2 or sample >= array.shape[0] or array.is_complex() or (array.dim() < 4 and is_flags(array)):
             continue
         view = _view_image(name, array, sample) or _view_ids(name, array, sample) or _view_signal(name, array, sample)
         if view is not None:
@@ -260,9 +260,9 @@ def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView |
     return None
 
 
-def _is_mask(array: torch.Tensor) -> bool:
-    """Tell whether an array that is no image holds nothing but zeros and ones."""
-    return array.dim() < 4 and bool(((array == 0) | (array == 1)).all())
+def is_flags(array: torch.Tensor) -> bool:
+    """Tell whether an array holds nothing but zeros and ones."""
+    return bool(((array == 0) | (array == 1)).all())
 
 
 def _view_image(name: str, array: torch.Tensor, sample: int) -> Picture | None:

@@ -339,8 +339,9 @@ def test_a_function_is_given_logits_by_its_only_call(tmp_path, x):
         ("return -(p", "p = p + 0; return -(p"),
         ("return -(p", "p /= 1; return -(p"),
         ("dim=-1)", "dim=self.dim)"),
+        ("return self.unc", "self.later = self.uncertainty; return self.unc"),
     ],
-    ids=["two calls", "bound anew", "written into", "a dimension of the caller's"],
+    ids=["two calls", "bound anew", "written into", "a dimension of the caller's", "kept for later"],
 )
 def test_a_function_keeps_its_parameter(old, new, tmp_path, x):
     code = (
