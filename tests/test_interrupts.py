@@ -120,11 +120,20 @@ def test_an_earlier_attempt_is_not_lost(tmp_path):
     assert len(report.reproduction.attempts) == 1
 
 
-@pytest.mark.parametrize(("scale", "verdict"), [(OVERFLOWS, "precision"), (HOLDS, "interrupted")])
-def test_an_interrupted_backward_clears_no_gradient(tmp_path, scale, verdict):
+def sum_of(output, _):
+    return output.float().sum()
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "verdict"),
+    [(OVERFLOWS, sum_of, "precision"), (OVERFLOWS, None, "precision"), (HOLDS, sum_of, "interrupted")],
+)
+def test_an_interrupted_backward_clears_no_gradient(tmp_path, scale, loss, verdict):
+    """Nor does it lose what the forward showed: the first backward pass there is may be the search's, in fp32."""
     model = Net(scale, Pressed(0, in_backward=True))
-    report = replayed(model, tmp_path / "a.pth", loss=lambda output, batch: output.float().sum())
+    report = replayed(model, tmp_path / "a.pth", loss=loss)
     assert report.verdict == verdict
+    assert (report.origin is not None) == (verdict == "precision")
     assert any(note.startswith("Interrupted") and "the gradients" in note for note in report.notes)
     assert report.fixes == ()
 
