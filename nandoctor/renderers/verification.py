@@ -80,9 +80,9 @@ def _place(verification: Verification) -> Iterator[tuple[str, str]]:
     origin = verification.origin
     if origin is not None:
         where = printable(origin.place.in_words)
-        line = f"{file_line(origin.source.file, origin.source.line)}: " if origin.source else ""
-        text = brief(origin.source.text) if origin.source else origin.phase
-        yield "where", f"{line}{text}, in {where}"
+        source = origin.source
+        place = (file_line(source.file, source.line), brief(source.text)) if source else (origin.phase,)
+        yield "where", f"{': '.join(filter(None, place))}, in {where}"
     elif verification.first_nonfinite is not None:
         yield "where", printable(verification.first_nonfinite.place.with_type)
     if verification.cause is not None:

@@ -167,7 +167,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if origin is not None:
         yield "from", _describe(origin)
         if origin.source is not None:
-            yield "line", f"{file_line(origin.source.file, origin.source.line)}: {origin.source.text}"
+            source = origin.source
+            yield "line", ": ".join(filter(None, (file_line(source.file, source.line), source.text)))
     if report.cause is not None:
         yield "cause", f"{report.cause.code}: {report.cause.explanation}"
     if report.origin is None:

@@ -173,7 +173,8 @@ def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Ite
 
 def _reference(program: Program, failure: Failure) -> Iterator[str]:
     yield f"# {_expectation(program, failure)}"
-    wide = [f"{name}.float()" if _is_widened(leaf) else name for name, leaf in program.leaves.items()]
+    leaves = program.leaves.items()
+    wide = [f"{name}.float()" if is_cast(leaf) and leaf.dtype != torch.float32 else name for name, leaf in leaves]
     yield f"in_fp32_throughout = case({', '.join([*wide, *(['low=torch.float32'] if _uses_low(program) else [])])})"
     yield 'print("in fp32:", in_fp32_throughout[where])'
     yield f"assert {'' if failure.finite_in_fp32 else 'not '}torch.isfinite(in_fp32_throughout).all()"
@@ -191,10 +192,6 @@ def _expectation(program: Program, failure: Failure) -> str:
         largest = f"the largest {label} is {number(limit)}"
         return f"Expected: finite, up to {number(wanted, unlike=limit)}, as in fp32; {largest}."
     return f"Expected: finite, up to {number(wanted)}, as in fp32."
-
-
-def _is_widened(leaf: torch.Tensor) -> bool:
-    return leaf.is_floating_point() and leaf.dtype not in (torch.float32, torch.float64)
 
 
 def _mended_arguments(program: Program, mend: PassingCase) -> Iterable[str]:
