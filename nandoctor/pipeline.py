@@ -195,7 +195,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *describe_idle_state(verdict, summary),
             *describe_blindness(trace),
             *describe_narrow_reference(reference, step.low),
-            *describe_error_source(runs.autocast.modules),
+            *(() if findings.random else describe_error_source(runs.autocast.modules)),  # formats draw unlike numbers
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=step.loss is not None),
         excerpt=_read_excerpt(first),

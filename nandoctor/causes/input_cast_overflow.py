@@ -36,9 +36,12 @@ def diagnose(finding: Finding) -> Cause | None:
         wider = format_of_operand(taken).max > target.max
         if wider and taken.absmax is not None and not target.holds(taken.absmax):
             tensor = next(t for t in finding.op.inputs if t.name == taken.name)
-            what = f"the batch's {tensor.path or taken.name}" if finding.is_from_batch(tensor) else f"its {taken.name}"
             name = code(tensor.path) if finding.is_from_batch(tensor) and tensor.path else None
-            named = name or operand(finding.op, taken.name) or f"The input of {subject(finding.op)}"
+            written = operand(finding.op, taken.name)
+            named = name or written or f"The input of {subject(finding.op)}"
+            what = (
+                f"the batch's {tensor.path or taken.name}" if finding.is_from_batch(tensor) else written or "its input"
+            )
             how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
             reached = number(taken.absmax, unlike=target.max)
             return Cause(
@@ -51,7 +54,7 @@ def diagnose(finding: Finding) -> Cause | None:
                     Evidence(
                         name="input_absmax",
                         value=taken.absmax,
-                        text=f"{taken.name} reaches {number(taken.absmax, unlike=target.max)} in "
+                        text=f"{name or written or 'the input'} reaches {number(taken.absmax, unlike=target.max)} in "
                         f"{format_of_operand(taken)}, {excess(taken.absmax, target.max)} what {target} can hold",
                     ),
                 ),
