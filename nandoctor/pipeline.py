@@ -271,12 +271,11 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     gaps = (*gaps, *findings.gaps, *draws)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
-    notes = tuple(gap.text for gap in gaps[1:])
     return replace(
         findings,
         verdict=judge_unfailing(findings.verdict, gaps, flags),
         gaps=gaps,
-        notes=(*findings.notes, *notes),
+        notes=(*findings.notes, *(gap.text for gap in gaps[1:])),
     )
 
 

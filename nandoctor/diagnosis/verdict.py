@@ -29,6 +29,12 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
             text="The forward returned no floating-point values, so nothing of it was looked at.",
             remedy="Give --call FILE.py:NAME, a function (model, batch) that returns what the model keeps.",
         )
+    for name in trace.spoilt_buffers:
+        yield Gap(
+            text=f"The step leaves NaN in the buffer `{name}`, which had none before. What the step returns is "
+            "finite; a later one that reads the buffer will not be.",
+            remedy="Guard the line that writes the buffer; a statistic of one element is a usual reason.",
+        )
     if not flags.here:
         yield Gap(
             text=f"The loss was non-finite on another rank. This is the file of rank {flags.rank} (of "

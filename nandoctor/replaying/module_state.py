@@ -30,7 +30,7 @@ from nandoctor.tracing.dispatch_hook import Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.op_tracer import TensorKind
-from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all
+from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all, numbers_in
 
 LARGE_NBYTES = 256 << 20
 """Weights from which on memory counts for more than the time that it takes to save it."""
@@ -140,6 +140,12 @@ def with_nonfinite_state(
         if found := [(name, tensor) for name, tensor in own if not is_finite(modules.reading_of(tensor))]:
             state[path] = measure_all(found, counts_for=low)
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
+
+
+def list_nan_buffers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the buffers that hold a NaN, which no code means; an infinity may be a mask's, or a minimum's."""
+    nonfinite = ((name, numbers_in(buffer)) for name, buffer in model.named_buffers() if not is_finite(measure(buffer)))
+    return tuple(name for name, numbers in nonfinite if numbers is not None and bool(torch.isnan(numbers).any()))
 
 
 def _writes_only(module: nn.Module) -> bool:

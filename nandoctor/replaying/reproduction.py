@@ -14,7 +14,7 @@ from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.dumps.tensors import stored_values, widened
+from nandoctor.dumps.tensors import comparable_values, stored_values
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FORMATS, FP16, FP32, FloatFormat
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
@@ -57,8 +57,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
         return Reproduction(grade="no-reference", output=name)
-    replayed = widened(leaves[path].to("cpu", reference.dtype).reshape(reference.shape))
-    reference = widened(reference)
+    replayed = comparable_values(leaves[path].to("cpu", reference.dtype).reshape(reference.shape))
+    reference = comparable_values(reference)
     saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(replayed)
     both = ~(saved_nonfinite | replayed_nonfinite)
     return Reproduction(

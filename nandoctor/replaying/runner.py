@@ -17,7 +17,6 @@ from torch import nn
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.errors import LossError
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
@@ -32,6 +31,7 @@ from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
     is_large,
+    list_nan_buffers,
     run_backward,
     state_widened,
     with_nonfinite_state,
@@ -41,7 +41,7 @@ from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
-from nandoctor.replaying.user_code import explain_forward_error, is_wrong_call, kept_running, shows_damage
+from nandoctor.replaying.user_code import explain_forward_error, explains, is_wrong_call, kept_running
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved
 from nandoctor.tracing.module_tracer import Statistics
@@ -228,15 +228,15 @@ def _run(run: _Run) -> Outcome:
     # Once more with a graph, for what takes gradients or hooks them.
     for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
         outcome, error = _record(run := replace(run, grad=grad))
-        if error is not None and is_wrong_call(error):
-            raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
-        if error is None or shows_damage(outcome.trace):
+        if error is None or explains(outcome.trace, error):
             return outcome
+        if is_wrong_call(error):
+            raise explain_forward_error(error, run.policy) from error
     # What is made and checked in one forward shows in its ops alone.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
-    if error is not None and not shows_damage(outcome.trace):
-        raise error if isinstance(error, LossError) else explain_forward_error(error, run.policy) from error
+    if error is not None and not explains(outcome.trace, error):
+        raise explain_forward_error(error, run.policy) from error
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
@@ -254,8 +254,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
-    recorded_flags = step.recorded.training if step.recorded is not None else {}
-    with in_mode(step.model, step.training, recorded_flags):
+    with in_mode(step.model, step.training, step.recorded.training if step.recorded is not None else {}):
         with _as_changed(run) as draws:
             observers = Observers(step, run.watch, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
@@ -264,7 +263,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
                 output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             with plain_torch():
                 unread = list_unread(result.output)
-            random = draws()
+            random, left_nan = draws(), (list_nan_buffers(step.model) if run.watch.statistics != "none" else ())
         calls = with_nonfinite_state(observers.modules.calls(), observers.modules, step.model, step.low)
     trace = replace(
         _write_trace(run, batch, observers, result),
@@ -273,6 +272,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
         output=collect(output),
         loss=collect(loss)[0] if loss else None,
         unread=unread,
+        spoilt_buffers=tuple(name for name in left_nan if name not in list_nan_buffers(step.model)),
     )
     made = Outcome(
         trace=trace,

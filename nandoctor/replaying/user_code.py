@@ -82,8 +82,10 @@ def is_wrong_call(error: Exception) -> bool:
     return isinstance(error, TypeError) and frames[-1].f_globals.get("__name__") == nn.Module.__module__
 
 
-def shows_damage(trace: Trace) -> bool:
-    """Whether anything went non-finite before the forward raised; a -inf that an op was asked for is a mask."""
+def explains(trace: Trace, error: Exception) -> bool:
+    """Tell whether the forward may have raised for what went non-finite before; a -inf that was asked for is a mask."""
+    if is_wrong_call(error):
+        return False
     calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
     if not all(stats.finite for stats in (*trace.batch, *calls)):
         return True
@@ -91,8 +93,10 @@ def shows_damage(trace: Trace) -> bool:
     return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
-def explain_forward_error(error: Exception, policy: Policy) -> ModelError:
-    """The error for a forward that raised under `policy` while everything was still finite."""
+def explain_forward_error(error: Exception, policy: Policy) -> ModelError | LossError:
+    """The error for a forward that raised under `policy` while everything was still finite; a loss's is itself."""
+    if isinstance(error, LossError):
+        return error
     if is_out_of_memory(error):
         return explain_memory("run the step", error)
     what = "backward pass" if _is_of_backward(error) else "forward"

@@ -61,6 +61,13 @@ def test_the_error_is_of_finite_elements_over_the_largest():
     assert reproduction.output == "logit"
 
 
+def test_complex_numbers_are_compared_part_by_part():
+    saved = torch.complex(torch.tensor([3.0, 1.0]), torch.tensor([4.0, NAN]))
+    assert grade_of(saved, saved).grade == "exact"
+    reproduction = grade_of(saved + 1j, saved)
+    assert (reproduction.grade, reproduction.max_rel_err) == ("same-mask", 0.25)
+
+
 def test_there_is_no_error_where_nothing_is_finite():
     assert grade_of(torch.full((3,), NAN), torch.full((3,), NAN)).max_rel_err is None
 

@@ -160,3 +160,26 @@ def test_state_that_the_step_does_not_suffer_from_is_told(examine, kind, value):
     report = examine(model, batch)
     assert report.verdict == "healthy"
     assert sum(f"`{name}` in 1 of" in note for note in report.notes) == (value != 1.0)
+
+
+class Statistics(nn.Module):
+    """It keeps a moving deviation of its batches, and a mask that its first forward fills in."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(8, 4)
+        self.register_buffer("deviation", torch.ones(4))
+        self.register_buffer("mask", torch.zeros(4, 4))
+
+    def forward(self, x):
+        out = self.read(x)
+        self.mask += torch.full((4, 4), -math.inf).triu(1)
+        self.deviation.lerp_(out.detach().float().std(0), 0.1)
+        return out
+
+
+@pytest.mark.parametrize(("rows", "verdict"), [(1, "cannot-tell"), (3, "healthy")])
+def test_a_buffer_that_the_step_spoils_is_told(examine, rows, verdict):
+    report = examine(Statistics(), {"x": normal(rows, 8)}, inputs="x")
+    assert report.verdict == verdict
+    assert ("NaN in the buffer `deviation`" in report.headline) == (verdict == "cannot-tell")
