@@ -30,24 +30,18 @@ _ALIASES = {
     "matrix_power": "linalg_matrix_power",
     "moveaxis": "movedim",
     "multiply": "mul",
-    "special_digamma": "digamma",
-    "special_erfinv": "erfinv",
-    "special_exp2": "exp2",
     "special_expit": "sigmoid",
-    "special_expm1": "expm1",
     "special_gammaln": "lgamma",
-    "special_log1p": "log1p",
-    "special_log_softmax": "log_softmax",
-    "special_logit": "logit",
-    "special_logsumexp": "logsumexp",
     "special_multigammaln": "mvlgamma",
     "special_psi": "digamma",
-    "special_softmax": "softmax",
-    "special_xlogy": "xlogy",
     "subtract": "sub",
     "swapaxes": "transpose",
     "swapdims": "transpose",
     "true_divide": "div",
+    **{
+        f"special_{name}": name
+        for name in "digamma erfinv exp2 expm1 log1p log_softmax logit logsumexp softmax xlogy".split()
+    },
 }
 
 

@@ -109,17 +109,14 @@ def hash_of(path: Path) -> str:
 def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
     """The hashes of a file; None where it cannot be read, or is too large to be code that somebody wrote."""
     try:
-        data = path.read_bytes() if path.stat().st_size <= _MAX_HASHED_NBYTES else None
+        if path.stat().st_size > _MAX_HASHED_NBYTES:
+            return None
+        data = path.read_bytes()
     except OSError:
         return None
-    if data is None:
-        return None
-    return SourceHash(
-        sha256=hashlib.sha256(data).hexdigest(),
-        lines="".join([hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in data.splitlines()])
-        if lines
-        else "",
-    )
+    each = data.splitlines() if lines else []
+    digits = "".join([hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in each])
+    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), lines=digits)
 
 
 def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:

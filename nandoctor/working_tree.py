@@ -14,6 +14,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.atomic_write import write_bytes
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 
+_FILE = re.compile(r"^--- .*\n\+\+\+ (?:b/)?(.*)\n?", re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
 
@@ -74,17 +75,9 @@ def restore_files(files: Sequence[PatchedFile]) -> None:
 
 def _files_in(diff: str) -> Iterator[tuple[str, list[str]]]:
     """The path of each file below the root, and the lines of its hunks."""
-    name, body = "", list[str]()
-    lines = diff.split("\n")
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if line.startswith("--- ") and following.startswith("+++ "):
-            if name:
-                yield name, body
-            name, body = following.removeprefix("+++ ").removeprefix("b/"), []
-        elif not (line.startswith("+++ ") and not body):
-            body.append(line)
-    if name:
-        yield name, body
+    _, *parts = _FILE.split(diff)
+    for name, hunks in zip(parts[::2], parts[1::2], strict=True):
+        yield name, hunks.split("\n")
 
 
 def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: bool) -> PatchedFile:

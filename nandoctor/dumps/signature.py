@@ -16,9 +16,10 @@ import stat
 import sys
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -70,14 +71,10 @@ def sign(file: IO[bytes]) -> bool:
     if key is None:
         return False
     with zipfile.ZipFile(file, "a") as archive:
-        members = {member.filename: member for member in archive.infolist()}
-        folder = next(iter(members)).partition("/")[0]
-        where = _directory_tag(key)
-        mac = _start(key, where)
-        for name in sorted(members):
-            _add_name(mac, name, members[name].file_size)
-            _add_content(mac, archive, name)
-        archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac.hexdigest()}\n")
+        sizes = {member.filename: member.file_size for member in archive.infolist()}
+        folder, where = next(iter(sizes)).partition("/")[0], _directory_tag(key)
+        mac = _compute(key, where, ((name, sizes[name], _chunks(archive, name)) for name in sorted(sizes)))
+        archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac}\n")
     file.seek(0, os.SEEK_END)
     return True
 
@@ -90,11 +87,8 @@ def check_signature(signature: bytes, members: Mapping[str, bytes | memoryview])
     key, why = read_key()
     if key is None:
         return Provenance(detail=why)
-    mac = _start(key, where)
-    for name in sorted(members):
-        _add_name(mac, name, len(members[name]))
-        mac.update(members[name])
-    if not hmac.compare_digest(mac.hexdigest().encode(), given.encode()):
+    mac = _compute(key, where, ((name, len(members[name]), [members[name]]) for name in sorted(members)))
+    if not hmac.compare_digest(mac.encode(), given.encode()):
         return Provenance(detail="it was signed with another key, or altered since")
     return Provenance(own=True, here=hmac.compare_digest(where, _directory_tag(key)), detail="")
 
@@ -167,23 +161,25 @@ def _write_new(path: Path, key: bytes) -> None:
         file.write(key.hex() + "\n")
 
 
-def _start(key: bytes, where: str) -> hmac.HMAC:
+def _compute(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:
+    """The code of a file: over each member's name, number of bytes and content, in the order of the names.
+
+    Both lengths stand before a name, so that no other names and contents make the same bytes.
+    """
     mac = hmac.new(key, digestmod=hashlib.sha256)
-    _add_name(mac, where, 0)
-    return mac
+    for name, nbytes, content in chain([(where, 0, ())], members):
+        encoded = name.encode("utf-8", "surrogatepass")
+        mac.update(f"{_HEADER} {len(encoded)} {nbytes}\n".encode())
+        mac.update(encoded)
+        for part in content:
+            mac.update(part)
+    return mac.hexdigest()
 
 
-def _add_name(mac: hmac.HMAC, name: str, nbytes: int) -> None:
-    """Add a name with both lengths before it, so that no other names and contents make the same bytes."""
-    encoded = name.encode("utf-8", "surrogatepass")
-    mac.update(f"{_HEADER} {len(encoded)} {nbytes}\n".encode())
-    mac.update(encoded)
-
-
-def _add_content(mac: hmac.HMAC, archive: zipfile.ZipFile, name: str) -> None:
+def _chunks(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
     with archive.open(name) as stream:
         while chunk := stream.read(_CHUNK_NBYTES):
-            mac.update(chunk)
+            yield chunk
 
 
 def _directory_tag(key: bytes) -> str:
