@@ -52,7 +52,8 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     location = Path(path)
     with named(location):
         refuse_part(location)
-        return _read(location, trust=trust)
+        container = open_container(location)
+        return _make_dump(container, _torch_values(container), trust=trust)
 
 
 def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -64,11 +65,12 @@ def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     location = Path(path)
     with named(location):
         refuse_part(location)
-        container, scan = _open(location, trust=trust)
+        container = open_container(location)
+        scan = None if trust else _scan(container)
         if scan is not None:
             with suppress(DumpError):  # torch knows better what is wrong
-                return _make_dump(container, scan, StoredValues(container.data))
-        return _make_dump(container, scan, _torch_values(container))
+                return _make_dump(container, StoredValues(container.data), scan)
+        return _make_dump(container, _torch_values(container), scan, trust=trust)
 
 
 @contextmanager
@@ -86,7 +88,8 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
     Raises:
         DumpError: as `read_dump`, or it holds none.
     """
-    dump = _read(path, trust=False)
+    container = open_container(path)
+    dump = _make_dump(container, _torch_values(container))
     if not (dump.holds_weights and dump.state):
         raise DumpError("it holds no weights.", remedy="Name a file of weights.")
     return dump.state
@@ -100,7 +103,7 @@ def read_part(path: Path, offset: int, nbytes: int) -> object:
         OSError: the file cannot be read.
     """
     container = open_part(path, offset, nbytes)
-    return _load(container, _scan(container), _torch_values(container))
+    return _load(container, _torch_values(container))
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
@@ -111,26 +114,13 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
     """
     location = Path(path)
     with named(location):
-        container, scan = _open(location, trust=False)
+        container = open_container(location)
         values = _torch_values(container)
-        contents = sort_contents(_load(container, scan, values), container.nbytes, values)
+        contents = sort_contents(_load(container, values), container.nbytes, values)
         if not contents.arrays:
             raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
     scalars = {**contents.scalars, **dump.scalars}
     return replace(dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=None, layout="plain")
-
-
-def _open(path: Path, *, trust: bool) -> tuple[Container, Scan | None]:
-    """The file, after the checks that nothing runs before; none are made of one that is trusted."""
-    container = open_container(path)
-    return container, None if trust else _scan(container)
-
-
-def _scan(container: Container) -> Scan:
-    scan = scan_pickle(container)
-    if scan.unknown:
-        raise _refuse(scan.unknown)
-    return scan
 
 
 def _torch_values(container: Container) -> TorchValues:
@@ -139,13 +129,8 @@ def _torch_values(container: Container) -> TorchValues:
     return TorchValues(container.data)
 
 
-def _read(path: Path, *, trust: bool) -> Dump:
-    container, scan = _open(path, trust=trust)
-    return _make_dump(container, scan, _torch_values(container))
-
-
-def _make_dump(container: Container, scan: Scan | None, values: Values) -> Dump:
-    saved = _load(container, scan, values)
+def _make_dump(container: Container, values: Values, scan: Scan | None = None, *, trust: bool = False) -> Dump:
+    saved = _load(container, values, scan, trust=trust)
     if is_recorded(saved):
         return _make_recorded(container, saved, values)
     contents = sort_contents(saved, container.nbytes, values)
@@ -226,8 +211,8 @@ def _num_bytes(saved: Mapping[str, Any]) -> int:
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:
     """What another rank recorded of the step; nothing that it says is run, and so nothing has to vouch for it."""
-    container, scan = _open(path, trust=False)
-    saved = _load(container, scan, _torch_values(container))
+    container = open_container(path)
+    saved = _load(container, _torch_values(container))
     if not is_recorded(saved):
         raise DumpError(
             f"{brief(path.name)} beside it was not written by the recorder.",
@@ -237,10 +222,18 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-def _load(container: Container, scan: Scan | None, values: Values) -> object:
+def _scan(container: Container) -> Scan:
+    scan = scan_pickle(container)
+    if scan.unknown:
+        raise _refuse(scan.unknown)
+    return scan
+
+
+def _load(container: Container, values: Values, scan: Scan | None = None, *, trust: bool = False) -> object:
+    """What the file holds, after the checks that nothing runs before; none are made of one that is trusted."""
     try:
-        if scan is not None:
-            return load_pickle(container, scan, values)
+        if not trust:
+            return load_pickle(container, scan or _scan(container), values)
         import torch
 
         mapped = container.members is not None
@@ -254,7 +247,7 @@ def _load(container: Container, scan: Scan | None, values: Values) -> object:
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
                 remedy="Read it where there is more memory, or end what else runs there.",
             ) from error
-        if scan is None:
+        if trust:
             raise DumpError(
                 f"torch.load failed, although the file was trusted ({detail}).",
                 remedy="Run where the file's own classes can be imported, with the versions that wrote it.",
