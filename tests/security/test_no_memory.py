@@ -76,7 +76,7 @@ def test_no_change_fails_for_want_of_memory(dump, monkeypatch, place):
 
 
 def test_memory_after_the_failure_is_not_the_changes_fault(dump, monkeypatch):
-    report = replayed(dump, monkeypatch, enough=4)
+    report = replayed(dump, monkeypatch, enough=3)
     assert report.verdict == "precision"
     assert not report.fixes
     assert any(
