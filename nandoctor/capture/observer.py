@@ -60,7 +60,7 @@ class Observer:
         self._weights = _places(model, parameters_of)
         self._outer = [*self._weights[:1], *self._weights[-1:]]
         parameters = dict(model.named_parameters())
-        self._first_shapes = {name: parameter.shape for name, parameter in parameters.items() if not is_lazy(parameter)}
+        self._first_shapes = {name: None if is_lazy(p) else p.shape for name, p in parameters.items()}
         dense = [parameter for parameter in parameters.values() if can_join(parameter)]
         self._stamped = [*dense[:1], *dense[-1:]]
 
@@ -92,13 +92,13 @@ class Observer:
         if stamp is None:
             return False
         now = self.stamp(values=bool(stamp.values))
-        return not all(map(torch.equal, stamp.values, now.values)) if now.values else stamp.places != now.places
+        return any(map(_differ, stamp.values, now.values)) if now.values else stamp.places != now.places
 
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""
         now = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        first = self._first_shapes
-        return [name for name in {**first, **now} if first and first.get(name) != now.get(name)]
+        first = {name: shape or now.get(name) for name, shape in self._first_shapes.items()}  # lazy ones had none
+        return [name for name in {**first, **now} if first.get(name) != now.get(name)]
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """What a dump says of the state before the forward, and what could not be kept.

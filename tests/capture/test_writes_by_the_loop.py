@@ -61,6 +61,21 @@ def test_a_descent_by_hand_keeps_clean_weights(tmp_path, monkeypatch, is_late, w
     assert (report.reproduction.grade, report.cause.code) == ("exact", expected)
 
 
+def test_a_descent_by_hand_of_a_model_that_changes_its_format(tmp_path, caplog):
+    model = Norm(divides=True)
+    with Recorder(model, folder=tmp_path, arguments={"divides": True}, loss=loss_of) as recorder:
+        for number, (x, y) in enumerate(make_batches()):
+            model.to(dtype := torch.float32 if number < 2 else torch.float64)
+            loss = loss_of(model(x.to(dtype)), (x, y))
+            recorder.watch(loss, (x, y))
+            loss.backward()
+            descend_in_data(model)
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.state["enter.weight"].dtype) == (FAILING, torch.float64)
+    assert all(tensor.isfinite().all() for tensor in dump.state.values())
+    assert "may miss steps" not in caplog.text
+
+
 def test_a_perturbation_that_divides_by_zero_is_found(tmp_path, caplog):
     """Sharpness-aware minimization divides by the norm of the gradients, which a hinge loss makes 0."""
     torch.manual_seed(0)
@@ -120,6 +135,14 @@ class Counts(nn.Module):
     def forward(self, x):
         self.largest.copy_(x.amax(0))
         return self.layer(x.log())
+
+
+def test_lazy_layers_that_got_their_shapes_are_no_others(tmp_path, caplog):
+    model = nn.Sequential(nn.LazyLinear(3), nn.Flatten())
+    with Recorder(model, folder=tmp_path, builder="model.py:make") as recorder:
+        recorder.watch(model(torch.full((2, 4), torch.inf)))
+    assert recorder.written
+    assert "no longer those" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
