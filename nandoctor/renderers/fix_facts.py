@@ -15,7 +15,6 @@ from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import (
     Check,
     Counterfactual,
-    EpsUse,
     Fix,
     Fp32Module,
     Fp32Set,
@@ -259,10 +258,11 @@ def _describe_alternatives(others: Sequence[ShownFix]) -> str:
 def trial_facts(report: Report) -> list[Fact]:
     """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
     facts = [*fp32_facts(report), *variation_facts(report.counterfactuals)]
-    if lost := _find_untold(report):
-        facts.append(
-            Fact(label="eps", text=join_first([f"{constant(use.value)} in {describe_use(use)}" for use in lost], 1))
-        )
+    told = report.cause is not None and "eps" in report.cause.code
+    audit = () if told else report.eps_audit
+    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in audit if use.effect == "zero"]
+    if lost:
+        facts.append(Fact(label="eps", text=join_first(lost, 1)))
     return facts
 
 
@@ -286,12 +286,6 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
 def _describe_set(found: Fp32Set) -> str:
     names = join_first([_describe_member(module) for module in found.modules], _MAX_LISTED)
     return f"{names} together" if len(found.modules) > 1 else names
-
-
-def _find_untold(report: Report) -> list[EpsUse]:
-    """The constants that were lost, where the cause is another one: it tells its own."""
-    told = report.cause is not None and "eps" in report.cause.code
-    return [use for use in report.eps_audit if use.effect == "zero" and not told]
 
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
