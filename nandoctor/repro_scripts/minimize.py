@@ -35,19 +35,22 @@ class Failure:
 
     `finite_in_fp32` where nothing is rounded on the way, `finite_exactly` where float64 is finite from the operands
     that the last op had: an overflow, and no division by zero. `taken` is the worst kind of value among those operands.
+    `results` are the places of the gradients, or of the one result, that have the kind: a program has it in no other.
     """
 
     kind: ValueKind
     finite_in_fp32: bool
     finite_exactly: bool
     taken: ValueKind | None
+    results: frozenset[int]
 
     def is_shown_by(self, program: Program) -> bool:
         """Whether the program fails so; one that does not run does not."""
         try:
-            return _find(program, lambda kinds: self.kind if self.kind in kinds else None) == self
+            found = _find(program, lambda kinds: self.kind if self.kind in kinds else None)
         except Exception:  # shapes that do not fit each other raise whatever the op raises
             return False
+        return found is not None and found.results <= self.results and replace(found, results=self.results) == self
 
 
 def find_failure(program: Program) -> Failure | None:
@@ -56,7 +59,8 @@ def find_failure(program: Program) -> Failure | None:
 
 
 def _find(program: Program, choose: Callable[[tuple[ValueKind, ...]], ValueKind | None]) -> Failure | None:
-    kind = choose(kinds_of(program.run()))
+    made = program.run()
+    kind = choose(kinds_of(made))
     if kind is None:
         return None
     return Failure(
@@ -64,6 +68,7 @@ def _find(program: Program, choose: Callable[[tuple[ValueKind, ...]], ValueKind 
         finite_in_fp32=not kinds_of(program.run_in(torch.float32)),
         finite_exactly=not kinds_of(program.run_last_exactly()),
         taken=next(iter(kinds_of(program.taken_by_last())), None),
+        results=frozenset(place for place, tensor in enumerate(made) if kind in kinds_of((tensor,))),
     )
 
 

@@ -137,6 +137,16 @@ def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
     assert sum(leaf.numel() for leaf in found.leaves.values()) < 40
 
 
+def test_the_gradient_that_overflows_stays_the_one():
+    """Of x * weight the gradient of x overflows; with no weight and a large x that of the weight would."""
+    x, weight = torch.full((3, 4), 0.5), torch.full((3, 4), 300.0)
+    case = program("torch.mul", x.half(), weight.half()).with_leaves(grad=torch.full((3, 4), 400.0).half())
+    found = smallest(replace(case, gradient="grad", trained=("x", "y")))
+    of_x, of_weight = found.run()
+    assert not of_x.isfinite().all()
+    assert of_weight.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("case", "expression"),
     [
