@@ -97,7 +97,8 @@ class Observer:
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""
         now = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        first = {name: shape or now.get(name) for name, shape in self._first_shapes.items()}  # lazy ones had none
+        known = self._first_shapes.items()  # None for the lazy
+        first = {name: now.get(name) if shape is None else shape for name, shape in known}
         return [name for name in {**first, **now} if first.get(name) != now.get(name)]
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
