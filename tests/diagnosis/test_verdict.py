@@ -139,7 +139,7 @@ def test_the_headline_of_a_healthy_step_says_what_was_looked_at(run, expected):
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
-        (stats(NAN, INF, -INF, 1.0), "NaN and +Inf and -Inf in 3 of 4 elements"),
+        (stats(NAN, INF, -INF, 1.0), "NaN, +Inf and -Inf in 3 of 4 elements"),
         (stats(NAN, 1.0, 1.0, shape=(3, 1)), "NaN in 1 of 3 elements (sample 0)"),
         (stats(1.0, NAN, INF, shape=(3, 1)), "NaN and +Inf in 2 of 3 elements (samples 1 and 2)"),
         (stats(NAN, NAN, shape=(2, 1)), "NaN in 2 of 2 elements"),
