@@ -368,8 +368,7 @@ class LogSpace:
 
     def _resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
         while isinstance(node, cst.Name) and (value := self._definitions.value_of(node)) is not None:
-            statement = next(item for item in self._tree.ancestors(value) if isinstance(item, cst.Assign))
-            self._through[statement] = None
+            self._through[next(item for item in self._tree.ancestors(value) if isinstance(item, cst.Assign))] = None
             node = value
         return node
 
@@ -385,7 +384,8 @@ class LogSpace:
         """The op of an expression, by the trace or, where it made no tensor of its own there, by its spelling."""
         call = self._calls.get(node)
         if call is not None:
-            return call.op, Expression(self._tree, node, call)
+            takes_diagonal = call.op == "diag" and len(call.outputs[0].shape) == 1  # of a vector it makes zeros
+            return "diagonal" if takes_diagonal else call.op, Expression(self._tree, node, call)
         name = _OPERATORS.get(type(node.operator), "") if isinstance(node, cst.BinaryOperation) else ""
         if isinstance(node, cst.Subscript):
             name = "select"

@@ -262,6 +262,18 @@ def names_below(node):
     return [found for child in node.children for found in (child, *names_below(child)) if isinstance(found, cst.Name)]
 
 
+@pytest.mark.slow
+def test_a_diagonal_is_taken_of_the_scores(tmp_path, x):
+    code = """
+    def forward(self, x):
+        z = self.fc(x)
+        e = torch.exp(z @ z.t())
+        return -torch.log(torch.diag(e) / e.sum(dim=1))
+    """
+    fixes = replay(tmp_path, code, x=x / 60).fixes
+    assert any("torch.diag(logits)" in fix.patch for fix in fixes)
+
+
 def test_a_mean_of_powers_is_counted(tmp_path):
     code = """
     def forward(self, x):
