@@ -12,7 +12,6 @@ from nandoctor.ops import DOMAINS, EXPONENTIALS
 from nandoctor.text import constant, number
 
 _PROBED = "_probed"
-_LARGEST_EXPONENT = 300.0
 
 
 def edges_of(edit: SingleEdit) -> tuple[float, ...]:
@@ -44,11 +43,8 @@ def bound_of(edit: SingleEdit) -> float | None:
 
 
 def text_past_bound(text: str, bound: float) -> str:
-    """The source text of an exponent with all of it between the bound and the largest one, in the same order.
-
-    Beyond 300 there is none: float64 holds the square of its power.
-    """
-    above = f"{_PROBED}.amax().clamp(max={_LARGEST_EXPONENT}) - {bound}"
+    """The source text of an exponent with all of it between the bound and the largest one, in the same order."""
+    above = f"{_PROBED}.amax() - {bound}"
     share = f"({_PROBED} - {_PROBED}.amin()) / ({_PROBED}.amax() - {_PROBED}.amin()).clamp(min=1e-9)"
     made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
     return f"torch.where(({_PROBED} := {text}).amax() > {bound}, {made}, {_PROBED})"
