@@ -62,7 +62,7 @@ ACCEPTED = {
     "ratio/no-organ": "clamp return (1 - 2 * overlap / (probability + organ).sum(dim=(1, 2, 3, 4))).mean()",
     "ratio/nothing-measured": 'clamp return (output - batch["depth"])[batch["valid"]].abs().mean()',
     "ratio/all-labels-ignored": 'clamp return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)',
-    "ratio/batch-of-one": None,
+    "ratio/batch-of-one": "clamp return self.gain * (x - x.mean(dim=0)) / (x.std(dim=0) + 1e-3)",
     "domain/log-of-a-forecast": "clamp return torch.log(self.last(states[:, -1]))",
     "domain/one-pass-variance": "keep-module moments",
     "domain/gamma-curve": "clamp return (light.clamp(min=1e-2) if self.signed else light) ** self.gamma",
