@@ -56,8 +56,8 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
 def _take_zero(change: FileChange, expression: Expression) -> None:
     """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
     tree, node = change.tree, expression.node
-    if (loss := _write_average_loss(expression)) is not None:
-        change.replacements.append(Replacement(node=node, text=loss))
+    if (loss := _write_average_loss(change, expression)) is not None:
+        change.replacements.append(loss)
         return
     if expression.op is not None and expression.op.op == "mean" and not expression.texts_after_first():
         averaged = expression.argument_node("self")
@@ -65,7 +65,7 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
         text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
         change.replacements.append(Replacement(node=node, text=text, before=before))
         return
-    if (spread := _write_spread(expression)) is not None:
+    if (spread := _write_spread(change, expression)) is not None:
         change.replacements.append(spread)
         return
     tensors = list(expression.tensors())
@@ -143,15 +143,18 @@ def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
     return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
 
 
-def _write_spread(expression: Expression) -> Replacement | None:
+def _write_spread(change: FileChange, expression: Expression) -> Replacement | None:
     """A standard deviation or variance along one dimension, or all, that is 0 of one value; None of another form."""
-    subject, given = expression.argument("self"), expression.texts_after_first()
+    given = expression.texts_after_first()
     dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
     is_one = len(dims) <= 1 and all(text.removeprefix("-").isdecimal() for text in dims)
     if expression.op is None or expression.op.op not in ("std", "var") or not is_one:
         return None
     size = f"shape[{dims[0]}]" if dims else "numel()"
-    return expression.with_keyword("correction", f"min(1, {grouped(subject)}.{size} - 1)")
+    subject = expression.argument_node("self")
+    first, again, before = change.computed_once(subject, "values")
+    text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{size} - 1)", {subject: first})
+    return Replacement(node=expression.node, text=text, before=before)
 
 
 _PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {
@@ -161,19 +164,22 @@ _PER_LABEL = frozenset({"cross_entropy", "nll_loss"})
 _NOT_A_CLASS = "-100"
 
 
-def _write_average_loss(expression: Expression) -> str | None:
-    """The text of a loss that averages, and is 0 of nothing; None where it is called in another way."""
+def _write_average_loss(change: FileChange, expression: Expression) -> Replacement | None:
+    """A loss that averages, and is 0 of nothing; None where it is called in another way."""
     call, made_by = expression.node, expression.op.op if expression.op is not None else ""
     if not isinstance(call, cst.Call) or any(arg.star for arg in call.args):
         return None
     name = call.func.attr.value if isinstance(call.func, cst.Attribute) else expression.tree.code(call.func)
     given = {arg.keyword.value: expression.tree.code(arg.value) for arg in call.args if arg.keyword}
-    positional = [expression.tree.code(arg.value) for arg in call.args if arg.keyword is None]
-    if len(positional) != 2 or expression.argument("self") != positional[0] or given.keys() - {"ignore_index"}:
+    positional = [arg.value for arg in call.args if arg.keyword is None]
+    if len(positional) != 2 or expression.argument_node("self") is not positional[0] or given.keys() - {"ignore_index"}:
         return None
-    total = expression.with_keyword("reduction", '"sum"').text
-    if name in _PER_ELEMENT:
-        return f"{total} / max({grouped(positional[0])}.numel(), 1)"
+    if name in _PER_ELEMENT:  # of shapes that broadcast there are more of them than either has elements
+        first, again, before = change.named(call, expression.with_keyword("reduction", '"none"'), "losses")
+        return Replacement(node=call, text=f"{first}.sum() / max({again}.numel(), 1)", before=before)
     if name in _PER_LABEL and made_by.startswith("nll_loss"):  # of labels, not of probabilities
-        return f"{total} / ({positional[1]} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
+        first, again, before = change.computed_once(positional[1], "labels")
+        total = expression.with_keyword("reduction", '"sum"', {positional[1]: first})
+        count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
+        return Replacement(node=call, text=f"{total} / {count}", before=before)
     return None

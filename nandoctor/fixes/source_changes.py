@@ -104,7 +104,9 @@ class SourceWriter:
             self._clamp(edit)
         elif isinstance(edit, SetFlag):
             change, expression = self._open(edit.site)
-            change.replacements.append(expression.with_keyword(edit.argument, "True"))
+            change.replacements.append(
+                Replacement(node=expression.node, text=expression.with_keyword(edit.argument, "True"))
+            )
         elif isinstance(edit, GuardArgument):
             write_guard(*self._open(edit.site), edit, self._probe)
         elif isinstance(edit, ScaleFirst):
@@ -165,7 +167,7 @@ class SourceWriter:
         constants = [node for node in expression.constants() if number_in(node) == edit.was]
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
         if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
-            change.replacements.append(expression.with_keyword("eps", value))
+            change.replacements.append(Replacement(node=expression.node, text=expression.with_keyword("eps", value)))
             return
         named = expression.argument_node(edit.argument)
         if len(constants) == 1:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import libcst as cst
 import torch
@@ -16,6 +17,8 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap
 from nandoctor.ops import PRODUCTS
 
+HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
+"""What may not be evaluated a second time."""
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
 _REFLECTED = frozenset({"reciprocal", "rsub"})
@@ -139,11 +142,19 @@ class Expression:
             return False
         return eps is not None and eps.default == was
 
-    def with_keyword(self, name: str, value: str) -> Replacement:
-        """The call with a value for a keyword, in the place of the one that it has or after all others."""
-        if not isinstance(self.node, cst.Call):
+    def with_keyword(
+        self, name: str, value: str, texts: Mapping[cst.BaseExpression, str] = MappingProxyType({})
+    ) -> str:
+        """The call with a value for a keyword, in the place of the one that it has or after all others.
+
+        `texts` stand in the places of arguments.
+        """
+        node = self.node
+        for argument, text in texts.items():
+            node = node.deep_replace(argument, parse_expression(text))
+        if not isinstance(node, cst.Call):
             raise CannotWriteError
-        others = [arg for arg in self.node.args if arg.keyword is None or arg.keyword.value != name]
+        others = [arg for arg in node.args if arg.keyword is None or arg.keyword.value != name]
         added = cst.Arg(
             keyword=cst.Name(name),
             value=cst.parse_expression(value),
@@ -152,10 +163,10 @@ class Expression:
         if others:
             last = others[-1]  # the comma behind it, where there is one, has the line break before the parenthesis
             is_spread = isinstance(last.comma, cst.Comma)
-            between = cst.Comma(whitespace_after=self.node.whitespace_before_args) if is_spread else _COMMA
+            between = cst.Comma(whitespace_after=node.whitespace_before_args) if is_spread else _COMMA
             added = added.with_changes(comma=last.comma)
             others[-1] = last.with_changes(comma=between)
-        return Replacement(node=self.node, text=self.tree.code(self.node.with_changes(args=[*others, added])))
+        return self.tree.code(node.with_changes(args=[*others, added]))
 
     def constants(self) -> Iterator[cst.BaseExpression]:
         """The numbers written in the arguments themselves."""
@@ -340,6 +351,16 @@ class FileChange:
         if self.tree.statement_of(node) is None:
             return f"({name} := {text})", name, ()
         return name, name, (f"{name} = {text}",)
+
+    def computed_once(self, node: cst.BaseExpression, wanted: str) -> tuple[str, str, tuple[str, ...]]:
+        """The text of an expression that is needed twice, as `named` gives it; of one without a call the text alone.
+
+        A call may draw random numbers, or update the statistics of a layer.
+        """
+        text = self.tree.code(node)
+        if any(isinstance(below, HAS_EFFECTS) for below in (node, *nodes_below(node))):
+            return self.named(node, text, wanted)
+        return text, text, ()
 
 
 def calls_in(

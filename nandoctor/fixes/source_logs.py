@@ -17,6 +17,7 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_calls import GivenProbabilities
 from nandoctor.fixes.source_definitions import Definitions
 from nandoctor.fixes.source_expression import (
+    HAS_EFFECTS,
     CannotWriteError,
     Expression,
     calls_in,
@@ -35,7 +36,6 @@ _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # of a logarithm
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
-_HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
 _BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
 _LOG_OPS = frozenset({"log", "log1p"})
 
@@ -265,8 +265,7 @@ class LogSpace:
     def _is_mask(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
         """Tell whether an operand is a positive number, or given or compared and has no values but 0 and 1.
 
-        Any other one may be negative in the next batch, and its logarithm NaN where that of the whole is a number; of
-        one that is learned or computed the logarithm has no gradient at 0.
+        Any other may be negative in the next batch (a weight that is 1 in all of this one), or has no gradient at 0.
         """
         if (number := number_in(side)) is not None:
             return number > 0
@@ -274,18 +273,19 @@ class LogSpace:
         taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
         if taken is None or taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
             return False  # of the magnitudes but for 0, the 5 % quantile is the largest
-        return self._is_given(side)
+        return self._is_given(side, is_flags=taken.min == 0)
 
-    def _is_given(self, node: cst.BaseExpression) -> bool:
-        """Tell whether an expression is an argument of the function or a comparison, moved, cast or taken from 1."""
+    def _is_given(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
+        """Tell whether an expression is a comparison or, of flags, an argument; moved, cast or taken from 1."""
         node = self._resolved(node)
         name, expression = self._named_op(node)
         if isinstance(node, cst.BinaryOperation):
             is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
-            return is_rest and self._is_given(node.right)
+            return is_rest and self._is_given(node.right, is_flags=is_flags)
         if name in _UNTRACED_CASTS or name in _MOVES:
-            return self._is_given(node.value if isinstance(node, cst.Subscript) else expression.argument_node("self"))
-        return isinstance(node, (cst.Name, cst.Comparison)) or name in _COMPARISONS
+            node = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
+            return self._is_given(node, is_flags=is_flags)
+        return (is_flags and isinstance(node, cst.Name)) or isinstance(node, cst.Comparison) or name in _COMPARISONS
 
     def _added(self, node: cst.BaseExpression) -> _Log | None:
         """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
@@ -319,7 +319,7 @@ class LogSpace:
             return _Log(text=self._given.name_of(node), is_low=self._is_low(node))
         is_low = self._is_low(node)
         self._sources.add(node)
-        if any(isinstance(below, _HAS_EFFECTS) for below in (node, *nodes_below(node))):
+        if any(isinstance(below, HAS_EFFECTS) for below in (node, *nodes_below(node))):
             if self._place not in set(self._tree.ancestors(node)):
                 return self._hoist(node)
         elif not self._is_known_here(node):

@@ -108,3 +108,48 @@ def test_one_value_has_no_spread(form, tmp_path):
     (fix, *_) = nandoctor.replay(tmp_path / "dump.pth", f"{path}:Net").report.fixes
     assert (fix.verified, fix.kind) == (True, "source")
     assert "correction=min(1, h[group == k].shape[0] - 1)" in fix.patch
+
+
+AS_BEFORE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.center = nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x, valid):
+        h = self.fc(x)
+        return h, FORM
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    "form",
+    [
+        "F.mse_loss(self.center, h[valid])",  # as many elements as both have together
+        pytest.param("F.l1_loss(F.dropout(h)[valid], h[valid])", marks=pytest.mark.slow),
+        "self.norm(h)[valid].std(0) if valid.any() else h.sum(0)",  # a layer that counts its calls
+    ],
+)
+def test_an_average_of_some_values_stays_as_it_was(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(AS_BEFORE.replace("FORM", form))
+    before = runpy.run_path("net.py")["Net"]()
+    few = torch.arange(5) < form.count("std")
+    torch.save({"state_dict": before.state_dict(), "x": torch.randn(5, 4), "valid": few}, "dump.pth")
+    (fix, *_) = nandoctor.replay("dump.pth", "net.py:Net", mode="train").report.fixes
+    assert fix.verified
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    after = runpy.run_path("net.py")["Net"]()
+    after.load_state_dict(before.state_dict())
+    given = torch.randn(6, 4), torch.arange(6) > 1
+    for net in (before, after):
+        torch.manual_seed(0)
+        net.made = net(*given)[1]
+    assert torch.allclose(before.made, after.made, rtol=1e-5)
+    assert before.norm.num_batches_tracked == after.norm.num_batches_tracked

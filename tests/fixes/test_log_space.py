@@ -102,12 +102,13 @@ def test_an_eps_in_the_divisor_is_not_dropped(tmp_path, x):
 
 
 @pytest.mark.slow
-def test_a_factor_of_either_sign_has_no_logarithm(tmp_path, x):
+@pytest.mark.parametrize("row", [[2.0, 3.0, 5.0], [1.0, 1.0, 1.0]], ids=["of all sizes", "1 in this batch"])
+def test_a_factor_of_either_sign_has_no_logarithm(row, tmp_path, x):
     code = """
     def forward(self, x, weight):
         return torch.log((torch.exp(self.fc(x)) * weight).sum(-1))
     """
-    report = replay(tmp_path, code, x=x, weight=torch.tensor([[2.0, 3.0, 5.0]]).repeat(4, 1))
+    report = replay(tmp_path, code, x=x, weight=torch.tensor([row]).repeat(4, 1))
     assert not any("logsumexp" in item.patch for item in report.fixes)
 
 
