@@ -125,9 +125,9 @@ def intervene(
             if isinstance(edit, SetAttribute):
                 stack.enter_context(_attribute_set(edit, model))
             elif isinstance(edit, ZeroWeights):
-                stack.enter_context(_weights_zeroed(edit, model))
+                _zero_weights(edit, model)  # the run puts weights and buffers back by itself
             elif isinstance(edit, ResetBuffers):
-                _reset(edit, model)  # the run puts every buffer back by itself
+                _reset(edit, model)
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
@@ -168,16 +168,10 @@ def _reset(edit: ResetBuffers, model: nn.Module) -> None:
                 buffers[name].fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
 
 
-@contextmanager
-def _weights_zeroed(edit: ZeroWeights, model: nn.Module) -> Iterator[None]:
-    before = [(weight, weight.data) for name, weight in model.named_parameters() if name in edit.names]
-    for weight, data in before:
-        weight.data = data.nan_to_num(0.0, 0.0, 0.0)
-    try:
-        yield
-    finally:
-        for weight, data in before:
-            weight.data = data
+def _zero_weights(edit: ZeroWeights, model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if name in edit.names:
+            weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager

@@ -87,19 +87,19 @@ class _State:
         # With the values, for the id of one that is gone may be another's.
         self._seen: dict[int, Any] = {id(value): value for value in _THE_INTERPRETERS}
         self._waiting: deque[tuple[Any, int]] = deque()
-        self._left = math.inf
-        self._add((*model.parameters(), *model.buffers(), *model.modules()), _DEPTH)
         self._left = _MOST_VALUES
+        self._add((*model.parameters(), *model.buffers(), *model.modules()), _DEPTH)
         for scope in _scopes_of(model):
             self._add_scope(scope)
         while self._waiting:  # no recursion: modules may refer to one another in a chain of any length
             self._keep(*self._waiting.popleft())
 
     def _add(self, values: Iterable[Any], depth: int) -> None:
+        of_module = depth >= _DEPTH - 1  # itself, or an attribute of it: kept however many there are
         for value in values:
-            if type(value) not in _PLAIN and id(value) not in self._seen and self._left > 0:
+            if type(value) not in _PLAIN and id(value) not in self._seen and (of_module or self._left > 0):
                 self._seen[id(value)] = value
-                self._left -= 1
+                self._left -= not of_module
                 self._waiting.append((value, depth))
 
     def _add_scope(self, scope: Any) -> None:

@@ -12,7 +12,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -23,15 +23,6 @@ from torch import nn
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, PrintedChange, Snippet, SourcePatch
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 _HOLDERS = (FunctionType, type, property, staticmethod, classmethod)
 _EMPTY_CELL = CellType()
 
@@ -216,19 +207,16 @@ def _added_imports(file: ChangedFile) -> str:
 
 @contextmanager
 def printed_changes(changes: Sequence[PrintedChange], model: nn.Module) -> Iterator[None]:
-    """Run with `changes` made to the source and the model, and leave both as they were.
+    """Run with `changes` made to the source, which is left as it was, and to the model, which a run puts back itself.
 
     Raises:
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
-    with ExitStack() as stack:
-        files = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
-        stack.enter_context(swapped_code(files, model))
-        snippets = [change for change in changes if isinstance(change, Snippet) and change.kind != "data"]
-        if snippets:
-            stack.enter_context(_model_kept(model))
-        for snippet in snippets:
-            _execute(snippet, {"model": model})
+    files = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
+    with swapped_code(files, model):
+        for change in changes:
+            if isinstance(change, Snippet) and change.kind != "data":
+                _execute(change, {"model": model})
         yield
 
 
@@ -246,18 +234,3 @@ def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:
         exec(compile(snippet.text, "<fix>", "exec"), {"torch": torch, **scope})
     except Exception as error:
         raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _model_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the hooks and the storage of the weights; a run restores attributes and buffers by itself."""
-    hooks = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in _HOOKS]
-    weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for registry, saved in hooks:
-            registry.clear()
-            registry.update(saved)
-        for parameter, data in weights:
-            parameter.data = data

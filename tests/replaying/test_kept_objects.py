@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from nandoctor.replaying import kept_state
 from nandoctor.replaying.kept_state import restored
 
 
@@ -164,6 +165,16 @@ def test_weights_are_kept_whatever_else_there_is():
     with restored(many):
         many[1].running_mean += 1
     assert not many[1].running_mean.any()
+
+
+def test_hooks_and_attributes_of_any_number_of_layers(monkeypatch):
+    monkeypatch.setattr(kept_state, "_MOST_VALUES", 0)
+    layers = nn.Sequential(hold(), hold())
+    with restored(layers):
+        layers[1].register_forward_pre_hook(print)
+        layers[1].eps = 1.0
+    assert not layers[1]._forward_pre_hooks
+    assert not hasattr(layers[1], "eps")
 
 
 def test_layers_that_refer_to_one_another_need_no_recursion():
