@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +193,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Whether forward uses this parameter as a dict: by its annotation, by what the code does with it, by its name."""
+    """Tell whether forward uses this parameter as a dict: by annotation, by what the code does with it, by name."""
     annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
     if _MAPPING_ANNOTATION.search(annotation):
         return True
@@ -203,29 +203,21 @@ def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(_inner(model).forward)))
     except (OSError, TypeError, SyntaxError):
         return parameter.name in _BATCH_NAMES
-    uses = [node for node in ast.walk(tree) if _mentions(node, parameter.name)]
-    return any(_is_mapping_use(node) for node in uses) or parameter.name in _BATCH_NAMES
+    return parameter.name in {_used_as_mapping(node) for node in ast.walk(tree)} | _BATCH_NAMES
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(child, ast.Name) and child.id == name for child in _direct_values(node))
-
-
-def _direct_values(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, (ast.Subscript, ast.Attribute)) or (isinstance(node, ast.keyword) and node.arg is None):
-        yield node.value
-    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-        yield node.comparators[0]
-
-
-def _is_mapping_use(node: ast.AST) -> bool:
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
-    if isinstance(node, ast.Attribute):
-        return node.attr in _MAPPING_METHODS
-    return isinstance(node, ast.keyword) or (
-        isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
-    )
+def _used_as_mapping(node: ast.AST) -> str | None:
+    """The name of what the code reads by a text as its key, asks for items, or unpacks into keywords."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
+            return name
+        case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
+            return name
+        case ast.keyword(arg=None, value=ast.Name(id=name)):
+            return name
+        case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
+            return name
+    return None
 
 
 def _explain_ambiguity(
