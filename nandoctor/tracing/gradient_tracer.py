@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from nandoctor.tracing.exact_counts import find_nonfinite, place_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, is_finite, measure, numbers_in
+
+if TYPE_CHECKING:
+    from nandoctor.tracing.op_tracer import FunctionTracer
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -41,16 +44,6 @@ class _Recording:
     analysis: OpAnalysis | None
 
 
-class FunctionWatcher(Protocol):
-    """What watches the backward of custom Functions."""
-
-    def line_of(self, node: Any) -> SourceLine | None:
-        """The line of the node's `backward`."""
-
-    def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
-        """Watch what the node runs, as part of `owner`; return what undoes it."""
-
-
 class GradientTracer:
     """Hooks the graph nodes of traced ops, and records what passes through them in the backward pass.
 
@@ -58,7 +51,7 @@ class GradientTracer:
     without a graph, `owner_inside`: that was in the Function's own forward. `functions` may watch what it runs.
     """
 
-    def __init__(self, *, low: FloatFormat, functions: FunctionWatcher | None = None) -> None:
+    def __init__(self, *, low: FloatFormat, functions: FunctionTracer | None = None) -> None:
         self._functions = functions
         self.owner_inside: Owner = ("", "", 0)
         self._low = low

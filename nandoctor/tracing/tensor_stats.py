@@ -59,14 +59,11 @@ def format_of(dtype: torch.dtype) -> FloatFormat | None:
     return _FORMATS.get(dtype)
 
 
-def measure(
-    tensor: torch.Tensor, *, counts_for: FloatFormat | None = None, place: bool = False, per_sample: bool = False
-) -> Reading | None:
+def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> Reading | None:
     """Measure one tensor, or return None where there is nothing to measure (integers, empty, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
-    of the tensor, and a spread sample. `counts_for` asks for exact counts too, flushes judged against that format;
-    `place` and `per_sample` are those of `count_exactly`.
+    of the tensor, and a spread sample. `counts_for` asks for exact counts too, flushes judged against that format.
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, a
     sparse one's with its stored values, one under `torch.vmap` has the mapped dimension.
     """
@@ -84,9 +81,7 @@ def measure(
         limits=_limits(values, sample),
         sample=sample,
     )
-    if counts_for is None:
-        return reading
-    return add_counts(reading, tensor, counts_for, place=place, per_sample=per_sample)
+    return reading if counts_for is None else add_counts(reading, tensor, counts_for)
 
 
 def add_counts(

@@ -10,7 +10,7 @@ import torch
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import SampleStats
 from nandoctor.tracing.exact_counts import count_exactly, count_exponents, place_nonfinite
-from nandoctor.tracing.tensor_stats import collect, measure
+from nandoctor.tracing.tensor_stats import add_counts, collect, measure
 
 
 def mask(shape, *places):
@@ -90,7 +90,7 @@ def test_subnormals_have_the_exponent_of_their_value():
 
 
 def stats_of(tensor, **options):
-    return collect([("", measure(tensor, counts_for=FP16, **options))])[0]
+    return collect([("", add_counts(measure(tensor), tensor, FP16, **options))])[0]
 
 
 def test_a_counts_places_nothing_unless_asked():
