@@ -46,7 +46,11 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
         ModelError: the dump names none, it is not to be found, or importing or calling it is the user's decision.
     """
     if reference is None or not reference.name:
-        raise _unknown("The dump does not say which class the model is of.", dump)
+        raise ModelError(
+            "The dump does not say which class the model is of.",
+            remedy=f"Name the code: nandoctor replay {shlex.quote(str(dump))} --model path/to/file.py:attr; next time "
+            "define the class in a file, or give Recorder its builder.",
+        )
     if not provenance.own:
         raise _undecided(reference, dump, provenance.detail)
     if not _is_plain(reference.arguments):
@@ -277,14 +281,6 @@ def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
     )
 
 
-def _unknown(message: str, dump: Path) -> ModelError:
-    return ModelError(
-        message,
-        remedy=f"Name the code: nandoctor replay {shlex.quote(str(dump))} --model path/to/file.py:attr; next time "
-        "define the class in a file, or give Recorder its builder.",
-    )
-
-
 _OWN_METHODS = ("", "training_step")
 
 
@@ -307,9 +303,8 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
     if recorded is None or settings.call is not None or settings.inputs:
         method = ""  # the recorded call is not made
     allowed = _OWN_METHODS if dump.provenance.own else ("",)
-    if not (method in allowed or settings.method == method):
-        raise _unapproved(dump)
-    if not (has_model or recorded is None or dump.provenance.own):
+    knows_method = method in allowed or settings.method == method
+    if not knows_method or not (has_model or recorded is None or dump.provenance.own):
         raise _unapproved(dump)
 
 

@@ -56,25 +56,21 @@ def build_model(spec: _Source, arguments: Mapping[str, Any], *, directory: Path 
         ModelError: nothing there, the code fails when imported or called, or it makes something else.
     """
     with in_project():
-        return _build(spec, arguments, directory)
-
-
-def _build(spec: _Source, arguments: Mapping[str, Any], directory: Path | None) -> nn.Module:
-    found = find_attribute(spec, directory=directory) if isinstance(spec, str) else spec
-    name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
-    if isinstance(found, nn.Module):
-        if arguments:
+        found = find_attribute(spec, directory=directory) if isinstance(spec, str) else spec
+        name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
+        if isinstance(found, nn.Module):
+            if arguments:
+                raise ModelError(
+                    f"{name} is a Module already, so it takes no arguments: {', '.join(arguments)}.",
+                    remedy="Drop --model-arg, or name the class or a function that builds the model.",
+                )
+            return _copy(found, name)
+        if not callable(found):
             raise ModelError(
-                f"{name} is a Module already, so it takes no arguments: {', '.join(arguments)}.",
-                remedy="Drop --model-arg, or name the class or a function that builds the model.",
+                f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
+                remedy="Point --model at the class or function that builds the network.",
             )
-        return _copy(found, name)
-    if not callable(found):
-        raise ModelError(
-            f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
-            remedy="Point --model at the class or function that builds the network.",
-        )
-    return _call_factory(found, arguments, name)
+        return _call_factory(found, arguments, name)
 
 
 def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
@@ -169,8 +165,8 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]
         ),
         *_describe("complex, where the model has real numbers", halved, str),
     ]
-    notes = _describe_whole([name for name in known if name not in reshaped], own, state)
-    return {*missing, *reshaped, *halved}, problems, [*notes]
+    notes = [*_describe_whole([name for name in known if name not in reshaped], own, state)]
+    return {*missing, *reshaped, *halved}, problems, notes
 
 
 def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
@@ -375,14 +371,11 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
 
 def _describe_whole(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
     """A note on weights that hold integers where the model computes with fractions, as quantized checkpoints do."""
-    whole = [name for name in names if own[name].is_floating_point() and not _holds_fractions(state[name])]
+    fractions = [name for name in names if own[name].is_floating_point()]
+    whole = [name for name in fractions if not (state[name].is_floating_point() or state[name].is_complex())]
     if whole:
         tensors = f"{plural(len(whole), 'tensor')} of the weights {are(len(whole))}"
         yield f"{tensors} of integers, where the model has fractions: {join_first(whole, _MAX_NAMES_SHOWN)}."
-
-
-def _holds_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

@@ -247,7 +247,7 @@ class Project:
                     _hide_others(Path(entry))
                 sys.modules.update(self._modules)
                 write_torch_settings(self._settings)
-                if is_forked() and _has_run:
+                if is_forked():
                     torch.set_num_threads(1)  # whatever the code of the project has set
                 with bounded_memory(self._memory_limit):
                     yield

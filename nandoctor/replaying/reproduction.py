@@ -123,8 +123,7 @@ class Preparation:
 
     `dump` has the one of its state dicts that the model took.
     The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
-    random state, and `policies` the precisions. `other_weights`: they are not known to be those of the failing step,
-    and a replay is then never `exact`.
+    random state, and `policies` the precisions.
     """
 
     dump: Dump
@@ -134,7 +133,6 @@ class Preparation:
     policies: tuple[Policy, ...]
     outputs: SavedOutputs
     notes: tuple[str, ...]
-    other_weights: bool
 
     @property
     def saved_nonfinite(self) -> bool:
@@ -320,7 +318,7 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
         output = {saved.graded[0]: loss}
     grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
     reproduction = next(filter(_agrees, grades), grades[0])
-    if preparation.other_weights and reproduction.grade == "exact":
+    if preparation.dump.other_weights and reproduction.grade == "exact":
         return replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
     return reproduction
 

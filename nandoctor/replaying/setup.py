@@ -87,7 +87,6 @@ def prepare(
         seeds=_seeds(dump, settings),
         policies=policies,
         outputs=outputs,
-        other_weights=dump.other_weights,
         notes=(
             *dump.notes,
             *code.notes,
