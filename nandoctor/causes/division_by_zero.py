@@ -26,19 +26,18 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
 from nandoctor.text import are, plural
 
-CODE = "division-by-zero"
 TITLE = "A division by zero"
 PHASES = ("forward",)
 
 _SMALL = (1e-12, 1e-6, 1e-4)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A division whose denominator has exact zeros."""
     if finding.overflowed or outside_domain(finding) is not None:
         return None
@@ -52,11 +51,9 @@ def diagnose(finding: Finding) -> Cause | None:
     return None
 
 
-def _explain(finding: Finding, name: str, zeros: int) -> Cause:
+def _explain(finding: Finding, name: str, zeros: int) -> Account:
     divisor = argument(finding.op, name)
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}",
         explanation=f"{finding.op.op} divides by exact zeros: {plural(zeros, 'element')} of {divisor} {are(zeros)} 0.",
         evidence=(
@@ -65,14 +62,12 @@ def _explain(finding: Finding, name: str, zeros: int) -> Cause:
     )
 
 
-def _explain_norm(finding: Finding) -> Cause | None:
+def _explain_norm(finding: Finding) -> Account | None:
     """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
     if finding.had_inf_input:
         return None
     num_bad = finding.analysis.num_bad
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} divides by a spread of exactly 0",
         explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
         evidence=(

@@ -20,17 +20,16 @@ import math
 
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
 from nandoctor.causes.sentences import argument, past, subject
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SUMS
 from nandoctor.text import constant, number
 
-CODE = "elementwise-overflow"
 TITLE = "An element-by-element operation is too large for its format"
 PHASES = ("forward",)
 _WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """Any other op whose exact value is finite and does not fit, be it that float64 does not hold it either."""
     if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
@@ -48,9 +47,7 @@ def diagnose(finding: Finding) -> Cause | None:
     )
     made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
     constants = ", ".join(f"{name} {constant(value)}" for name, value in finding.op.scalars)
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {past(exact, finding.format)}",
         explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
         f"{past_limit(exact, finding.format)}.",

@@ -20,25 +20,22 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import ClampArgument
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import is_average
 from nandoctor.text import plural
 
-CODE = "empty-reduction"
 TITLE = "A reduction over no elements"
 PHASES = ("forward",)
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A reduction or loss that is NaN although everything in it is finite."""
     op = finding.op.op
     if not is_average(op) or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
         return None
     lacks = "too few values" if op in _SPREADS else "nothing to average"
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
         explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
         evidence=(

@@ -38,7 +38,7 @@ from nandoctor.causes.base import (
 from nandoctor.causes.sentences import argument, at_singularity, owner, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
@@ -57,7 +57,6 @@ from nandoctor.ops import (
 )
 from nandoctor.text import constant, number, plural
 
-CODE = "eps-underflow"
 TITLE = "A small constant is lost in the lower precision"
 PHASES = ("forward", "backward")
 
@@ -69,7 +68,7 @@ _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 """What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
 
 
-def diagnose(finding: Finding | GradientFinding) -> Cause | None:
+def diagnose(finding: Finding | GradientFinding) -> Account | None:
     """A singular op, or the derivative of one, that is finite in fp32, with a lost constant behind it."""
     if not finding.reference_is_finite:
         return None
@@ -83,8 +82,7 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
     lost = next(_lost_constants(singular, finding), None)
     if lost is None:
         return None
-    cause = _explain(what, lost, evidence)
-    return replace(cause, headline=_headline(finding, singular, lost))
+    return _explain(what, lost, evidence, headline=_headline(finding, singular, lost))
 
 
 class _Lost(NamedTuple):
@@ -108,13 +106,12 @@ def _beside(lost: _Lost, finding: Finding | GradientFinding) -> float:
     return 1.0 if lost in _gaps_beside_one(lost.place, finding) else lost.place.outputs[0].absmax or 1.0
 
 
-def _explain(what: str, lost: _Lost, evidence: tuple[Evidence, ...]) -> Cause:
+def _explain(what: str, lost: _Lost, evidence: tuple[Evidence, ...], *, headline: str) -> Account:
     place, eps, dtype = lost
     rounded = dtype.round(eps)
     how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
+        headline=headline,
         explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated at exactly 0; in fp32 it is not.",
         evidence=(
             Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),

@@ -22,12 +22,11 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import past, subject
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 from nandoctor.ops import EXPONENTIALS, PRODUCTS
 from nandoctor.text import number
 
-CODE = "exp-overflow"
 TITLE = "An exponential is too large for its format"
 PHASES = ("forward",)
 
@@ -36,7 +35,7 @@ _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
 """Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """An exponential that does not fit, or the op that meets its value."""
     if finding.op.op in EXPONENTIALS and _grows(finding):
         return _explain(finding, finding.op)
@@ -65,12 +64,10 @@ def _grows(finding: Finding) -> bool:
     return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
 
 
-def _explain(finding: Finding, exponential: OpCall) -> Cause:
+def _explain(finding: Finding, exponential: OpCall) -> Account:
     argument = exponential.inputs[0].stats if exponential.inputs else None
     largest = argument.max if argument else None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
         explanation=f"{exponential.op}{'' if largest is None else f' of values up to {number(largest)}'} makes "
         f"{finding.op.op} reach "

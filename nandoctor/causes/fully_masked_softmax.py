@@ -22,24 +22,21 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import UnmaskRows
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import SOFTMAXES
 from nandoctor.text import plural
 
-CODE = "fully-masked-softmax"
 TITLE = "Every position of a softmax is masked"
 PHASES = ("forward",)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A softmax over rows of -inf."""
     rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
     masked = plural(rows, "row")
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -Inf, "
         f"so {subject(finding.op)} divides 0 by 0",
         explanation=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -inf (every position masked), so "

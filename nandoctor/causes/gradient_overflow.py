@@ -22,22 +22,19 @@ from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.eps_underflow import raise_constants
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetLossScale
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.ops import DIVISIONS
 from nandoctor.text import number
 
-CODE = "gradient-overflow"
 TITLE = "A gradient is too large for its format"
 PHASES = ("backward",)
 
 
-def diagnose(finding: GradientFinding) -> Cause | None:
+def diagnose(finding: GradientFinding) -> Account | None:
     """A gradient that fp32 holds."""
     if not finding.reference_is_finite:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
         explanation=f"The incoming gradient of {finding.op.op} is finite, and in fp32 the outgoing one is too; "
         f"{finding.low} holds at most {number(finding.low.max)}.",

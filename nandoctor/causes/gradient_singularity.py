@@ -30,16 +30,15 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
 from nandoctor.text import constant, kinds_text, number
 
-CODE = "gradient-singularity"
 TITLE = "The derivative is infinite at this point"
 PHASES = ("backward",)
 
 
-def diagnose(finding: GradientFinding) -> Cause | None:
+def diagnose(finding: GradientFinding) -> Account | None:
     """A derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
     if forward is None:
@@ -58,7 +57,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     )
 
 
-def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) -> Cause:
+def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) -> Account:
     return _explain(
         finding,
         f"{finding.low} rounds {operand(forward, 'self') or 'the argument'} to {constant(edge)}, where "
@@ -75,10 +74,8 @@ def _headline(finding: GradientFinding, forward: OpCall) -> str:
     return f"The derivative of {subject(forward)} is infinite{' at 0' if at_zero else ''}, so {result}"
 
 
-def _explain(finding: GradientFinding, headline: str, explanation: str) -> Cause:
-    return Cause(
-        code=CODE, title=TITLE, headline=headline, explanation=explanation, evidence=gradient_evidence(finding)
-    )
+def _explain(finding: GradientFinding, headline: str, explanation: str) -> Account:
+    return Account(headline=headline, explanation=explanation, evidence=gradient_evidence(finding))
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

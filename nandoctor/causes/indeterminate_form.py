@@ -32,17 +32,16 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
-CODE = "indeterminate-form"
 TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
 PHASES = ("forward", "backward")
 
 
-def diagnose(finding: Finding | GradientFinding) -> Cause | None:
+def diagnose(finding: Finding | GradientFinding) -> Account | None:
     """NaN made of infinities."""
     if isinstance(finding, GradientFinding):
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
@@ -55,9 +54,7 @@ def diagnose(finding: Finding | GradientFinding) -> Cause | None:
         return None
     infinite = sum(operand.counts.num_posinf + operand.counts.num_neginf for operand in finding.analysis.operands)
     deed, told = _form(finding)
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {deed}",
         explanation=f"{finding.op.op} makes NaN of infinities{told}: "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
@@ -85,11 +82,9 @@ def _form(finding: Finding) -> tuple[str, str]:
     return "makes NaN of infinities", ""
 
 
-def _explain_written(finding: Finding, what: str) -> Cause:
+def _explain_written(finding: Finding, what: str) -> Account:
     num_bad = finding.analysis.num_bad
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} writes {kinds_text(finding.analysis.kinds)}, which {what}",
         explanation=f"The {kinds_text(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
         evidence=(
@@ -98,27 +93,23 @@ def _explain_written(finding: Finding, what: str) -> Cause:
     )
 
 
-def _explain_function(finding: GradientFinding) -> Cause | None:
+def _explain_function(finding: GradientFinding) -> Account | None:
     """A hand-written backward that makes NaN out of finite gradients, or an Inf that fp32 has as well."""
     if finding.reference_is_finite and "nan" not in finding.analysis.kinds:
         return None  # what it gives does not fit
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
         explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
         evidence=gradient_evidence(finding),
     )
 
 
-def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Cause | None:
+def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | None:
     """A derivative that computes with the infinities which the forward was given."""
     infinite = _infinite_inputs(finding)
     if not infinite or finding.reference_is_finite or "nan" not in finding.analysis.kinds:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(forward)} is given infinities, and its gradient is NaN: inf - inf or 0 * inf",
         explanation=f"{forward.op} has a value for the infinities that it is given, and its derivative has none: it "
         "subtracts them or multiplies them by 0, in fp32 too.",

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from nandoctor.causes.base import Finding, format_of_operand
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import code, excess, number
 
-CODE = "input-cast-overflow"
 TITLE = "The input is too large for the cast to the lower precision"
 PHASES = ("forward",)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A product or a cast that meets a value its lower format cannot hold."""
     if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
@@ -44,9 +43,7 @@ def diagnose(finding: Finding) -> Cause | None:
             )
             how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
             reached = number(taken.absmax, unlike=target.max)
-            return Cause(
-                code=CODE,
-                title=TITLE,
+            return Account(
                 headline=f"{named} reaches {reached}; {how} {target}, which stops at {number(target.max)}",
                 explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {number(target.max)}; the "
                 f"value {number(taken.absmax, unlike=target.max)} becomes Inf before anything is computed.",

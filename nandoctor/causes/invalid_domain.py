@@ -24,12 +24,11 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain, site_of
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import ClampArgument
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, PRODUCTS, REDUCTIONS
 from nandoctor.text import number, plural
 
-CODE = "invalid-domain"
 TITLE = "A function was evaluated outside its domain"
 PHASES = ("forward",)
 
@@ -39,22 +38,20 @@ _MARGINS = (1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
 _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A function with an argument outside of its domain, or at a pole."""
     outside = outside_domain(finding)
     return _explain_pole(finding) if outside is None else _explain_domain(finding, outside)
 
 
-def _explain_domain(finding: Finding, outside: float) -> Cause:
+def _explain_domain(finding: Finding, outside: float) -> Account:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
     taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
     beyond = outside not in (domain.low, domain.high)
     reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
     in_fp32 = f"; rounding to {finding.low} makes it so, in fp32 it stays inside" if finding.reference_is_finite else ""
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{taken} reaches {reached}, and {_undefined(finding.op.op, outside)}",
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
         f"{argument} reaches {reached}{in_fp32}.",
@@ -73,16 +70,14 @@ def _undefined(name: str, outside: float) -> str:
     return f"{name} is undefined {side}"
 
 
-def _explain_pole(finding: Finding) -> Cause | None:
+def _explain_pole(finding: Finding) -> Account | None:
     """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
     operands, op = finding.analysis.operands, finding.op.op
     taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
     if op in _NO_FUNCTIONS or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
         return None
     values = ", ".join(map(number, taken))
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} has no finite value at {values}",
         explanation=f"{op} has no finite value at {values}, not even in float64.",
         evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),

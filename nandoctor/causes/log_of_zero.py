@@ -32,11 +32,10 @@ from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import SetFlag
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS
 from nandoctor.text import are, constant, part_of, plural
 
-CODE = "log-of-zero"
 TITLE = "A logarithm of zero"
 PHASES = ("forward", "constant")
 
@@ -44,7 +43,7 @@ _DEPTH = 6
 _WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
 
 
-def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
+def diagnose(finding: Finding | OutsideTensor) -> Account | None:
     """A logarithm whose argument is zero, in the open or by construction."""
     if isinstance(finding, OutsideTensor):
         counts = finding.stats.counts
@@ -58,16 +57,16 @@ def diagnose(finding: Finding | OutsideTensor) -> Cause | None:
     return _diagnose_logarithm(finding)
 
 
-def _explain_written(num_infinite: int) -> Cause:
+def _explain_written(num_infinite: int) -> Account:
     return _explain(num_infinite, "The loss is computed from a -Inf that the code writes: the logarithm of 0", _WRITTEN)
 
 
-def _explain(num_infinite: int, headline: str, explanation: str) -> Cause:
+def _explain(num_infinite: int, headline: str, explanation: str) -> Account:
     num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{plural(num_infinite, 'infinite value')}")
-    return Cause(code=CODE, title=TITLE, headline=headline, explanation=explanation, evidence=(num_bad,))
+    return Account(headline=headline, explanation=explanation, evidence=(num_bad,))
 
 
-def _diagnose_logarithm(finding: Finding) -> Cause | None:
+def _diagnose_logarithm(finding: Finding) -> Account | None:
     op = finding.op.op
     if op not in LOGARITHMS or finding.overflowed or outside_domain(finding) is not None:
         return None
@@ -85,9 +84,7 @@ def _diagnose_logarithm(finding: Finding) -> Cause | None:
         text = f"{plural(zeros, 'element')} of the argument {are(zeros)} exactly zero"
     nonfinite = part_of(finding.analysis.num_bad, finding.analysis.numel, "value")
     in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "

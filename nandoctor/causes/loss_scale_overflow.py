@@ -20,24 +20,21 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetLossScale
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import number
 
-CODE = "loss-scale-overflow"
 TITLE = "The loss scale was too large"
 PHASES = ("backward",)
 
 
-def diagnose(finding: GradientFinding) -> Cause | None:
+def diagnose(finding: GradientFinding) -> Account | None:
     """An overflow that scale 1 does not have."""
     if not finding.fixed_by_scale:
         return None
     scale = Evidence(
         name="loss_scale", value=finding.loss_scale, text=f"the loss scale was {number(finding.loss_scale)}"
     )
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"At a loss scale of {number(finding.loss_scale)} the gradient through {subject(finding.op)} exceeds "
         f"{number(finding.low.max)}, the largest number of {finding.low}",
         explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} exceeds "

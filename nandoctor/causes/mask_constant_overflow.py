@@ -23,12 +23,11 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
-CODE = "mask-constant-overflow"
 TITLE = "The constant of a mask is too large for its format"
 PHASES = ("forward",)
 
@@ -36,16 +35,14 @@ _OPS = FILLS | CASTS | SUMS | SCALINGS | MINIMA | {"scaled_dot_product_attention
 _VERY_NEGATIVE = -1e4
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A fill or an addition that turns a large negative constant into -inf."""
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
         return None
     masking = min(_constants(finding), default=None)
     if masking is None or (finding.format.holds(masking) and not finding.overflowed):
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=_headline(finding, masking),
         explanation=f"The mask's constant {constant(masking)} {_consequence(finding)}.",
         evidence=(

@@ -21,17 +21,16 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, Finding, factors, overflow_evidence, past_limit, site_of
 from nandoctor.causes.sentences import argument, past, subject
 from nandoctor.evidence.edits import ScaleFirst
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
 from nandoctor.text import number
 
-CODE = "matmul-overflow"
 TITLE = "A matrix product is too large for its format"
 PHASES = ("forward",)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A product whose exact value is finite and does not fit."""
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
@@ -45,9 +44,7 @@ def diagnose(finding: Finding) -> Cause | None:
         )
         for operand in factors(finding)
     )
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
         explanation=f"The {finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}, so the "
         "result is rounded to Inf.",

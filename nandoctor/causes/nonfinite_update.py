@@ -20,16 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.text import are, number, part_of
 
-CODE = "nonfinite-update"
 TITLE = "The optimizer's update makes non-finite weights"
 PHASES = ("update",)
 
 
-def diagnose(update: OptimizerUpdate) -> Cause | None:
+def diagnose(update: OptimizerUpdate) -> Account | None:
     """An update that left weights non-finite although the gradients were finite."""
     if not update.parameters:
         return None
@@ -38,9 +37,7 @@ def diagnose(update: OptimizerUpdate) -> Cause | None:
     wrong = [f"{name} is {value:g}" for name, value in update.settings.items() if not math.isfinite(value)]
     known = ", from finite gradients" if update.largest_gradient is not None else ""
     why = f": its {' and '.join(wrong)}" if wrong else known
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{update.optimizer} makes {spoiled} non-finite{why}",
         explanation=f"The update by {update.optimizer} made {spoiled} non-finite{why}.",
         evidence=tuple(_evidence(update)),

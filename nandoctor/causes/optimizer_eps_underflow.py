@@ -18,24 +18,21 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OptimizerSlot
 from nandoctor.text import are, constant, number, part_of
 
-CODE = "optimizer-eps-underflow"
 TITLE = "The optimizer's eps rounds to zero"
 PHASES = ("optimizer",)
 
 
-def diagnose(slot: OptimizerSlot) -> Cause | None:
+def diagnose(slot: OptimizerSlot) -> Account | None:
     """Second moments of zero that the optimizer's eps was to guard."""
     counts, dtype = slot.moment.counts, slot.moment.dtype
     if counts is None or not counts.num_zero or dtype.round(slot.eps) != 0:
         return None
     zeros = part_of(counts.num_zero, slot.moment.numel, "second moment")
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The optimizer's eps of {constant(slot.eps)} rounds to 0 in {dtype}, so its step divides by 0",
         explanation=f"The optimizer's eps of {constant(slot.eps)} is zero in {dtype}, and so are "
         f"{zeros} of {slot.parameter or 'a parameter'}: "

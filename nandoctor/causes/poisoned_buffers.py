@@ -18,22 +18,19 @@ from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_nonfinite
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.text import code
 
-CODE = "poisoned-buffers"
 TITLE = "The buffers already hold NaN or Inf"
 PHASES = ("buffer",)
 
 
-def diagnose(finding: OutsideTensor) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Account | None:
     """A buffer that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The buffer {code(name)} {how_nonfinite(stats.counts, stats.numel)} before the forward starts",
         explanation=f"The buffer {name} holds non-finite values, and so does all that is computed from it.",
         evidence=outside_evidence("buffer", finding),

@@ -17,22 +17,19 @@ from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_nonfinite
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.text import code
 
-CODE = "poisoned-input"
 TITLE = "The batch already holds NaN or Inf"
 PHASES = ("input",)
 
 
-def diagnose(finding: OutsideTensor) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Account | None:
     """An input that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{code(name)} {how_nonfinite(stats.counts, stats.numel)} before any layer reads it",
         explanation=f"The batch's {name} holds non-finite values before any layer reads it.",
         evidence=outside_evidence("array", finding),

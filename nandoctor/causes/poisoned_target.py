@@ -16,22 +16,19 @@ from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_nonfinite
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.text import code
 
-CODE = "poisoned-target"
 TITLE = "The target already holds NaN or Inf"
 PHASES = ("target",)
 
 
-def diagnose(finding: OutsideTensor) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Account | None:
     """A target that is non-finite before the loss reads it."""
     name, stats = finding.name, finding.stats
     if stats.finite:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The target {code(name)} {how_nonfinite(stats.counts, stats.numel)}",
         explanation=f"The batch's {name}, which the loss reads, holds non-finite values.",
         evidence=outside_evidence("array", finding),

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_nonfinite
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import code, number
 
-CODE = "poisoned-weights"
 TITLE = "The weights already hold NaN, Inf or implausibly large values"
 PHASES = ("weight",)
 ABSURD = 65504.0
 """Trained weights stay below 1e3; values above 65504 overflow when autocast casts them to fp16."""
 
 
-def diagnose(finding: OutsideTensor) -> Cause | None:
+def diagnose(finding: OutsideTensor) -> Account | None:
     """A weight that is non-finite before anything runs."""
     name, stats = finding.name, finding.stats
     if stats.finite and (stats.absmax or 0.0) <= ABSURD:
@@ -38,9 +37,7 @@ def diagnose(finding: OutsideTensor) -> Cause | None:
     low = finding.low
     is_rounded = stats.finite and low is not None and stats.absmax is not None and not low.holds(stats.absmax)
     copy = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf" if is_rounded and low else ""
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The weight {code(name)} {_how_wrong(stats, copy)}",
         explanation=f"The weight {name} {how} before the forward starts{copy}.",
         evidence=outside_evidence("weight", finding, how),

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from nandoctor.causes.base import Finding, factors, overflow_evidence, past_limit
 from nandoctor.causes.sentences import past, subject
-from nandoctor.evidence.report import Cause, Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SERIAL_PRODUCTS
 from nandoctor.text import plural
 
-CODE = "reduction-overflow"
 TITLE = "A sum over many elements is too large for its format"
 PHASES = ("forward",)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """A reduction whose exact value is finite and does not fit."""
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
     if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
@@ -39,9 +38,7 @@ def diagnose(finding: Finding) -> Cause | None:
         terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
     largest = finding.analysis.exact_absmax if finding.overflowed else None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {past(largest, finding.format)}",
         explanation=f"The {finding.op.op}{over} gives {_result(finding)}.",
         evidence=(*overflow_evidence(finding), *terms),

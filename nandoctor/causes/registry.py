@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from nandoctor.causes import (
 )
 from nandoctor.causes.base import Candidate, Phase
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account, Cause
 
 SECTIONS = ("What it is", "How nandoctor tells", "Why it happens", "Fix", "When it is wrong")
 
@@ -43,16 +43,13 @@ SECTIONS = ("What it is", "How nandoctor tells", "Why it happens", "Fix", "When 
 class CauseModule(Protocol):
     """What a module of a cause exports.
 
-    `PHASES` are those whose findings it is shown, `diagnose` gives a cause or None where it cannot decide. A module may
-    also export `suggest`, which yields changes of the operation that are worth trying, given the same finding. The
-    docstring has the `SECTIONS`.
+    `PHASES` are those whose findings it is shown; `diagnose` gives the case in words, or None where it cannot decide.
+    A module may also export `suggest`, which yields changes of the operation that are worth trying, given the same
+    finding. The docstring has the `SECTIONS`.
     """
 
+    __name__: str
     __doc__: str | None
-
-    @property
-    def CODE(self) -> str:  # noqa: N802
-        """The name of the cause in reports."""
 
     @property
     def TITLE(self) -> str:  # noqa: N802
@@ -62,7 +59,7 @@ class CauseModule(Protocol):
     def PHASES(self) -> Sequence[str]:  # noqa: N802
         """What it is shown, each one of `base.Phase`."""
 
-    def diagnose(self, finding: Any, /) -> Cause | None:
+    def diagnose(self, finding: Any, /) -> Account | None:
         """Explain the finding, or leave it to the causes after this one."""
 
 
@@ -95,20 +92,29 @@ CAUSES: tuple[CauseModule, ...] = (
 """In the order in which they are asked: of those that see a phase, the first that can decide names the cause."""
 
 
+def code_of(module: CauseModule) -> str:
+    """The name of the cause in reports: that of its module, with hyphens."""
+    return module.__name__.rpartition(".")[2].replace("_", "-")
+
+
 def find_cause(phase: Phase, finding: Any) -> Cause | None:
     """Ask the causes of a phase in their order; None where none can decide.
 
     `finding` is a `Finding` in the forward and of what was swallowed, a `GradientFinding` in the backward, an
     `OptimizerSlot` of the optimizer, an `OptimizerUpdate` of its update, else an `OutsideTensor`.
     """
-    causes = (module.diagnose(finding) for module in CAUSES if phase in module.PHASES)
-    return next((cause for cause in causes if cause is not None), None)
+    for module in CAUSES:
+        account = module.diagnose(finding) if phase in module.PHASES else None
+        if account is not None:
+            told = {item.name: getattr(account, item.name) for item in fields(account)}
+            return Cause(code=code_of(module), title=module.TITLE, **told)
+    return None
 
 
 def suggest_changes(cause: Cause | None, finding: Any) -> Iterator[Candidate]:
     """List the changes of the operation itself that are worth trying, for the finding that was diagnosed."""
     for module in CAUSES:
-        if cause is not None and cause.code == module.CODE and (suggest := getattr(module, "suggest", None)):
+        if cause is not None and cause.code == code_of(module) and (suggest := getattr(module, "suggest", None)):
             yield from filter(None, suggest(finding))
 
 
@@ -133,7 +139,7 @@ def find_page(code: str) -> Page:
     Raises:
         NanDoctorError: there is no such code; the remedy names those that are near.
     """
-    by_code = {module.CODE: module for module in CAUSES}
+    by_code = {code_of(module): module for module in CAUSES}
     if code in by_code:
         return _read_page(by_code[code])
     near = [name for name in by_code if code and code in name] or get_close_matches(code, by_code, cutoff=0.5)
@@ -145,9 +151,9 @@ def _read_page(module: CauseModule) -> Page:
     assert module.__doc__ is not None
     first, *lines = module.__doc__.splitlines()
     return Page(
-        code=module.CODE,
+        code=code_of(module),
         title=module.TITLE,
-        summary=first.removeprefix(f"{module.CODE}: "),
+        summary=first.removeprefix(f"{code_of(module)}: "),
         sections=tuple(_read_sections(lines)),
     )
 

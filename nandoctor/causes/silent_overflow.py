@@ -18,20 +18,17 @@ from __future__ import annotations
 
 from nandoctor.causes.base import Finding, overflow_evidence, past_limit
 from nandoctor.causes.sentences import past, subject
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 
-CODE = "silent-overflow"
 TITLE = "A value overflowed, and the finite output is wrong"
 PHASES = ("swallowed",)
 
 
-def diagnose(finding: Finding) -> Cause | None:
+def diagnose(finding: Finding) -> Account | None:
     """An overflow that leaves a finite output."""
     if not finding.overflowed:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}; "
         "a later operation hides the Inf, and the output is wrong",
         explanation=f"{finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}. A later op "

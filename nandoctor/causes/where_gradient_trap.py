@@ -30,11 +30,10 @@ from nandoctor.causes.base import (
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
-from nandoctor.evidence.report import Cause
+from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DIVISIONS, LIMITS, MOVES, SCALINGS, SELECTIONS, SUMS
 
-CODE = "where-gradient-trap"
 TITLE = "NaN gradient through the unselected branch of torch.where"
 PHASES = ("backward",)
 
@@ -42,7 +41,7 @@ _KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
 _DEPTH = 4
 
 
-def diagnose(finding: GradientFinding) -> Cause | None:
+def diagnose(finding: GradientFinding) -> Account | None:
     """A singular op behind a selection that hides it."""
     meets_zeros = any(operand.counts.num_zero for operand in finding.analysis.operands)
     if finding.forward is None or "nan" not in finding.analysis.kinds or not meets_zeros:
@@ -50,9 +49,7 @@ def diagnose(finding: GradientFinding) -> Cause | None:
     selection = _hiding_selection(finding)
     if selection is None:
         return None
-    return Cause(
-        code=CODE,
-        title=TITLE,
+    return Account(
         headline=f"The gradient of {subject(finding.forward)} is 0 * Inf = NaN: the `{selection}` after it "
         "hides the value, not the gradient",
         explanation=f"{selection} discards part of {finding.forward.op}'s result and sends zero gradients back there; "

@@ -114,7 +114,18 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Account:
+    """The case in words, as `Cause` has it."""
+
+    explanation: str
+    evidence: tuple[Evidence, ...]
+    headline: str = ""
+    source: SourceLine | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause(Account):
     """Why it happened: a code of the published list, and the case in words.
 
     `headline` says it in one sentence without a full stop, code of the user's in backticks; "" where only the
@@ -124,11 +135,6 @@ class Cause:
 
     code: str
     title: str
-    explanation: str
-    evidence: tuple[Evidence, ...]
-    headline: str = ""
-    source: SourceLine | None = None
-    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

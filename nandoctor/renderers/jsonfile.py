@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nandoctor.causes.registry import CAUSES
+from nandoctor.causes.registry import list_pages
 from nandoctor.errors import ReportError
 from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.serialization import describe_schema, from_plain, to_plain
@@ -27,7 +27,10 @@ def dumps(record: Any) -> str:
 def report_schema() -> dict[str, Any]:
     """The JSON schema of reports, with the causes of this version; a newer one may have more."""
     schema = describe_schema(Report, title=SCHEMA)
-    schema["$defs"]["Cause"]["properties"]["code"] = {"type": "string", "examples": [cause.CODE for cause in CAUSES]}
+    schema["$defs"]["Cause"]["properties"]["code"] = {
+        "type": "string",
+        "examples": [page.code for page in list_pages()],
+    }
     return schema
 
 

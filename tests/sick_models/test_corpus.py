@@ -25,7 +25,7 @@ MECHANISMS = {
     "optimizer eps",
 }  # fmt: skip
 # What a recorder alone can see, the update by the optimizer, has its trainings in tests/capture.
-CAUSES = {cause.CODE for cause in registry.CAUSES if cause.PHASES != ("update",)}
+CAUSES = {registry.code_of(cause) for cause in registry.CAUSES if cause.PHASES != ("update",)}
 SHOWS_IN = {
     "forward": ("output",),
     "loss": ("loss",),
