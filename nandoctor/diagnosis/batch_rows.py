@@ -173,8 +173,9 @@ def _carry(op: OpCall, tensor: OpTensor, where: _Rows, size: int) -> _Rows | Non
         return 0 if made[:1] == (size,) else None
     taken = tensor.stats.shape
     is_factor = op.op in PRODUCTS
-    if tensor.name != PRODUCTS[op.op].factors[0] if is_factor else len(taken) < min(len(made), 2):
-        return None  # spread over the rows, or over their columns
+    is_spread = len(taken) < min(len(made), 2) and math.prod(taken) < math.prod(made)
+    if tensor.name != PRODUCTS[op.op].factors[0] if is_factor else is_spread:
+        return None  # over the rows, or over their columns
     if isinstance(where, int):
         return _carry_dim(op, taken, where, size)
     if where == "blocks":

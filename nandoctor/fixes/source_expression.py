@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -267,26 +267,43 @@ def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from nodes_below(child)
 
 
+_MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})
+_ARITHMETIC: Mapping[type, Callable[[float, float], float]] = {
+    cst.Add: operator.add,
+    cst.Subtract: operator.sub,
+    cst.Multiply: operator.mul,
+    cst.Divide: operator.truediv,
+    cst.Power: operator.pow,
+}
+
+
 def number_in(node: cst.CSTNode) -> float | None:
-    """The number that an expression writes down, with its sign."""
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
-        inner = number_in(node.expression)
-        return None if inner is None else -inner
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return float(node.evaluated_value)
-    if isinstance(node, cst.Attribute) and node.attr.value == "inf":
-        return math.inf
-    return _number_in_text(node) if isinstance(node, cst.Call) else None
-
-
-def _number_in_text(node: cst.Call) -> float | None:
-    """The number of `float("-inf")`."""
-    given = node.args[0].value if len(node.args) == 1 else None
-    if not (isinstance(node.func, cst.Name) and node.func.value == "float" and isinstance(given, cst.SimpleString)):
+    """The number that an expression of numbers alone comes to: `-1e-8`, `2 ** -24`, `math.sqrt(2 * math.pi)`."""
+    try:
+        number = _evaluate(node)
+    except (ArithmeticError, ValueError, TypeError):
         return None
-    with suppress(ValueError):
-        return float(str(given.evaluated_value))
-    return None
+    return number if isinstance(number, float) else None
+
+
+def _evaluate(node: cst.CSTNode) -> float:  # noqa: PLR0911 - a table of forms
+    """Compute an expression of numbers; raises TypeError for what is none."""
+    match node:
+        case cst.UnaryOperation(operator=cst.Minus()):
+            return -_evaluate(node.expression)
+        case cst.Integer() | cst.Float():
+            return float(node.evaluated_value)
+        case cst.BinaryOperation() if type(node.operator) in _ARITHMETIC:
+            return _ARITHMETIC[type(node.operator)](_evaluate(node.left), _evaluate(node.right))
+        case cst.Attribute(attr=cst.Name("inf")):
+            return math.inf
+        case cst.Attribute(value=cst.Name(module), attr=cst.Name("pi" | "e" as name)) if module in _MODULES_OF_NUMBERS:
+            return float(getattr(math, name))
+        case cst.Call(func=cst.Name("float"), args=[cst.Arg(value=cst.SimpleString() as text)]):
+            return float(str(text.evaluated_value))
+        case cst.Call(func=cst.Attribute(value=cst.Name("math"), attr=cst.Name("sqrt" | "log" | "exp" as name))):
+            return float(getattr(math, name)(*(_evaluate(item.value) for item in node.args)))
+    raise TypeError
 
 
 def grouped(text: str) -> str:

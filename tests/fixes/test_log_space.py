@@ -1,5 +1,6 @@
 """Logarithms and quotients in log space: what is written, and what is left alone because it may mean something else."""
 
+import math
 import textwrap
 
 import libcst as cst
@@ -8,6 +9,7 @@ import torch
 
 import nandoctor
 from nandoctor.fixes.source_definitions import Definitions
+from nandoctor.fixes.source_expression import number_in
 from nandoctor.fixes.source_tree import parse_source
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
@@ -86,6 +88,30 @@ def test_a_softmax_by_hand(tmp_path, x):
     assert added(report) == ["return torch.softmax(score, -1)"]
     # Two scores beyond the bound would have the same weight, which no run of this batch shows: float64 overflows too.
     assert not any(item.verified for item in report.fixes if item.edit.kind == "clamp")
+
+
+@pytest.mark.slow
+def test_a_constant_may_be_computed(tmp_path, x):
+    code = """
+    def forward(self, x):
+        mean, log_std, y = self.fc(x / 300).chunk(3, dim=-1)
+        density = torch.exp(-0.5 * ((y - mean) / log_std.exp()) ** 2) / (log_std.exp() * (2 * torch.pi) ** 0.5)
+        return density.log()
+    """
+    patches = [item.patch for item in replay(tmp_path, code, x=x).fixes]
+    assert any("+        return logits - (log_std.float() + 0.91893853)\n" in patch for patch in patches)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("-2 ** -24", -(2**-24)), ("math.sqrt(2 * math.pi)", math.sqrt(2 * math.pi)), ('float("-inf")', -math.inf)]
+    + [
+        (text, None)
+        for text in ("x + 1", "2 * self.pi", "10 ** 10 ** 10", "(-1) ** 0.5", "1 / 0", "math.log(-1)", "+x")
+    ],
+)
+def test_a_number_is_one_of_numbers_alone(text, value):
+    assert number_in(cst.parse_expression(text)) == value
 
 
 @pytest.mark.slow

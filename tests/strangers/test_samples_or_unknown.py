@@ -87,6 +87,10 @@ UNKNOWN = {
         SERIES,
     ),
     "added up over the batch": (lambda self, x: self.end(self.entry(x).half().amax(dim=(0, 2))), {"x": hot(6, 6, 8)}),
+    "spread over the columns": (
+        lambda self, x, y: self.end(self.entry.weight[:4, :4].half() + y.half()),
+        {**FLAT, "y": hot(4).abs()},
+    ),
     "positions": (lambda self, x: x + self.end(torch.arange(4.0)[:, None].half() * 1e3), FLAT),
 }
 KNOWN = {
@@ -101,6 +105,7 @@ KNOWN = {
     "positions along the second": (lambda self, x: self.end(self.entry(x) + self.entry.weight[:6].half()), SERIES),
     "maps": (lambda self, x: self.end(self.entry(x).half().amax(dim=(1, 2))), {"x": hot(8, 8, 8, 8)}),
     "heads": (heads, SERIES),
+    "a column of numbers": (lambda self, x, y: self.end(y[:, None].half() - self.entry(x)), {**FLAT, "y": normal(4)}),
     "first token": (lambda self, x: self.end(self.entry(x)[:, 0]), SERIES),
     "pairs apart": (lambda self, a, b: self.end(self.entry(a)) + self.entry(b), {"a": hot(4, 8), "b": normal(4, 8)}),
     "similarities": (lambda self, a, b: self.end(a @ b.T), {"a": hot(4, 8) / 8, "b": normal(4, 8)}),
