@@ -16,6 +16,7 @@ from torch.library import fallthrough_kernel
 
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
+from nandoctor.autocast.literals import FP32_FOR_HALF
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared
 from nandoctor.torch_compat import answers_itself, is_view, schema_of, version_of
@@ -236,12 +237,9 @@ def _run_cast(call: _Call) -> Any:
         return call.run()
 
     def widen(value: Any) -> Any:
-        return torch.float32 if value in (torch.float16, torch.bfloat16) else value
+        return FP32_FOR_HALF.get(value, value) if isinstance(value, torch.dtype) else value
 
-    is_dtype = {name: value for name, value in call.kwargs.items() if isinstance(value, torch.dtype)}
-    args = tuple(widen(value) if isinstance(value, torch.dtype) else value for value in call.args)
-    kwargs = {**call.kwargs, **{name: widen(value) for name, value in is_dtype.items()}}
-    return replace(call, args=args, kwargs=kwargs).run()
+    return call.op(*map(widen, call.args), **{name: widen(value) for name, value in call.kwargs.items()})
 
 
 @cache

@@ -261,11 +261,11 @@ class OpAnalysis:
     samples: tuple[int, ...]
     first_index: tuple[int, ...] | None
     worst_index: tuple[int, ...] | None
-    num_exact_finite: int
-    exact_absmax: float | None
-    exact_at_worst: float | None
-    length: int | None
-    num_full_rows: int | None
+    num_exact_finite: int = 0
+    exact_absmax: float | None = None
+    exact_at_worst: float | None = None
+    length: int | None = None
+    num_full_rows: int | None = None
     operands: tuple[Operand, ...]
     grid: Grid | None = None
 

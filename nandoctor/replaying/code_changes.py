@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,12 +52,7 @@ def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Seq
     found = _compare_hashes(dump.recorded, of_model)
     found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
-    return CodeState(
-        basis=found.basis,
-        changes=changes,
-        settings=tuple(_changed_settings(dump.recorded, settings)),
-        compared=found.compared,
-    )
+    return replace(found, changes=changes, settings=tuple(_changed_settings(dump.recorded, settings)))
 
 
 def _files_of(model: nn.Module) -> set[Path]:
@@ -245,13 +241,11 @@ class _Skeleton(ast.NodeTransformer):
     """Leaves out imports and the bodies of functions, but for those that build a model."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node if node.name in _BUILD else self._emptied(node)
+        if node.name not in _BUILD:
+            node.body = [ast.Pass()]
+        return node
 
     visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
-
-    def _emptied(self, node: Any) -> ast.AST:
-        node.body = [ast.Pass()]
-        return node  # type: ignore[no-any-return]
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         return None

@@ -56,7 +56,7 @@ def select_samples(
             batch[edit.array] = batch[edit.array].masked_fill(batch[edit.mask] == 0, 0.0)
     kept = next((edit.samples for edit in edits if isinstance(edit, KeepSamples)), None)
     if kept is None:
-        return dict(batch)
+        return batch
     size = batch_size(batch, used)
     index = torch.tensor(kept, dtype=torch.long)
     return {
@@ -90,7 +90,8 @@ def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int
     taken = _of_all_samples({name: tensor for name, tensor in batch.items() if name in used and tensor.dim()})
     others = Counter(tensor.shape[0] for tensor in taken if tensor.shape[0] != size)
     as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
-    has_edges = any(tensor.shape[0] == 2 != size and _is_edge_list(tensor) for tensor in taken)
+    tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
+    has_edges = any(table.shape[0] == 2 != size for table in tables)
     return None if as_many or has_edges else size
 
 
@@ -109,10 +110,6 @@ def may_have_time_first(
     others = [tensor.shape for tensor in arrays if tensor.dim() in (1, 2, 4)]
     is_alone = all(shape[:2] in sequences or shape == (size, size) for shape in others)
     return "possible" if is_alone else "unlikely"
-
-
-def _is_edge_list(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
 
 
 @contextmanager

@@ -91,10 +91,6 @@ def _write_products(setting: tuple[str | None, ...]) -> None:
             backend.fp32_precision = precision
 
 
-def _write_print_options(options: Mapping[str, Any]) -> None:
-    torch.set_printoptions(**options)  # type: ignore[no-untyped-call]
-
-
 def _of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
@@ -125,7 +121,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "memory-efficient attention": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     "attention by reference math": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
     "repeated warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
-    "print options": (torch_compat.print_options, _write_print_options),
+    "print options": (
+        torch_compat.print_options,
+        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
+    ),
 }
 
 

@@ -41,7 +41,9 @@ def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
         with _watching(model, recorded) as inside:
             returned = [_call(model, recorded.method, call, tensors, device) for call in recorded.calls]
         output = returned[0] if len(returned) == 1 else returned
-        return {"returned": _loss_of(output), **inside} if recorded.method else output
+        if not recorded.method:
+            return output
+        return {"returned": output.get("loss") if isinstance(output, Mapping) else output, **inside}
 
     what = f"model.{recorded.method}" if recorded.method else "model"
     shown = ", ".join(dict.fromkeys(name.partition(".")[2] for name in names))
@@ -188,20 +190,9 @@ def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         for name in recorded.watched:
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_hook(_keep(inside, name)).remove)
+            hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
+            stack.callback(hook.remove)
         yield inside
-
-
-def _keep(inside: dict[str, Any], name: str) -> Callable[..., None]:
-    def keep(_: nn.Module, args: Any, output: Any) -> None:
-        inside[name] = output
-
-    return keep
-
-
-def _loss_of(returned: Any) -> Any:
-    """What a training_step returned: the loss, or a dict that has it."""
-    return returned.get("loss") if isinstance(returned, Mapping) else returned
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import SavedOutputs, is_finite_array
 from nandoctor.replaying.settings import Settings
+from nandoctor.replaying.user_code import WRONG_CALL
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -38,7 +39,6 @@ CLEARLY = 4.0
 
 _GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "finite": 3}
 _HALF = (FP16, BF16)
-_WRONG_CALL = (TypeError, AttributeError, KeyError, IndexError)
 
 
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
@@ -276,7 +276,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     try:
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and step.policy.ambient)
     except ModelError as error:
-        if others and isinstance(error.__cause__, _WRONG_CALL):
+        if others and isinstance(error.__cause__, WRONG_CALL):
             with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
                 return _replay(others, preparation, is_first=is_first)
         raise

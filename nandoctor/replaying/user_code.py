@@ -21,7 +21,7 @@ from nandoctor.process_wide import Shared
 from nandoctor.replaying.module_state import run_backward
 from nandoctor.text import brief
 
-_WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
+WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 
 class ProcessEndError(RuntimeError):
@@ -77,7 +77,7 @@ _exits_raise = Shared(_patched_exit)
 def is_wrong_call(error: Exception) -> bool:
     """Tell whether a module or a loss was called with what it is not made for, which no value of a tensor explains."""
     if isinstance(error, LossError):
-        return isinstance(error.__cause__, (*_WRONG_CALL, type(None)))
+        return isinstance(error.__cause__, (*WRONG_CALL, type(None)))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, TypeError) and frames[-1].f_globals.get("__name__") == nn.Module.__module__
 
@@ -99,7 +99,8 @@ def explain_forward_error(error: Exception, policy: Policy) -> ModelError | Loss
         return error
     if is_out_of_memory(error):
         return explain_memory("run the step", error)
-    what = "backward pass" if _is_of_backward(error) else "forward"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    what = "backward pass" if any(frame.f_code is run_backward.__code__ for frame in frames) else "forward"
     raised = f"The model's {what} raised {type(error).__name__}{place_of(error)}: {error}"
     if "without overflow" in str(error):
         return ModelError(
@@ -123,10 +124,6 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
         f"There is not enough memory to {doing} ({detail}).",
         remedy="Run it where there is more memory or on the CPU, or allow more (--memory); what else runs counts too.",
     )
-
-
-def _is_of_backward(error: BaseException) -> bool:
-    return any(frame.f_code is run_backward.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def place_of(error: BaseException) -> str:

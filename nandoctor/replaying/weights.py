@@ -26,6 +26,7 @@ from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, dtype_name, join_first, number, plural
 from nandoctor.torch_compat import tree_map
+from nandoctor.tracing.tensor_stats import all_finite
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -187,7 +188,7 @@ def cast_weights(dump: Dump) -> Dump:
         return dump
     formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
     cast = {name: cast_to_file(dump.state[name], dtype) for name, dtype in formats.items()}
-    lost = [name for name, tensor in cast.items() if not _keeps_finite(dump.state[name], tensor)]
+    lost = [name for name, tensor in cast.items() if all_finite(dump.state[name]) and not all_finite(tensor)]
     notes = [f"FSDP's policy casts these weights to a format that they overflow: {join_first(lost, 3)}."] * bool(lost)
     narrow = sorted({dtype for dtype in casts.gradients.values() if dtype in ("float16", "bfloat16")})
     notes += [
@@ -198,10 +199,6 @@ def cast_weights(dump: Dump) -> Dump:
     return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
 
 
-def _keeps_finite(tensor: torch.Tensor, cast: torch.Tensor) -> bool:
-    return bool(cast.isfinite().all()) or not bool(tensor.isfinite().all())
-
-
 def add_casts(model: nn.Module, recorded: Recorded | None) -> None:
     """Cast floating-point inputs and outputs of the modules that the policy was of."""
     casts = recorded.module_casts if recorded is not None else None
@@ -210,29 +207,22 @@ def add_casts(model: nn.Module, recorded: Recorded | None) -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, dtype in casts.inputs.items():
         if path in modules:
-            format_of = _format(path, dtype, casts, parameters)
-            modules[path].register_forward_pre_hook(_cast_inputs(format_of), with_kwargs=True)
+            cast = _caster(path, dtype, casts, parameters)
+            modules[path].register_forward_pre_hook(lambda _, *given, cast=cast: cast(given), with_kwargs=True)
     for path, dtype in casts.outputs.items():
         if path in modules:
-            modules[path].register_forward_hook(_cast_output(_format(path, dtype, casts, parameters)))
+            cast = _caster(path, dtype, casts, parameters)
+            modules[path].register_forward_hook(lambda _, __, output, cast=cast: cast(output))
 
 
-def _format(
-    path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]
-) -> Callable[[], torch.dtype]:
-    """What a module's values are cast to: the recorded format, or a wider one that its weights are in for this run."""
+def _caster(path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]) -> Callable[[Any], Any]:
+    """What casts a module's values: to the recorded format, or a wider one that its weights are in for this run."""
     names = (name for name in casts.parameters if name in parameters and name.startswith(f"{path}." if path else ""))
     weight, recorded = parameters.get(next(names, "")), getattr(torch, dtype)
-    return lambda: recorded if weight is None else torch.promote_types(recorded, weight.dtype)
 
+    def cast_leaf(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+            return leaf
+        return leaf.to(recorded if weight is None else torch.promote_types(recorded, weight.dtype))
 
-def _cast_inputs(format_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    return lambda _, args, kwargs: tree_map(lambda item: _to(item, format_of()), (args, kwargs))
-
-
-def _cast_output(format_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    return lambda _, __, output: tree_map(lambda item: _to(item, format_of()), output)
-
-
-def _to(item: Any, dtype: torch.dtype) -> Any:
-    return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+    return lambda value: tree_map(cast_leaf, value)

@@ -142,11 +142,6 @@ class GradientTracer:
             samples=made.counts.samples,
             first_index=made.counts.first_bad_index,
             worst_index=made.counts.first_bad_index,
-            num_exact_finite=0,
-            exact_absmax=None,
-            exact_at_worst=None,
-            length=None,
-            num_full_rows=None,
             operands=tuple(
                 describe_operand("grad_output", values, made.counts.first_bad_index, nonfinite, self._low)
                 for values in map(numbers_in, incoming)
