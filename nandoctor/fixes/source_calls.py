@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -11,11 +12,14 @@ import libcst as cst
 
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_definitions import Definitions
-from nandoctor.fixes.source_expression import CannotWriteError, Expression, calls_in, nodes_below, text_with
+from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, calls_in, nodes_below, text_with
 from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.source_files import PACKAGE_FOLDERS
 
 _MOST_FILES = 300
 """How many files a name is looked for in; where there are more, it may be anywhere."""
+_ALIKE = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
+"""Decorators that hand over the arguments as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +48,25 @@ class GivenValue:
 
 
 class GivenProbabilities:
-    """The parameters of one function whose values can be taken inside; `names` are those that a change binds."""
+    """The parameters of the functions of one file whose values can be taken inside."""
 
-    def __init__(self, tree: SourceTree, names: set[str]) -> None:
-        self._tree, self._names = tree, names
+    def __init__(self, change: FileChange) -> None:
+        self._tree, self._file, self._names = change.tree, change.file, change.names
         self._named: dict[cst.BaseExpression, tuple[GivenValue, str]] = {}
 
     def value_of(self, parameter: cst.Name, ops: Sequence[OpCall]) -> tuple[cst.Call, OpCall] | None:
         """The sigmoid or softmax that a parameter is given, and its op; None for any other."""
-        given = _value_given(self._tree, parameter)
+        given = _value_given(self._tree, parameter, self._file)
         caller = self._tree.function_of(given.value) if given is not None else None
         if given is None or caller is None:
             return None
         op = dict(calls_in(self._tree, caller, ops)).get(given.value)
-        if op is None or op.source is None or op.op not in ("sigmoid", "softmax"):
+        if op is None or op.op not in ("sigmoid", "softmax"):
             return None
         expression = Expression(self._tree, given.value, op)
         dims = [text.removeprefix("dim=").removeprefix("-") for text in expression.texts_after_first()]
         is_alike = op.op == "sigmoid" or (dims and all(map(str.isdecimal, dims)))
-        if not is_alike or _is_named_elsewhere(Path(op.source.file), _defined_name(self._tree, given.function)):
+        if not is_alike:
             return None
         inner = expression.argument_node("self")
         if inner not in self._named:
@@ -86,44 +90,80 @@ class GivenProbabilities:
                 yield from given.taken_inside(self._tree, inner, name, texts.keys())
 
 
-def _value_given(tree: SourceTree, parameter: cst.Name) -> GivenValue | None:
+def _value_given(tree: SourceTree, parameter: cst.Name, file: Path) -> GivenValue | None:
     """The call that is given for a parameter which the function does not bind anew; None where that is not certain."""
     function = tree.function_of(parameter)
     if function is None or Definitions(tree, function).binds(parameter.value):
         return None
     names = [item.name for item in function.params.params]
     own = next((name for name in names if name.value == parameter.value), None)
-    called = _name_of_calls(tree, function)
-    everywhere = [*nodes_below(tree.module)]
-    calls = [node for node in everywhere if isinstance(node, cst.Call) and _called(node) == called]
-    named = [node for node in everywhere if isinstance(node, cst.Name) and node.value == called]
-    if own is None or len(calls) != 1 or len(named) > 2 or any(arg.star for arg in calls[0].args):
-        return None  # it is named where it is called, and where it is defined or, of a module, kept
-    by_name = {arg.keyword.value: arg.value for arg in calls[0].args if arg.keyword is not None}
-    positional = (arg.value for arg in calls[0].args if arg.keyword is None)
+    try:
+        call = only_call(tree, function, file) if own is not None else None
+    except CannotWriteError:
+        return None
+    if own is None or call is None or any(arg.star for arg in call.args):
+        return None
+    by_name = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    positional = (arg.value for arg in call.args if arg.keyword is None)
     by_place = dict(zip((name.value for name in names if name.value != "self"), positional, strict=False))
     value = (by_place | by_name).get(own.value)
     return GivenValue(function=function, parameter=own, value=value) if isinstance(value, cst.Call) else None
 
 
-def _defined_name(tree: SourceTree, function: cst.FunctionDef) -> str:
-    """The name that other code knows a function by: of a forward that of its class."""
-    classes = (node.name.value for node in tree.ancestors(function) if isinstance(node, cst.ClassDef))
-    return next(classes, "") if function.name.value == "forward" else function.name.value
+def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Call:
+    """The only call of a function, or of the module whose forward it is, that there can be.
+
+    Nothing but the definition and the call has its name: no other file, no string that may be looked up.
+
+    Raises:
+        CannotWriteError: another call may be made, or the function is not called directly.
+    """
+    nodes = [*nodes_below(tree.module)]
+    all_calls = [node for node in nodes if isinstance(node, cst.Call)]
+    called, made = function.name.value, ""
+    if called == "forward":
+        made = next((node.name.value for node in tree.ancestors(function) if isinstance(node, cst.ClassDef)), "")
+        called = _name_of_module(tree, [node for node in all_calls if _called(node) == made])
+    calls = [node for node in all_calls if _called(node) == called]
+    spelled = [_spelled(node) for node in nodes]
+    is_alone = all(spelled.count(name) == 2 for name in (called, made) if name)
+    decorators = {tree.code(item.decorator) for item in function.decorators}
+    if not called or len(calls) != 1 or not is_alone or decorators - _ALIKE or any(map(_looks_up, all_calls)):
+        raise CannotWriteError
+    if _is_named_elsewhere(file, {called, made} - {""}):
+        raise CannotWriteError
+    return calls[0]
 
 
-def _is_named_elsewhere(file: Path, name: str) -> bool:
-    """Tell whether another file of the folder, or below, has the name: its calls would have to change as well."""
-    others = [other for other in islice(file.parent.rglob("*.py"), _MOST_FILES) if other != file]
-    return len(others) + 1 >= _MOST_FILES or any(name in other.read_text(errors="ignore") for other in others)
+def _spelled(node: cst.CSTNode) -> object:
+    """The name that a node is, or the text by which code may look one up."""
+    return node.evaluated_value if isinstance(node, cst.SimpleString) else getattr(node, "value", None)
 
 
-def _name_of_calls(tree: SourceTree, function: cst.FunctionDef) -> str:
-    """The last name of what calls of a function call; of a forward that of the only attribute that has its module."""
-    of_class = _defined_name(tree, function)
-    if function.name.value != "forward":
-        return of_class
-    made = [node for node in nodes_below(tree.module) if isinstance(node, cst.Call) and _called(node) == of_class]
+def _looks_up(call: cst.Call) -> bool:
+    """Tell whether a call looks for an attribute by a name that is computed: of an object, it may be any."""
+    return _called(call) == "getattr" and len(call.args) > 1 and not isinstance(call.args[1].value, cst.SimpleString)
+
+
+def _is_named_elsewhere(file: Path, names: Set[str]) -> bool:
+    """Tell whether another file of the project has one of the names: its calls would have to change as well."""
+    others = [other for other in islice(_files_beside(file), _MOST_FILES) if other != file]
+    texts = (other.read_text(errors="ignore") for other in others)
+    return len(others) + 1 >= _MOST_FILES or any(name in text for text in texts for name in names)
+
+
+def _files_beside(file: Path) -> Iterator[Path]:
+    """The files of code below the working directory, or the folder that the outermost package of a file is in."""
+    packages = [folder for folder in file.parents if (folder / "__init__.py").is_file()]
+    here = Path.cwd()
+    root = here if file.is_relative_to(here) else packages[-1].parent if packages else file.parent
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in PACKAGE_FOLDERS and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _name_of_module(tree: SourceTree, made: Sequence[cst.Call]) -> str:
+    """The name of the only attribute that has the module that a call makes; "" where there are more or others."""
     parent = next(tree.ancestors(made[0]), None) if len(made) == 1 else None
     target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
     return target.attr.value if isinstance(target, cst.Attribute) else ""

@@ -45,6 +45,7 @@ from nandoctor.fixes.source_expression import (
     text_with,
 )
 from nandoctor.fixes.source_logs import LogSpace
+from nandoctor.fixes.source_shares import check_shares
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
@@ -155,7 +156,7 @@ class SourceWriter:
                 text, _ = decode_source(Path(source.file).read_bytes())
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
-            self._files[source.file] = FileChange(tree=parse_source(text))
+            self._files[source.file] = FileChange(tree=parse_source(text), file=Path(source.file))
         return self._files[source.file]
 
     def _op_at(self, site: OpSite, source: SourceLine) -> OpCall | None:
@@ -272,9 +273,10 @@ class SourceWriter:
     def _stable_log(self, edit: StableLog) -> None:
         change, expression = self._open(edit.site)
         if edit.site.op == "exp":
+            check_shares(change.tree, expression.node, change.file)
             self._subtract_largest(change, expression)
             return
-        space = LogSpace(change.tree, expression.node, self._ops, change.names)
+        space = LogSpace(change, expression.node, self._ops)
         if edit.site.op in DIVISIONS:
             replacements, unread = space.write_ratio(expression.node)
         else:

@@ -117,6 +117,17 @@ class Definitions:
     def _is_target(self, node: cst.Name) -> bool:
         return isinstance(next(self._tree.ancestors(node), None), cst.AssignTarget)
 
+    def is_no_read(self, node: cst.Name) -> bool:
+        """Tell whether a name is what is assigned to, an attribute of something, or a keyword."""
+        parent = next(self._tree.ancestors(node), None)
+        is_part = isinstance(parent, cst.Attribute) and node is parent.attr
+        return is_part or self._is_target(node) or (isinstance(parent, cst.Arg) and node is parent.keyword)
+
+
+def in_loop(tree: SourceTree, node: cst.CSTNode) -> bool:
+    """Tell whether a node is run again by a loop around it, of its function or outside."""
+    return any(isinstance(parent, _LOOPS) for parent in tree.ancestors(node))
+
 
 def _name_of(node: cst.Assign) -> str:
     target = node.targets[0].target

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 
 import libcst as cst
@@ -349,6 +350,7 @@ class FileChange:
     """What is to be replaced in one file, the `names` that it binds, and the assignments that it leaves `unread`."""
 
     tree: SourceTree
+    file: Path
     names: set[str] = field(default_factory=set)
     replacements: list[Replacement] = field(default_factory=list)
     wraps: list[Wrap] = field(default_factory=list)

@@ -20,6 +20,7 @@ from nandoctor.fixes.source_expression import (
     HAS_EFFECTS,
     CannotWriteError,
     Expression,
+    FileChange,
     calls_in,
     grouped,
     negated,
@@ -27,7 +28,7 @@ from nandoctor.fixes.source_expression import (
     number_in,
     text_with,
 )
-from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.fixes.source_tree import Replacement
 from nandoctor.ops import CASTS, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
@@ -37,7 +38,6 @@ _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
 _BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
-_LOG_OPS = frozenset({"log", "log1p"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class _Log:
 
 
 class LogSpace:
-    """The logarithms of what one function computes; `names` are those that other changes of the file bind."""
+    """The logarithms of what one function computes; no name is bound that another change of its file binds."""
 
-    def __init__(self, tree: SourceTree, node: cst.CSTNode, ops: Sequence[OpCall], names: set[str]) -> None:
-        function = tree.function_of(node)
+    def __init__(self, change: FileChange, node: cst.CSTNode, ops: Sequence[OpCall]) -> None:
+        tree, function = change.tree, change.tree.function_of(node)
         if function is None:
             raise CannotWriteError
-        self._tree, self._function, self._ops, self._names = tree, function, ops, names
+        self._tree, self._function, self._ops, self._names = tree, function, ops, change.names
         self._definitions = Definitions(tree, function)
         self._calls = dict(calls_in(tree, function, ops))
         self._place: cst.CSTNode = node
@@ -73,7 +73,7 @@ class LogSpace:
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
         self._through: dict[cst.Assign, None] = {}
         self._sources: set[cst.CSTNode] = set()
-        self._given = GivenProbabilities(tree, names)
+        self._given = GivenProbabilities(change)
 
     @property
     def _functional(self) -> str:
@@ -86,7 +86,7 @@ class LogSpace:
         With it go those of its statement and those of the same exponential or probability: another batch may fail
         there. With `everywhere` all of the function do.
         """
-        logs = {item: call for item, call in self._calls.items() if call.op in _LOG_OPS}
+        logs = {item: call for item, call in self._calls.items() if call.op in ("log", "log1p")}
         texts = {node: self._write_log(node, logs[node])} if node in logs else {}
         sources, statement = set(self._sources), self._tree.statement_of(node)
         for item, call in logs.items():

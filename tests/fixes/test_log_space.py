@@ -335,15 +335,19 @@ def test_the_largest_exponent_is_subtracted_in_another_function(tmp_path, x):
     "end",
     [
         "w / (1 + w.sum(dim=-1, keepdim=True))",  # the 1 would have to be scaled as well
+        "w / (w.sum(dim=-1, keepdim=True) + 1e-8)",  # so would an eps, which shows where all powers are small
+        "w / w.sum(dim=-1, keepdim=True) if len(x) else w",  # of an empty batch, or another, the powers themselves
+        pytest.param("w / w.sum(dim=-1, keepdim=True) + self.powers(x * 0).sum() * 0", marks=pytest.mark.slow),
+        pytest.param("(w * x[:, :3].abs()) / w.sum(dim=-1, keepdim=True).clamp(min=1)", marks=pytest.mark.slow),
         pytest.param("w / w.sum(dim=0, keepdim=True)", marks=pytest.mark.slow),
-        pytest.param("w.log()", marks=pytest.mark.slow),
+        pytest.param("w.log() + 0 * w.sum(dim=-1, keepdim=True)", marks=pytest.mark.slow),
     ],
 )
 def test_no_exponent_is_subtracted_where_it_makes_a_difference(end, tmp_path, x):
     code = f"""
     def forward(self, x):
         w = self.powers(x)
-        return {end}, w.sum(dim=-1) * 0
+        return {end}
 
     def powers(self, x):
         return self.fc(x).exp() * 2
@@ -379,8 +383,20 @@ def test_a_function_is_given_logits_by_its_only_call(tmp_path, x):
         ("return -(p", "p /= 1; return -(p"),
         ("dim=-1)", "dim=self.dim)"),
         ("return self.unc", "self.later = self.uncertainty; return self.unc"),
+        ("return self.unc", "later = getattr(self, 'uncertainty'); return self.unc"),
+        ("return self.unc", "later = getattr(self, 'un' + 'certainty'); return self.unc"),
+        ("    def uncertainty", "    @torch.jit.ignore\n    def uncertainty"),
     ],
-    ids=["two calls", "bound anew", "written into", "a dimension of the caller's", "kept for later"],
+    ids=[
+        "two calls",
+        "bound anew",
+        "written into",
+        "a dimension of the caller's",
+        "kept for later",
+        "looked up",
+        "looked up by a computed name",
+        "decorated",
+    ],
 )
 def test_a_function_keeps_its_parameter(old, new, tmp_path, x):
     code = (

@@ -1,0 +1,109 @@
+"""What is made of powers, by the code alone: shares of their sum stay where the largest exponent is subtracted."""
+
+import textwrap
+
+import libcst as cst
+import pytest
+
+from nandoctor.fixes.source_calls import only_call
+from nandoctor.fixes.source_expression import CannotWriteError, nodes_below
+from nandoctor.fixes.source_shares import check_shares
+from nandoctor.fixes.source_tree import parse_source
+
+SHARES = {
+    "at once": "w = x.exp()\nreturn w / w.sum(-1, keepdim=True)",
+    "cast and scaled": "w = 2 * x.exp().float()\nz = w.sum(dim=1)\nreturn w.to(x.dtype) / z[:, None]",
+    "an average": "w = x.exp()\nreturn (w.unsqueeze(-1) * y).transpose(1, 2) @ v / torch.sum(w, dim=1)",
+    "a name bound anew": "x = x.exp()\nx = x / x.sum(-1, keepdim=True)\nreturn x.log()",
+    "a way of each": "w = x.exp()\nif y:\n    return w / w.sum(1)\nz = w.sum(1)\nreturn torch.matmul(w, v) / z",
+    "sizes": "w = x.exp()\nprint(w.shape)\nreturn w / w.sum(1)",
+}
+OTHERS = {
+    "an eps": "w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)",
+    "a bound": "w = x.exp()\nreturn w / w.sum(-1, keepdim=True).clamp(min=1e-8)",
+    "an eps later": "w = x.exp()\nz = w.sum(-1)\nz += 1e-8\nreturn w / z",
+    "a way not run": "w = x.exp()\nif y:\n    return w\nreturn w / w.sum(-1, keepdim=True)",
+    "kept": "w = x.exp()\nself.last = w\nreturn w / w.sum(-1, keepdim=True)",
+    "written out": "w = x.exp()\nself.seen.copy_(w)\nreturn w / w.sum(-1, keepdim=True)",
+    "a mask": "w = x.exp() * y\nreturn w / w.sum(-1, keepdim=True)",
+    "squares": "w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)",
+    "the reciprocal": "w = x.exp()\nreturn w / w.sum(-1), 1 / w.sum(-1)",
+    "another sum": "w = x.exp()\nreturn y / w.sum(-1)",
+    "of a sum": "w = x.exp()\nz = w.sum(-1)\nreturn w / z.sum(0)",
+    "in another function": "w = x.exp()\nreturn (lambda: w)() / w.sum(-1)",
+    "in a loop": "for step in y:\n    w = w / w.sum(-1) if step else 0\n    w = x.exp()\nreturn w",
+    "by a branch": "w = x.exp()\nif y:\n    w = w * 2\nreturn w / w.sum(-1)",
+    "nothing else": "return x.exp()",
+}
+
+
+def write(body):
+    """A tree of a function with this body, and the powers in it."""
+    tree = parse_source("import torch\n\n\ndef scores(self, x, y, v, t):\n" + textwrap.indent(body, " " * 4) + "\n")
+    calls = (node for node in nodes_below(tree.module) if isinstance(node, cst.Call))
+    return tree, next(node for node in calls if tree.code(node) == "x.exp()")
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_of_a_sum(name, tmp_path):
+    assert check_shares(*write(SHARES[name]), tmp_path / "net.py") is None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_powers_that_go_elsewhere(name, tmp_path):
+    with pytest.raises(CannotWriteError):
+        check_shares(*write(OTHERS[name]), tmp_path / "net.py")
+
+
+MODULES = """
+class Entropy(nn.Module):
+    def forward(self, p):
+        return p.log()
+
+class Net(nn.Module):
+    def __init__(self):
+        self.entropy = Entropy()
+
+    def forward(self, x):
+        return self.entropy(x.softmax(-1))
+"""
+
+
+def find_only_call(text, file):
+    """The only call of the first function of a text."""
+    tree = parse_source(text)
+    function = next(node for node in nodes_below(tree.module) if isinstance(node, cst.FunctionDef))
+    return tree.code(only_call(tree, function, file))
+
+
+def test_the_only_call_of_a_module(tmp_path):
+    assert find_only_call(MODULES, tmp_path / "net.py") == "self.entropy(x.softmax(-1))"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "class Sharp(Entropy):\n    pass\n",
+        "others = [Entropy]\n",
+        "def run(net, p):\n    return net.entropy(p)\n",
+        "run = getattr(Net(), 'entropy')\n",
+        "def run(net, name):\n    return getattr(net, name)\n",
+    ],
+)
+def test_there_may_be_another_call_of_a_module(more, tmp_path):
+    with pytest.raises(CannotWriteError):
+        find_only_call(MODULES + more, tmp_path / "net.py")
+
+
+def test_another_file_of_the_project_may_call_a_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def run(net, p):\n    return net.entropy(p)\n")
+    (tmp_path / "models").mkdir()
+    with pytest.raises(CannotWriteError):
+        find_only_call(MODULES, tmp_path / "models" / "net.py")
+
+
+def test_a_forward_that_nothing_calls_has_no_call(tmp_path):
+    text = "class Net(nn.Module):\n    def forward(self, p):\n        return p.log()\n\nmade()(x.softmax(-1))\n"
+    with pytest.raises(CannotWriteError):
+        find_only_call(text, tmp_path / "net.py")
