@@ -114,7 +114,7 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
     """The update that made non-finite weights of finite gradients: by which optimizer, and of which weights."""
     trained, gradients = spoiled.trained, spoiled.gradients
     return {
-        "optimizer": type(trained.optimizer).__name__,
+        "optimizer": trained.writer,
         "parameters": trained.nonfinite(),
         "settings": spoiled.settings(),
         "largest_gradient": None if gradients is None else gradients.values()[0],

@@ -39,8 +39,9 @@ class StateBefore:
 
 @dataclass(slots=True, kw_only=True)
 class WeightStamp:
-    """Where the first and the last weight of a model lie, how often they were written, and maybe a few values."""
+    """Some weights of a model, where they lie, how often each was written, and maybe a few values of each."""
 
+    weights: list[tuple[_Place, torch.Tensor]]
     places: list[tuple[int, int | None]]
     values: list[torch.Tensor]
 
@@ -53,19 +54,29 @@ class Observer:
         self._keeper = StateKeeper(model, undo_nbytes)
         self._paths = tuple(path for path, _ in model.named_modules())
         self._modules = tuple(model.modules())
-        first = next(iter([*model.parameters(), *model.buffers()]), None)
-        self.device = first.device if first is not None else torch.device("cpu")
+        self.device = torch.device("cpu")
         self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
         self._weights = _places(model, parameters_of)
         self._outer = [*self._weights[:1], *self._weights[-1:]]
-        parameters = dict(model.named_parameters())
-        self._first_shapes = {name: None if is_lazy(p) else p.shape for name, p in parameters.items()}
-        dense = [parameter for parameter in parameters.values() if can_join(parameter)]
-        self._stamped = [*dense[:1], *dense[-1:]]
+        self._first = [*self._weights, *_places(model, buffers_of)][:1]
+        self._follow_device()
+        self._first_shapes = self._read_shapes()
+        self._stamped: list[tuple[_Place, torch.Tensor]] = []
+
+    def _follow_device(self) -> None:
+        """Look where the model lies now: it may be moved after its recorder was made."""
+        for _, registry, name in self._first:
+            first = registry.get(name)
+            if first is not None and first.device != self.device and not first.is_meta:
+                self.device, self.generators = first.device, Generators(first.device)
+
+    def _read_shapes(self) -> dict[str, torch.Size | None]:
+        return {name: None if is_lazy(p) else p.shape for name, p in self.model.named_parameters()}
 
     def look(self) -> StateBefore:
         """The state as it is now."""
+        self._follow_device()
         return StateBefore(
             random=self.generators.read(),
             kept=self._keeper.keep(),
@@ -81,22 +92,31 @@ class Observer:
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
     def stamp(self, *, values: bool) -> WeightStamp:
-        """What changes when somebody writes all weights; of a write through `.data` only `values` tell."""
-        return WeightStamp(
-            places=[(weight.data_ptr(), version_of(weight)) for weight in self._stamped],
-            values=[_take_few(weight) for weight in self._stamped] if values else [],
-        )
+        """What changes when somebody trains the weights; of a write through `.data` only `values` tell.
+
+        It is of the first and the last weight that gradients are wanted of, looked for where `values` are asked for.
+        """
+        if values or any(_is_replaced(place, weight) for place, weight in self._stamped):
+            ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
+            self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
+        return _stamp(self._stamped, values=values)
+
+    def was_replaced(self, stamp: WeightStamp) -> bool:
+        """True if other parameters are in their places."""
+        return any(_is_replaced(place, weight) for place, weight in stamp.weights)
 
     def was_written(self, stamp: WeightStamp | None) -> bool:
-        """True if all weights were written since; waits for the device where the stamp has values."""
+        """True if the weights were written or replaced since; may wait for the device where the stamp has values."""
         if stamp is None:
             return False
-        now = self.stamp(values=bool(stamp.values))
-        return any(map(_differ, stamp.values, now.values)) if now.values else stamp.places != now.places
+        if self.was_replaced(stamp):
+            return True
+        now = _stamp(stamp.weights, values=bool(stamp.values))
+        return stamp.places != now.places or any(map(_differ, stamp.values, now.values))
 
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""
-        now = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        now = self._read_shapes()
         known = self._first_shapes.items()  # None for the lazy
         first = {name: now.get(name) if shape is None else shape for name, shape in known}
         return [name for name in {**first, **now} if first.get(name) != now.get(name)]
@@ -108,7 +128,8 @@ class Observer:
         """
         copies, lost = self._keeper.state(before.kept)
         kept = {**weights, **copies}
-        state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        state = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         contents = {
             "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
             "shards": describe_shards(state),
@@ -133,6 +154,28 @@ def _is_frozen(held: torch.Tensor | None) -> bool:
     return held is not None and not held.requires_grad
 
 
+def _is_trained(place: _Place) -> bool:
+    """True of a weight that gradients are wanted of and whose values can be read."""
+    _, registry, name = place
+    held = registry[name]
+    return isinstance(held, nn.Parameter) and held.requires_grad and can_join(held) and not held.is_meta
+
+
+def _is_replaced(place: _Place, weight: torch.Tensor) -> bool:
+    """True where the module has another weight of its own there, or none."""
+    _, registry, name = place
+    held = registry.get(name)
+    return held is not weight and not _is_borrowed(held)
+
+
+def _stamp(weights: list[tuple[_Place, torch.Tensor]], *, values: bool) -> WeightStamp:
+    return WeightStamp(
+        weights=weights,
+        places=[(weight.data_ptr(), version_of(weight)) for _, weight in weights],
+        values=[_take_few(weight) for _, weight in weights] if values else [],
+    )
+
+
 def _is_borrowed(held: torch.Tensor | None) -> bool:
     """A module's own weights are of one class, whatever put them there; those of an inner loop are results."""
     return held is not None and not isinstance(held, nn.Parameter)
@@ -147,8 +190,9 @@ class SnapshotPlan:
 
     def __init__(self, tensors: Tensors, written: Set[int], *, large: Set[int], checks: bool) -> None:
         self.tensors, self.checks = tensors, checks
-        there = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None and not is_lazy(tensor)}
-        self.is_first = len(there) < sum(tensor is not None for tensor in tensors)  # lazy: filled by the forward
+        held = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None and not tensor.is_meta}
+        there = {i: tensor for i, tensor in held.items() if not is_lazy(tensor)}
+        self.is_first = len(there) < len(held)  # lazy: filled by the forward
         # Inference tensors count no versions, so that nobody can tell whether one was written.
         uncounted = {index for index, tensor in there.items() if tensor.is_inference()} - large
         self.watched = [index for index in there if index not in written and not there[index].is_inference()]
@@ -188,7 +232,7 @@ class SnapshotPlan:
 class Snapshot:
     """The state before one forward: copies of what is known to be written, of the rest the versions.
 
-    `differs` tells of each of `compared` whether the forward has changed its values, once `compare` was called.
+    `differs` tells of each of `compared` whether its values were changed by the time that `compare` was called.
     """
 
     plan: SnapshotPlan
@@ -204,8 +248,8 @@ class Snapshot:
         return self.odd | self.plan.split(self.joined)
 
     def compare(self) -> None:
-        """Look, once and where the plan says so, at what the forward has written without counting it."""
-        if not self.plan.checks or self.differs is not None:
+        """Look, where the plan says so, at what was written since without being counted."""
+        if not self.plan.checks:
             return
         before = {**self.copies(), **dict(zip(self.plan.sampled, self.sampled, strict=True))}
         after = {i: tensor for i in self.copies() if (tensor := self.plan.tensors[i]) is not None}
@@ -233,9 +277,9 @@ def _take_few(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Tell on the device whether values differ; what cannot be compared does."""
+    """Tell on the device whether values differ, a NaN that stays aside; what cannot be compared does."""
     try:
-        return (before != after).any()
+        return ((before != after) & ~(before.isnan() & after.isnan())).any()
     except RuntimeError:  # another shape by now, or a format that torch only stores
         return torch.tensor(True)
 
@@ -276,6 +320,9 @@ class StateKeeper:
         last = self._last
         checks = self._num_taken & (self._num_taken - 1) == 0
         changed = [] if last is None else last.changed()
+        if last is not None and last.plan.checks:  # the loop may have written since the forward
+            last.compare()
+            changed += last.changed()
         if last is None or checks or changed or last.plan.checks or last.plan.is_first or not last.plan.is_for(tensors):
             self._written.update(changed)
             large = self._frozen if checks and not self._has_room(tensors, self._frozen) else frozenset()

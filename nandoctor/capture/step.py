@@ -31,8 +31,8 @@ class RecordedStep:
     own. `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step, and
     `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what
     is known without it. `accumulated` is the largest magnitude among the gradients after a micro-batch that no update
-    follows. `num_updates` counts how often an optimizer has written the weights since. `stamp` is the observer's at the
-    first forward, and `weights` a copy from then, where the loop writes them without any optimizer.
+    follows. `num_updates` counts how often an optimizer has written the weights since. `stamp` is the observer's after
+    the first forward, and `weights` a copy from before it, where the loop writes them without any optimizer.
     """
 
     step: int

@@ -354,9 +354,9 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         return f"the loss of {loss} is {number(result.spike)} times the median of the losses before it"
     if result.reason == "update":
         assert step.spoiled is not None
-        optimizer = type(step.spoiled.trained.optimizer).__name__
+        writer = step.spoiled.trained.writer or "the training loop itself"
         finite = "the loss is" if step.spoiled.gradients is None and step.scale is None else "loss and gradients are"
-        return f"{finite} finite, and the update by {optimizer} left non-finite weights"
+        return f"{finite} finite, and the update by {writer} left non-finite weights"
     known = "" if result.skip_counts else ", where steps have passed before"
     scale = number(result.loss_scale)
     return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"

@@ -25,6 +25,8 @@ from nandoctor.torch_compat import read_loss_scale
 LOG = logging.getLogger("nandoctor")
 _MAX_CALLS = 16
 """Forwards in train mode that nobody watches are no step: of these no more are kept."""
+_MAX_QUIET = 256
+"""Steps without a write of the loop's own, after which its weights are no longer copied: a checkpoint was loaded."""
 
 
 class StepTracker:
@@ -55,16 +57,27 @@ class StepTracker:
         self._count = count
         self._undo_nbytes = undo_nbytes
         self._pending: list[RecordedStep] = []
-        self._names = {id(parameter): name for name, parameter in observer.model.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        self._probe: nn.Parameter | None = None
+        self._name_parameters()
         self._sharded = any(map(is_sharded, observer.model.parameters()))
-        self._probe = next((p for p in observer.model.parameters() if p.requires_grad), None)
         self._trained: dict[int, TrainedParameters] = {}
         self._all: TrainedParameters | None = None
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
         self._accumulates = self._writes_unseen = False
+        self._num_quiet = 0
         self._process = os.getpid()
+
+    def _name_parameters(self) -> None:
+        """Look at the model's parameters as they are now: a head is put on, a checkpoint takes their places."""
+        found = dict(self._observer.model.named_parameters())
+        if all(isinstance(parameter, nn.Parameter) for parameter in found.values()):  # else lent by functional_call
+            self._parameters = found
+            self._names = {id(parameter): name for name, parameter in found.items()}
+            self._probe = next((parameter for parameter in found.values() if parameter.requires_grad), None)
 
     @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
@@ -124,9 +137,15 @@ class StepTracker:
         self.flush_pending(wait=final or self._writes_unseen)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
-        """Look at weights that the loop writes without an optimizer; from the first such write on they are copied."""
-        if step.num_updates or not self._observer.was_written(step.stamp):
+        """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
+        if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
+            self._num_quiet += 1
+            if self._writes_unseen and self._num_quiet > _MAX_QUIET:
+                self._writes_unseen, self._all = False, None
             return
+        self._num_quiet = 0
+        if self._observer.was_replaced(step.stamp):
+            self._all = None
         if step.weights is not None and not step.decided:
             trained = self._find_all()
             weights = self._flag_of(trained.weights(), over_ranks=False)
@@ -150,7 +169,7 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            step.before, step.stamp = self._observer.look(), self._observer.stamp(values=not self.optimizers)
+            step.before = self._observer.look()
             step.weights = self._find_all().keep() if self._writes_unseen else None
         else:
             step.between.append(self._observer.generators.read())
@@ -195,6 +214,7 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
+            step.stamp = self._observer.stamp(values=not self.optimizers)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
@@ -336,6 +356,7 @@ class StepTracker:
         """What the optimizer trains of this model; found once, and again when it was given more."""
         trained = self._trained.get(id(optimizer))
         if trained is None or not trained.is_current or trained.optimizer is not optimizer:
+            self._name_parameters()
             trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
             self._trained[id(optimizer)] = trained
         return trained
@@ -343,7 +364,8 @@ class StepTracker:
     def _find_all(self) -> TrainedParameters:
         """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
-            loop = TrainingLoop(self._observer.model.parameters())
+            self._name_parameters()
+            loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)
             self._all = TrainedParameters(loop, self._names, self._undo_nbytes if self._writes_unseen else 0)
         return self._all
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag
@@ -50,7 +51,7 @@ class Update:
 
 
 class TrainingLoop:
-    """Stands for the optimizer of a loop that writes the weights by itself."""
+    """Stands for the optimizer of a loop that writes the weights by itself, and is not told by its name."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.param_groups = [{"params": list(parameters)}]
@@ -71,7 +72,7 @@ class TrainedParameters:
         self.optimizer = optimizer
         self.num_given = _count(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        owned = [(names[id(parameter)], parameter) for parameter in given if id(parameter) in names]
+        owned = [(names[id(p)], p) for p in given if id(p) in names and not _is_only_stored(p)]
         found = largest_magnitude([parameter for _, parameter in owned])
         if found is not None and not bool(found.isfinite()):
             owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
@@ -89,6 +90,11 @@ class TrainedParameters:
         self.names = tuple(self.names[place] for place in joint.places)
         self.parameters = [self.parameters[place] for place in joint.places]
         return joint
+
+    @property
+    def writer(self) -> str:
+        """The class of the optimizer; "" for the training loop itself."""
+        return "" if isinstance(self.optimizer, TrainingLoop) else type(self.optimizer).__name__
 
     @property
     def is_current(self) -> bool:
@@ -177,6 +183,11 @@ def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
     """True of dense real tensors on a CPU, which need no sorting at each step."""
     return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
+
+
+def _is_only_stored(tensor: torch.Tensor) -> bool:
+    """True of what no update writes: a lazy parameter that nothing has filled, and floats of one byte."""
+    return is_lazy(tensor) or (tensor.is_floating_point() and tensor.element_size() == 1)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

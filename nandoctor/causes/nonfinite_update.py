@@ -38,8 +38,8 @@ def diagnose(update: OptimizerUpdate) -> Account | None:
     known = ", from finite gradients" if update.largest_gradient is not None else ""
     why = f": its {' and '.join(wrong)}" if wrong else known
     return Account(
-        headline=f"{update.optimizer} makes {spoiled} non-finite{why}",
-        explanation=f"The update by {update.optimizer} made {spoiled} non-finite{why}.",
+        headline=f"{update.optimizer or 'The training loop itself'} makes {spoiled} non-finite{why}",
+        explanation=f"The update by {update.optimizer or 'the training loop itself'} made {spoiled} non-finite{why}.",
         evidence=tuple(_evidence(update)),
     )
 

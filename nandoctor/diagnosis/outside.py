@@ -51,7 +51,8 @@ def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator
 def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
     """Diagnose an update that made non-finite weights of finite gradients, as far as the recorder saw it."""
     name, num_bad = next(iter(update.parameters.items()))
-    origin = _in_optimizer(f"{update.optimizer}.step", name, num_bad, trace)
+    op = f"{update.optimizer}.step" if update.optimizer else "update"
+    origin = _in_optimizer(op, name, num_bad, trace)
     return Diagnosis(origin=origin, cause=find_cause("update", update))
 
 

@@ -386,9 +386,10 @@ class OptimizerSlot:
 class OptimizerUpdate:
     """An update that left weights non-finite, while all gradients were finite.
 
-    `optimizer` is its class. `parameters` maps the dotted names of those weights to how many of their values are
-    non-finite, and how many there are. `settings` are the numbers in the optimizer's groups (lr, weight_decay, ...).
-    `largest_gradient` is a magnitude, None where the gradients were not looked at.
+    `optimizer` is its class, "" where the training loop itself wrote. `parameters` maps the dotted names of those
+    weights to how many of their values are non-finite, and how many there are. `settings` are the numbers in the
+    optimizer's groups (lr, weight_decay, ...). `largest_gradient` is a magnitude, None where the gradients were
+    not looked at.
     """
 
     optimizer: str

@@ -35,13 +35,18 @@ def descend_in_data(model):
         parameter.grad.zero_()
 
 
+def make_flags_late(monkeypatch):
+    """As those of a device are."""
+    monkeypatch.setattr(Flag, "on_device", property(lambda _: True))
+    monkeypatch.setattr(Flag, "ready", property(lambda _: False))
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("write", [descend, descend_through_data, descend_in_data])
 @pytest.mark.parametrize("divides", [True, False], ids=["loss", "gradients"])
 def test_a_descent_by_hand_keeps_clean_weights(tmp_path, monkeypatch, is_late, write, divides):
     if is_late:
-        monkeypatch.setattr(Flag, "on_device", property(lambda _: True))  # as those of a device are
-        monkeypatch.setattr(Flag, "ready", property(lambda _: False))
+        make_flags_late(monkeypatch)
     torch.manual_seed(0)
     model = Norm(divides=divides)
     before = []
@@ -99,8 +104,10 @@ def test_a_perturbation_that_divides_by_zero_is_found(tmp_path, caplog):
                 optimizer.zero_grad()
     dump = read_dump(recorder.written[0])
     assert (dump.scalars["step"], dump.scalars["reason"]) == (4, "update")
+    headline = nandoctor.replay(recorder.written[0], fixes=False).report.cause.headline
+    assert headline.startswith("The training loop itself makes enter.weight")
     assert all(tensor.isfinite().all() for tensor in dump.state.values())
-    assert "the loss is finite, and the update by TrainingLoop left non-finite weights" in caplog.text
+    assert "the loss is finite, and the update by the training loop itself left non-finite weights" in caplog.text
 
 
 def test_weights_written_after_the_forward_are_told(tmp_path):
@@ -179,3 +186,198 @@ def test_fp16_within_bf16_autocast_is_replayed(tmp_path):
                 recorder.watch(model(x).sum())
     report = nandoctor.replay(recorder.written[0], fixes=False).report
     assert (report.reproduction.grade, report.cause.code) == ("exact", "input-cast-overflow")
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def freeze_the_ends(model):
+    """As an adapter is trained between frozen layers."""
+    for layer in (model[0], model[4]):
+        layer.requires_grad_(False)
+
+
+def take_a_checkpoint(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def fill_lazily(model):
+    for place in (0, 2, 4):
+        model[place] = nn.LazyLinear(model[place].out_features)
+
+
+def replace_parameters(model):
+    """Gradient descent by new parameters."""
+    for layer in (model[0], model[2], model[4]):
+        layer.weight = nn.Parameter((layer.weight - 0.01 * layer.weight.grad).detach())
+
+
+def train(model, recorder, *, failing, write):
+    """Train by hand; the weights before the failing step, whose input is infinite."""
+    for number in range(failing + 1):
+        before = copy.deepcopy(model.state_dict())
+        loss = model(torch.full((2, 4), torch.inf if number == failing else number + 1.0)).square().sum()
+        recorder.watch(loss)
+        loss.backward()
+        write(model)
+    recorder.close()
+    return before
+
+
+@pytest.mark.parametrize("write", [descend, descend_in_data, replace_parameters])
+@pytest.mark.parametrize("prepare", [freeze_the_ends, take_a_checkpoint, fill_lazily])
+def test_weights_are_clean_whichever_the_loop_trains(tmp_path, prepare, write):
+    model = make_net()
+    if prepare is fill_lazily:
+        prepare(model)
+    recorder = Recorder(model, folder=tmp_path, builder="model.py:make")
+    if prepare is not fill_lazily:
+        prepare(model)
+
+    def write_trained(model):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        write(model)
+
+    before = train(model, recorder, failing=3, write=write_trained)
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.missing) == (3, ())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dump.state.items())
+
+
+def test_weights_that_were_non_finite_were_not_written(tmp_path):
+    model = make_net()
+    nn.init.constant_(model[4].bias, torch.nan)
+    recorder = Recorder(model, folder=tmp_path, builder="model.py:make")
+    recorder.watch(model(torch.ones(2, 4)).sum())
+    recorder.close()
+    assert read_dump(recorder.written[0]).missing == ()
+
+
+class Parts(nn.Module):
+    """A layer, beside parts that its forward leaves alone."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.layer = part, nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def hold(parameter):
+    part = nn.Module()
+    part.held = nn.Parameter(parameter, requires_grad=False)
+    part.register_buffer("kept", parameter.clone())
+    return part
+
+
+@pytest.mark.parametrize(
+    "part",
+    [nn.LazyLinear(3), hold(torch.zeros(4).to(torch.float8_e4m3fn)), hold(torch.empty(4, device="meta"))],
+    ids=["lazy", "fp8", "meta"],
+)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_parameters_without_values_to_measure(tmp_path, caplog, part, has_optimizer):
+    model = Parts(copy.deepcopy(part))
+    given = [p for p in model.parameters() if not nn.parameter.is_lazy(p) and not p.is_meta]
+    optimizer = torch.optim.SGD(given, 0.01)
+    recorder = Recorder(model, folder=tmp_path, builder="model.py:make")
+    write = (lambda _: optimizer.step()) if has_optimizer else (lambda _: None)
+    before = train(model, recorder, failing=2, write=write)
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["reason"], recorder.history.num_steps) == ("loss", 3)
+    assert torch.equal(dump.state["layer.weight"], before["layer.weight"])
+    assert "may miss steps" not in caplog.text
+
+
+def test_weights_that_are_loaded_once_are_copied_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("nandoctor.capture.step_tracker._MAX_QUIET", 4)
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    copies = []
+    with Recorder(model, folder=tmp_path, builder="model.py:make") as recorder:
+        for number in range(12):
+            loss = model(torch.ones(2, 4)).square().sum()
+            recorder.watch(loss)
+            copies.append(recorder._tracker.current.weights is not None)
+            if number == 0:
+                model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+                continue
+            loss.backward()
+            optimizer.step()
+    assert (copies[1], copies[-1]) == (True, False)
+
+
+class Rooted(nn.Module):
+    """Finite at zero, where its gradients are not; beside it a target that the loop makes an average of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x):
+        return (self.online(x) * x.abs().sum()).abs().sqrt() - 0 * self.target(x)
+
+
+def average(target, online):
+    target.data.mul_(0.9).add_(online.data, alpha=0.1)
+
+
+def average_anew(target, online):
+    target.data = target.data * 0.9 + online.data * 0.1
+
+
+@pytest.mark.parametrize("write", [average, average_anew])
+def test_a_frozen_target_is_as_it_was_before(tmp_path, monkeypatch, write):
+    make_flags_late(monkeypatch)
+    model, before = Rooted(), []
+    with Recorder(model, folder=tmp_path) as recorder:
+        take_a_checkpoint(model.online)  # after the recorder was made
+        optimizer = torch.optim.SGD(model.online.parameters(), 0.01)
+        for number in range(4):
+            before.append(copy.deepcopy(model.state_dict()))
+            loss = model(torch.full((2, 4), float(number != 2))).sum()
+            recorder.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            list(map(write, model.target.parameters(), model.online.parameters()))
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.scalars["reason"], dump.missing) == (2, "gradients", ())
+    assert all(torch.equal(tensor, before[2][name]) for name, tensor in dump.state.items())
+
+
+def test_a_head_that_the_optimizer_is_given_is_kept(tmp_path, monkeypatch):
+    make_flags_late(monkeypatch)
+    model, before = Rooted(), []
+    optimizer = torch.optim.SGD(model.online.parameters(), 0.01)
+    with Recorder(model, folder=tmp_path) as recorder:
+        for number in range(4):
+            if number == 1:
+                model.online = nn.Linear(4, 1)
+                optimizer.add_param_group({"params": list(model.online.parameters())})
+            before.append(copy.deepcopy(model.state_dict()))
+            loss = model(torch.full((2, 4), float(number != 2))).sum()
+            recorder.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.scalars["reason"]) == (2, "gradients")
+    assert all(torch.equal(tensor, before[2][name]) for name, tensor in dump.state.items())
+
+
+def test_a_model_that_is_moved_after_its_recorder_was_made(tmp_path, caplog):
+    with torch.device("meta"):
+        model = make_net()
+    recorder = Recorder(model, folder=tmp_path, builder="model.py:make")
+    model.to_empty(device="cpu")
+    list(map(nn.init.ones_, model.parameters()))
+    before = train(model, recorder, failing=2, write=descend)
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.missing) == (2, ())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dump.state.items())
+    assert "may miss steps" not in caplog.text
