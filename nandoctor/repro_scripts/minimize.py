@@ -128,7 +128,7 @@ class _Shrinking:
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
         for name, leaf in program.leaves.items():
-            simpler = (program.with_leaves(**{name: values}) for values in values_for(leaf))
+            simpler = (program.with_leaves(**{name: values}) for values in _by_parts(values_for, leaf))
             program = next(filter(self._holds, simpler), program)
         return program
 
@@ -217,6 +217,15 @@ def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: tor
         for node in program.nodes
     )
     return _sliced(replace(program, nodes=nodes), slots, kept)
+
+
+def _by_parts(
+    values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]], leaf: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """These values for a leaf; of a complex one for its real and imaginary parts."""
+    if not leaf.is_complex():
+        return values_for(leaf)
+    return map(torch.view_as_complex, values_for(torch.view_as_real(leaf)))
 
 
 def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ class PassingCase:
 
 def mend(program: Program) -> PassingCase | None:
     """The first that passes of: a constant raised, a mask opened, a tensor scaled, its zeros raised, one row more."""
-    ways = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _indices, _rows)
+    ways = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _whole_numbers, _rows)
     return next((found for way in ways for found in way(program)), None)
 
 
@@ -118,7 +118,7 @@ def _scales(program: Program) -> Iterator[PassingCase]:
     """A tensor scaled down, by as little as does it."""
     found = []
     for name, leaf in program.leaves.items():
-        if not leaf.is_floating_point() or not leaf.numel() or not leaf.any():
+        if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.any():
             continue
         passes = partial(_passes_with, program, name, torch.mul)
         factor = next((2.0**-k for k in range(1, _HALVINGS) if passes(2.0**-k)), None)
@@ -133,15 +133,23 @@ def _floors(program: Program) -> Iterator[PassingCase]:
     for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or name == program.gradient:
             continue
-        floor = _least(1e-8, partial(_passes_with, program, name, torch.clamp))
+        floor = _least(1e-8, partial(_passes_above_zero, program, name))
         if floor is not None:
-            yield from _try(program, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept off zero")
+            yield from _try(program, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept above zero")
 
 
-def _indices(program: Program) -> Iterator[PassingCase]:
+def _passes_above_zero(program: Program, name: str, floor: float) -> bool:
+    """Whether a floor does it that the leaf's format tells from zero."""
+    raised = program.leaves[name].clamp(min=floor)
+    return bool(raised.all()) and _passes(program.with_leaves(**{name: raised}))
+
+
+def _whole_numbers(program: Program) -> Iterator[PassingCase]:
+    """Classes that are not ignored, or counts of at least one."""
     for name, leaf in program.leaves.items():
-        if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+        if not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool):
             yield from _try(program, {name: f"torch.zeros_like({name})"}, f"with {name} that count")
+            yield from _try(program, {name: f"{name}.clamp(min=1)"}, f"with {name} of at least 1")
 
 
 def _rows(program: Program) -> Iterator[PassingCase]:

@@ -123,6 +123,11 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         raise refused[target.order]
     if target.order not in pieces or (gradient is not None and gradient.values is None):
         raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
+    if gradient is not None and gradient.values is not None and kinds_of((gradient.values,)):
+        raise NanDoctorError(
+            f"The gradient that comes into {target.op} is non-finite already: {target.op} does not make it so.",
+            remedy="Look at a value that is used several times: its gradients are added up, and the sum may overflow.",
+        )
     low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 
@@ -259,7 +264,7 @@ class _Assembly:
             leaf = self._free_name(_PLAINER_NAMES.get(origin, origin))
             self._leaves[leaf] = taken.values
             self._refs[key] = Ref(name=leaf)
-            if taken.requires_grad and taken.values.is_floating_point():
+            if taken.requires_grad and (taken.values.is_floating_point() or taken.values.is_complex()):
                 self._trained.append(leaf)
         return self._refs[key]
 

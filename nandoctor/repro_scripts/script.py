@@ -95,7 +95,8 @@ def _ending(program: Program, last: Node) -> Iterator[str]:
     yield f"{last.name} = {made}"
     leaves, incoming = ", ".join(program.trained), f"{program.gradient}.to({last.name}.dtype)"
     yield f"gradients = torch.autograd.grad({last.name}, [{leaves}], {incoming}, allow_unused=True)"
-    yield "return torch.cat([g.flatten().float() for g in gradients if g is not None])"
+    flat = "torch.view_as_real(g.cfloat()).flatten()" if is_complex else "g.flatten().float()"
+    yield f"return torch.cat([{flat} for g in gradients if g is not None])"
 
 
 def _uses_low(program: Program) -> bool:
@@ -243,7 +244,9 @@ def write_value(value: Any) -> str:
         return f"[{', '.join(map(write_value, value))}]"
     if isinstance(value, torch.device):
         return "torch.get_default_device()"
-    if value is None or isinstance(value, (bool, int, complex, str)):
+    if isinstance(value, complex):
+        return _write_number(value, torch.complex128)
+    if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
@@ -261,6 +264,9 @@ def _write_nested(values: Any, dtype: torch.dtype) -> str:
 
 def _write_number(value: Any, dtype: torch.dtype) -> str:
     """As few digits as give the same number again in its format; `inf` and `nan` by their names."""
+    if isinstance(value, complex):
+        real, imaginary = (_write_number(part, dtype.to_real()) for part in (value.real, value.imag))
+        return f"complex({real}, {imaginary})"
     if not isinstance(value, float) or not math.isfinite(value):
         return repr(value)
     digits = (repr(float(f"{value:.{count}g}")) for count in range(1, 18))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import nandoctor
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.build import run_afresh
+from nandoctor.repro_scripts.script import write_tensor
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLES = sorted((ROOT / "sample_dumps").glob("*.pth"))
@@ -232,3 +234,63 @@ def test_tensors_that_no_literal_stands_for_are_refused(tmp_path):
     torch.save({"state_dict": Mapped().state_dict(), "x": torch.ones(2, 2)}, path)
     with pytest.raises(NanDoctorError, match=r"torch\.func"):
         nandoctor.repro(path, model=Mapped)
+
+
+class Written(nn.Module):
+    """A layer whose output goes through `function`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.enter = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.enter.weight)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.enter(x))
+
+
+def script_of(function, tmp_path, **settings):
+    path = tmp_path / "dump.pth"
+    model = Written(function)
+    torch.save({"state_dict": model.state_dict(), "x": torch.arange(-4.0, 4.0).view(2, 4)}, path)
+    return nandoctor.repro(path, model=lambda: model, **settings)
+
+
+def add_up(h):
+    narrow = h.half()
+    return narrow * 2 + narrow * 3 + narrow * 4
+
+
+def test_gradients_whose_sum_overflows_are_no_failure_of_an_op(tmp_path):
+    with pytest.raises(NanDoctorError, match="non-finite already"):
+        script_of(add_up, tmp_path, loss=lambda out, _: (out.float() * 1e4).sum())
+
+
+def test_the_gradient_of_a_complex_value_is_shown(tmp_path):
+    script = script_of(
+        lambda h: torch.complex(h.float() * 0, h.float() * 0).pow(0.5).abs(), tmp_path, loss=lambda out, _: out.sum()
+    )
+    assert "torch.view_as_real(g.cfloat())" in script
+
+
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        pytest.param(lambda h: torch.xlogy(h.half() - 9, (h * 0).half()), "y.clamp(min=3e-08)", id="xlogy"),
+        pytest.param(lambda h: h.float() / (h > 9).sum(-1, keepdim=True), "y.clamp(min=1)", id="count"),
+        pytest.param(
+            lambda h: torch.view_as_real(torch.complex(h.float() * 4e19, h.float()) ** 2), "x * 0.", id="complex"
+        ),
+    ],
+)
+def test_what_passes_is_the_operand_to_blame_changed(function, changed, tmp_path):
+    script = script_of(function, tmp_path)
+    assert changed in script.partition("passing = ")[2].partition("\n")[0]
+    assert len(script.partition("\nx = ")[2].partition("\n")[0]) < 70
+
+
+def test_complex_values_that_are_not_finite_are_written_as_calls():
+    values = torch.tensor([complex(math.nan, 1.0), complex(0.1, -math.inf)], dtype=torch.complex64)
+    written = write_tensor(values)
+    assert torch.equal(eval(written, {"torch": torch, "nan": math.nan, "inf": math.inf}).isnan(), values.isnan())
+    assert "complex(0.1, -inf)" in written
