@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -16,10 +17,12 @@ from nandoctor.fixes.source_expression import CannotWriteError, Expression, File
 from nandoctor.fixes.source_tree import Replacement, SourceTree
 from nandoctor.source_files import PACKAGE_FOLDERS
 
-_MOST_FILES = 300
+_MOST_FILES = 2000
 """How many files a name is looked for in; where there are more, it may be anywhere."""
 _ALIKE = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
 """Decorators that hand over the arguments as they are."""
+_LOOK_UPS = {"getattr": 1, "get_submodule": 0, "attrgetter": 0, "methodcaller": 0}
+"""Functions that find something by its name, and the place of that among their arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,7 @@ def _value_given(tree: SourceTree, parameter: cst.Name, file: Path) -> GivenValu
 def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Call:
     """The only call of a function, or of the module whose forward it is, that there can be.
 
-    Nothing but the definition and the call has its name: no other file, no string that may be looked up.
+    Nothing but the definition and the call has its name: no other file, and no text that it is looked up by.
 
     Raises:
         CannotWriteError: another call may be made, or the function is not called directly.
@@ -125,31 +128,29 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
         made = next((node.name.value for node in tree.ancestors(function) if isinstance(node, cst.ClassDef)), "")
         called = _name_of_module(tree, [node for node in all_calls if _called(node) == made])
     calls = [node for node in all_calls if _called(node) == called]
-    spelled = [_spelled(node) for node in nodes]
-    is_alone = all(spelled.count(name) == 2 for name in (called, made) if name)
+    named = [node.value for node in nodes if isinstance(node, cst.Name)]
+    is_alone = all(named.count(name) == 2 for name in (called, made) if name)
     decorators = {tree.code(item.decorator) for item in function.decorators}
-    if not called or len(calls) != 1 or not is_alone or decorators - _ALIKE or any(map(_looks_up, all_calls)):
+    is_looked_up = any(_may_look_up(call, called) for call in all_calls)
+    if not called or len(calls) != 1 or not is_alone or decorators - _ALIKE or is_looked_up:
         raise CannotWriteError
-    if _is_named_elsewhere(file, {called, made} - {""}):
+    if _is_elsewhere(file, rf"\b{made}\b|\.{called}\(" if made else rf"\b{called}\b"):
         raise CannotWriteError
     return calls[0]
 
 
-def _spelled(node: cst.CSTNode) -> object:
-    """The name that a node is, or the text by which code may look one up."""
-    return node.evaluated_value if isinstance(node, cst.SimpleString) else getattr(node, "value", None)
+def _may_look_up(call: cst.Call, name: str) -> bool:
+    """Tell whether a call looks for what has a name by text: the text is this, or is computed."""
+    place = _LOOK_UPS.get(_called(call), len(call.args))
+    text = call.args[place].value if place < len(call.args) else None
+    return text is not None and (not isinstance(text, cst.SimpleString) or name in str(text.evaluated_value))
 
 
-def _looks_up(call: cst.Call) -> bool:
-    """Tell whether a call looks for an attribute by a name that is computed: of an object, it may be any."""
-    return _called(call) == "getattr" and len(call.args) > 1 and not isinstance(call.args[1].value, cst.SimpleString)
-
-
-def _is_named_elsewhere(file: Path, names: Set[str]) -> bool:
-    """Tell whether another file of the project has one of the names: its calls would have to change as well."""
+def _is_elsewhere(file: Path, pattern: str) -> bool:
+    """Tell whether another file of the project has what calls a function: it would have to change as well."""
     others = [other for other in islice(_files_beside(file), _MOST_FILES) if other != file]
     texts = (other.read_text(errors="ignore") for other in others)
-    return len(others) + 1 >= _MOST_FILES or any(name in text for text in texts for name in names)
+    return len(others) + 1 >= _MOST_FILES or any(re.search(pattern, text) for text in texts)
 
 
 def _files_beside(file: Path) -> Iterator[Path]:

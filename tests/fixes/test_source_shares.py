@@ -62,10 +62,10 @@ class Entropy(nn.Module):
 
 class Net(nn.Module):
     def __init__(self):
-        self.entropy = Entropy()
+        self.doubt = Entropy()
 
     def forward(self, x):
-        return self.entropy(x.softmax(-1))
+        return {"doubt": self.doubt(x.softmax(-1))}
 """
 
 
@@ -77,7 +77,7 @@ def find_only_call(text, file):
 
 
 def test_the_only_call_of_a_module(tmp_path):
-    assert find_only_call(MODULES, tmp_path / "net.py") == "self.entropy(x.softmax(-1))"
+    assert find_only_call(MODULES, tmp_path / "net.py") == "self.doubt(x.softmax(-1))"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_the_only_call_of_a_module(tmp_path):
     [
         "class Sharp(Entropy):\n    pass\n",
         "others = [Entropy]\n",
-        "def run(net, p):\n    return net.entropy(p)\n",
-        "run = getattr(Net(), 'entropy')\n",
+        "def run(net, p):\n    return net.doubt(p)\n",
+        "run = getattr(Net(), 'doubt')\n",
         "def run(net, name):\n    return getattr(net, name)\n",
     ],
 )
@@ -97,7 +97,7 @@ def test_there_may_be_another_call_of_a_module(more, tmp_path):
 
 def test_another_file_of_the_project_may_call_a_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("def run(net, p):\n    return net.entropy(p)\n")
+    (tmp_path / "train.py").write_text("def run(net, p):\n    return net.doubt(p)\n")
     (tmp_path / "models").mkdir()
     with pytest.raises(CannotWriteError):
         find_only_call(MODULES, tmp_path / "models" / "net.py")
