@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nandoctor.autocast.op_lists import CUDNN_RNN
-from nandoctor.autocast.policy import apply_policy, make_policy
+from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.op_tracer import OpTracer
@@ -67,7 +67,7 @@ def record(name: str, low: FloatFormat) -> list[Ran]:
         ran.append(Ran(call=call, enabled=state[0], dtype=state[1], gave=dtypes_of(output)))
 
     tracer = OpTracer(known=(), low=low, on_op=note)
-    with apply_policy(make_policy("cuda", low), CPU), tracer.watching(lambda: ("", "", 0)):
+    with apply_policy(Policy(name="cuda", format=low), CPU), tracer.watching(lambda: ("", "", 0)):
         model(*make_inputs(shapes))
     return ran
 

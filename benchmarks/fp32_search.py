@@ -11,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import make_policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.evidence.edits import KeepModule
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.budget import TrialBudget
@@ -63,7 +63,7 @@ def main() -> None:
         forward=lambda arrays: model(arrays["x"]),
         device=torch.device("cpu"),
         description="",
-        policy=make_policy("cuda", FP16),
+        policy=Policy(name="cuda", format=FP16),
     )
 
     members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]

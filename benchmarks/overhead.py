@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 from workloads import CUDA, Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
-from nandoctor.autocast.policy import REFERENCE, apply_policy, make_policy
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy
 from nandoctor.evidence.formats import FP16
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.tracing.module_tracer import Tracer
 
-NATIVE = make_policy("native", FP16)
+NATIVE = Policy(name="native", format=FP16)
 CPU = torch.device("cpu")
 REPEATS = 15
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.policy import apply_policy, make_policy
+from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.evidence.formats import FP16
 
-CUDA = make_policy("cuda", FP16)
+CUDA = Policy(name="cuda", format=FP16)
 Batch = Mapping[str, torch.Tensor]
 
 

@@ -17,7 +17,7 @@ from nandoctor.autocast.kernels import install_kernels, shared_kernels
 from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals, cuda_code
 from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import BF16, FORMATS, FP16, FP32, FP64, FloatFormat
+from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.text import dtype_name
 from nandoctor.torch_compat import check_torch, without_jit_autocast
@@ -33,7 +33,7 @@ class Policy:
     "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
     autocast stays on, so that a model which asks takes the same path, but rounds nothing, and half precision that the
     code asks for by name is fp32. "fp64" has autocast off, and is for a model and a batch in float64. Where `ambient`
-    is False the lists hold only within the regions that the model opens itself.
+    is False the lists hold only within the regions that the model opens itself. "cuda" and "native" take fp16 and bf16.
     """
 
     name: PolicyName
@@ -49,34 +49,6 @@ class Policy:
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE = Policy(name="fp32", format=FP32)
 EXACT = Policy(name="fp64", format=FP64)
-
-
-def make_policy(
-    name: PolicyName,
-    format: FloatFormat,  # noqa: A002 - the field's own name
-    *,
-    ambient: bool = True,
-) -> Policy:
-    """The policy of that name and format.
-
-    Raises NanDoctorError for a format that autocast does not take: "cuda" and "native" take fp16 and bf16, "fp32"
-    takes fp32 alone.
-    """
-    allowed = (FP32,) if name == "fp32" else (FP16, BF16)
-    if format not in allowed:
-        names = " or ".join(f.name for f in allowed)
-        raise NanDoctorError(
-            f"The {name} policy does not compute in {format.name}.", remedy=f"Choose {names} as its dtype."
-        )
-    return Policy(name=name, format=format, ambient=ambient)
-
-
-def make_plain_policy(weights: FloatFormat | None, name: PolicyName = "cuda") -> Policy:
-    """The policy of a run without autocast; `weights` is their half-precision format, None for fp32 weights.
-
-    Where the weights are in fp32 the format is that of fp16 for the model's own regions, until a run shows none.
-    """
-    return Policy(name=name, format=weights or FP16, ambient=False)
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
@@ -195,9 +167,9 @@ def _fp32_products(device_type: str) -> Iterator[None]:
 def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:
     """Each setting of the table that this torch can read: where it is, its name, what it is and what it should be."""
     for place, name, exact in _PRODUCT_PRECISION.get(device_type, ()):
-        # A torch before 2.9 lacks fp32_precision, a later one may refuse to read allow_tf32 where both are in use:
+        # torch may refuse to read allow_tf32 where both are in use:
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
-        with suppress(AttributeError, RuntimeError):
+        with suppress(RuntimeError):
             backend = attrgetter(place)(torch.backends)
             yield backend, name, getattr(backend, name), exact
 
@@ -219,11 +191,11 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
 
     def __init__(self, dtype: torch.dtype = torch.float16, device: str = "cpu") -> None:
         name = dtype_name(dtype)
-        if name not in FORMATS:
+        if dtype not in LOW_DTYPES:
             raise NanDoctorError(
                 f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype."
             )
-        self._policy = make_policy("cuda", FORMATS[name])
+        self._policy = Policy(name="cuda", format=FORMATS[name])
         self._device = torch.device(device)
         self._entered = _Entered()
 

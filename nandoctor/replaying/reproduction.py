@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.autocast.policy import LOW_DTYPES, Policy, make_plain_policy, make_policy
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Autocast
@@ -345,14 +345,15 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
     if settings.amp_dtype is not None or settings.policy is not None:
         told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
         ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
-        return (make_policy(settings.policy or _op_lists(recorded), told, ambient=ambient),)
+        return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
     if recorded is not None:
         if not recorded.enabled:
-            return (make_plain_policy(weights, _op_lists(recorded)),)
-        return (make_policy(_op_lists(recorded), _recorded_format(recorded) or weights or FP16),)
+            return (Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False),)
+        return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
-    autocast = [make_policy("cuda", low), make_policy("cuda", BF16 if low is FP16 else FP16)]
-    without = make_plain_policy(weights)
+    autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
+    # With fp32 weights the format is that of the model's own regions, until a run shows none.
+    without = Policy(name="cuda", format=weights or FP16, ambient=False)
     return (without, *autocast) if weights is not None else (*autocast, without)
 
 

@@ -8,14 +8,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.autocast.nan_keeping import keep_nonfinite
-from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, cuda_autocast, make_policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy, cuda_autocast
 from nandoctor.evidence.formats import BF16, FP16
 
 CPU = torch.device("cpu")
 POLICIES = [
-    make_policy("cuda", FP16),
-    make_policy("cuda", BF16),
-    make_policy("cuda", FP16, ambient=False),
+    Policy(name="cuda", format=FP16),
+    Policy(name="cuda", format=BF16),
+    Policy(name="cuda", format=FP16, ambient=False),
     REFERENCE,
     EXACT,
 ]

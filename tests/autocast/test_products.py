@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast, make_policy
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast
 from nandoctor.evidence.formats import FP16
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_einsum(equation, shapes):
     ],
     ids=["avg_pool3d", "rrelu", "polar", "rfft2", "stft"],
 )
-@pytest.mark.parametrize("policy", [make_policy("cuda", FP16), REFERENCE], ids=["cuda", "reference"])
+@pytest.mark.parametrize("policy", [Policy(name="cuda", format=FP16), REFERENCE], ids=["cuda", "reference"])
 def test_half_precision_that_a_cpu_has_no_kernels_for(function, policy):
     x = torch.randn(1, 2, 4, 4, 4).half().requires_grad_()
     with apply_policy(policy, CPU):
@@ -279,7 +279,7 @@ def test_multihead_attention_runs_its_products_in_fp16(training):
     torch.testing.assert_close(y.float(), module(x, x, x)[0], rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("policy", [make_policy("cuda", FP16), REFERENCE], ids=["cuda", "reference"])
+@pytest.mark.parametrize("policy", [Policy(name="cuda", format=FP16), REFERENCE], ids=["cuda", "reference"])
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer_encoder_takes_no_fast_path(policy, training, monkeypatch):
     def fast_path(*args, **kwargs):

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nandoctor.autocast.literals import cuda_code
-from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast, make_policy
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast
 from nandoctor.evidence.formats import FP16
 
 CPU = torch.device("cpu")
-CUDA_FP16 = make_policy("cuda", FP16)
-NATIVE_FP16 = make_policy("native", FP16)
+CUDA_FP16 = Policy(name="cuda", format=FP16)
+NATIVE_FP16 = Policy(name="native", format=FP16)
 
 every_policy = pytest.mark.parametrize("policy", [CUDA_FP16, NATIVE_FP16, REFERENCE], ids=lambda p: p.name)
 

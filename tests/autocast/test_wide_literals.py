@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nandoctor
-from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ MAKERS = {
 @pytest.mark.parametrize("maker", MAKERS)
 def test_half_precision_by_name_is_wide_in_a_reference(maker, dtype):
     made = {}
-    for policy in (REFERENCE, EXACT, make_policy("cuda", FP16), make_policy("cuda", BF16, ambient=False)):
+    for policy in (REFERENCE, EXACT, Policy(name="cuda", format=FP16), Policy(name="cuda", format=BF16, ambient=False)):
         with apply_policy(policy, CPU):
             made[policy.name, policy.ambient] = MAKERS[maker](dtype).dtype
     assert set(made.values()) == {torch.float32, torch.float64, dtype}
@@ -70,7 +70,7 @@ def test_bits_are_those_of_the_format_that_is_meant(kind, reference):
 def test_half_outputs_of_autocast_have_their_bits_too():
     layer = nn.Linear(8, 8)
     read = {}
-    for policy in (make_policy("cuda", FP16), REFERENCE):
+    for policy in (Policy(name="cuda", format=FP16), REFERENCE):
         with apply_policy(policy, CPU):
             read[policy.name] = layer(X).view(torch.int16)
     assert read["fp32"].shape == read["cuda"].shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import make_policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.causes.base import is_nonnegative
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import OpTensor
@@ -62,7 +62,7 @@ def trace():
         forward=lambda arrays: model(**arrays),
         device=torch.device("cpu"),
         description="",
-        policy=make_policy("cuda", FP16),
+        policy=Policy(name="cuda", format=FP16),
     )
     return step.run(watch=Watch(stage="signs", ops=True)).trace
 

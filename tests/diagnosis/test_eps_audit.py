@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.policy import make_policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import FP16, FP32
@@ -38,7 +38,7 @@ def trace_ops(model, x):
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="model(x)",
-        policy=make_policy("cuda", FP16),
+        policy=Policy(name="cuda", format=FP16),
     )
     return step.run(watch=Watch(ops=True)).trace.ops
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.autocast.policy import make_policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamples, OpSite, SetArgument, UseFormat
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
@@ -16,7 +16,7 @@ from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.verify import Trials
 from nandoctor.replaying.runner import CLOSELY, FailingStep
 
-FP16_AUTOCAST = make_policy("cuda", FP16)
+FP16_AUTOCAST = Policy(name="cuda", format=FP16)
 
 
 class Attention(nn.Module):
@@ -247,7 +247,7 @@ def make_residual(*, empty_row, coupled=False):
     x = torch.randn(6, 8)
     if empty_row:
         x[3] = 0.0
-    return make_step(model, x, make_policy("cuda", BF16))
+    return make_step(model, x, Policy(name="cuda", format=BF16))
 
 
 @pytest.mark.parametrize("coupled", [False, True])

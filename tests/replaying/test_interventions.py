@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nandoctor.autocast.policy import REFERENCE, make_policy
+from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.evidence.edits import (
     ClampArgument,
     KeepModule,
@@ -28,7 +28,7 @@ from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.replaying.interventions import sample_count
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 
-FP16_AUTOCAST = make_policy("cuda", FP16)
+FP16_AUTOCAST = Policy(name="cuda", format=FP16)
 
 
 class Branch(nn.Module):

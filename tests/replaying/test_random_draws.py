@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy, make_policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.evidence.formats import FP16
 from nandoctor.replaying.module_state import drawn_in_fp32
 from nandoctor.replaying.runner import FailingStep
@@ -62,6 +62,6 @@ def test_a_step_in_float64_is_near_to_fp32():
         forward=model,
         device=CPU,
         description="",
-        policy=make_policy("cuda", FP16),
+        policy=Policy(name="cuda", format=FP16),
     )
     torch.testing.assert_close(step.run(EXACT).output.float(), step.run(REFERENCE).output, rtol=1e-5, atol=1e-5)

@@ -12,14 +12,14 @@ import torch
 from tiny_models import Chain, Counts, Drops, Overflowing, Raises, Returns
 from torch import nn
 
-from nandoctor.autocast.policy import REFERENCE, make_policy
+from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.runner import FailingStep
 
-CUDA = make_policy("cuda", FP16)
-POLICIES = [REFERENCE, CUDA, make_policy("native", FP16)]
+CUDA = Policy(name="cuda", format=FP16)
+POLICIES = [REFERENCE, CUDA, Policy(name="native", format=FP16)]
 IMAGE = torch.ones(2, 4)
 
 
