@@ -25,7 +25,7 @@ from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import build_model
-from nandoctor.replaying.progress import Listener, Progress, Told
+from nandoctor.replaying.progress import Listener, Progress
 from nandoctor.replaying.settings import (
     MEANINGS,
     ReplayOptions,
@@ -109,7 +109,7 @@ def replay(
 def _listener(progress: Progress | None) -> Listener:
     """What hears how the replay gets on: the caller's, else a bar in a notebook, else nobody."""
     if progress is not None:
-        return progress if isinstance(progress, Listener) else Told(progress)
+        return progress if isinstance(progress, Listener) else Listener(progress)
     if "IPython" in sys.modules:
         from nandoctor.renderers.notebook import NotebookProgress, is_notebook
 

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int | None], None]
 
 
 class Listener:
-    """A `Progress` that is told the diagnosis as well, and how the search for fixes gets on.
+    """A `Progress`, or what hands on to one, that is told the diagnosis as well, and how the search for fixes gets on.
 
     With `stops_gently` an interrupt ends the replay, and the report has what was found until then; `interrupted` tells
     that this happened.
@@ -28,8 +28,12 @@ class Listener:
     stops_gently = False
     interrupted = False
 
+    def __init__(self, progress: Progress = lambda *_: None) -> None:
+        self._progress = progress
+
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Hear how far a run is, as a `Progress` does."""
+        self._progress(stage, done, total)
 
     def expected(self, forecast: str) -> None:
         """Hear what memory a large model takes at least, before it is built; after a long run, what time is left."""
@@ -49,31 +53,19 @@ class Listener:
         return self.interrupted
 
 
-class Told(Listener):
-    """Passes the runs of a replay on to a plain `Progress`."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Pass it on."""
-        self._progress(stage, done, total)
-
-
 class RunProgress:
     """Reports each run as a stage, with the number of calls that the run before it made as the number to expect."""
 
-    def __init__(self, report: Progress = lambda *_: None) -> None:
-        self._report = report
+    def __init__(self, progress: Progress = lambda *_: None) -> None:
+        self._listener = progress if isinstance(progress, Listener) else Listener(progress)
         self._stage = ""
         self._num_calls: int | None = None
         self._started = self.elapsed_s = 0.0
         self.interrupted = False
 
     def expect(self, forecast: str) -> None:
-        """Hand on what the replay will take, to a listener of more than stages."""
-        if isinstance(self._report, Listener):
-            self._report.expected(forecast)
+        """Hand on what the replay will take."""
+        self._listener.expected(forecast)
 
     def expect_rest(self, num_runs: float) -> None:
         """Tell how long the diagnosis still takes, where the last run was long: so many times that."""
@@ -84,15 +76,15 @@ class RunProgress:
         """Start a stage."""
         self._started = time.perf_counter()
         self._stage = stage
-        self._report(stage, 0, self._num_calls)
+        self._listener(stage, 0, self._num_calls)
 
     def on_call(self, done: int) -> None:
         """Report that `done` module calls have returned."""
-        self._report(self._stage, done, self._num_calls)
+        self._listener(self._stage, done, self._num_calls)
 
     def stop(self) -> bool:
         """Pass an interrupt on, and tell whether to report what is known; `interrupted` then is True."""
-        self.interrupted = isinstance(self._report, Listener) and self._report.stop()
+        self.interrupted = self._listener.stop()
         return self.interrupted
 
     def end(self, num_calls: int) -> None:
