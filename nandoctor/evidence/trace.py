@@ -196,7 +196,7 @@ class SourceLine:
     """A line of the user's code: the innermost frame outside torch and nandoctor.
 
     `column` to `end_line` and `end_column` delimit the expression that called the op: columns count from 0 in bytes of
-    UTF-8, as CPython does, and all three are None where the interpreter does not tell (before Python 3.11).
+    UTF-8, as CPython does, and all three are None where the interpreter does not tell (`-X no_debug_ranges`).
     `expression` is its text on one line, "" where that is not known.
     """
 

@@ -155,7 +155,7 @@ def find_place(frame: FrameType | None = None) -> CallSite:
 
 
 def to_source(place: CallSite) -> SourceLine | None:
-    """The line of a place, with the expression that it is in where the interpreter keeps columns (Python 3.11).
+    """The line of a place, with the expression that it is in where the interpreter keeps columns.
 
     Where TorchScript runs the line is that of the script, for the caller's shows another operation; None where the
     script is in an archive that `torch.jit.load` read.
@@ -167,10 +167,7 @@ def to_source(place: CallSite) -> SourceLine | None:
     if code is None:
         return None
     text = linecache.getline(code.co_filename, line).strip()
-    positions: Any = getattr(code, "co_positions", None)
-    if positions is None:
-        return SourceLine(file=code.co_filename, line=line, text=text)
-    _, end_line, column, end_column = next(itertools.islice(positions(), instruction // 2, None))
+    _, end_line, column, end_column = next(itertools.islice(code.co_positions(), instruction // 2, None))
     source = SourceLine(
         file=code.co_filename, line=line, text=text, column=column, end_line=end_line, end_column=end_column
     )

@@ -50,7 +50,6 @@ class _Stored(NamedTuple):
 
     @property
     def nonfinite(self) -> Any:
-        """Which are NaN or infinite."""
         if isinstance(self.signed, torch.Tensor):
             return (self.signed & self.kind.max) >= self.infinity
         mask = np.empty_like(self.signed, bool)
@@ -71,45 +70,35 @@ def _cut(numbers: Any) -> Iterator[Any]:
     return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
 
 
-class _Tally(NamedTuple):
-    """Counts of one piece; the integers of its smallest magnitude above zero and of its limits, where it has them."""
+def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
+    """Count what is non-finite, NaN, +Inf, zero, subnormal, flushed to zero in one piece.
 
-    num_bad: int
-    num_nan: int
-    num_posinf: int
-    num_zero: int
-    num_subnormal: int
-    num_flushed: int
-    smallest: int
-    lowest: int
-    highest: int
-
-    @staticmethod
-    def of(stored: _Stored, subnormal: int, flushed: int) -> _Tally:
-        """Count one piece; the integers are the largest that are subnormal, and that are flushed to zero."""
-        signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
-        magnitudes = signed & stored.kind.max
-        size = math.prod(signed.shape)
-        smallest = int(magnitudes.min()) if size else infinity
-        if smallest >= infinity:  # what is finite has no smallest and no limits
-            num_nan = _count(magnitudes > infinity)
-            num_posinf = _count(signed == infinity) if num_nan < size else 0
-            return _Tally(size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0)
-        num_bad = num_nan = num_posinf = num_zero = 0
-        lowest, highest = int((signed ^ sign).max()), int(signed.max())
-        if max(lowest, highest) >= infinity:
-            nonfinite = magnitudes >= infinity
-            num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
-            num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
-            # What is not finite counts as zero, and so does whatever has the other sign.
-            finite = signed * ~nonfinite
-            lowest, highest = int((finite ^ sign).max()), int(finite.max())
-        if smallest == 0:
-            num_zero = _count(magnitudes == 0)
-            smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero becomes the largest of all
-        num_subnormal = _count(magnitudes <= subnormal) - num_zero if smallest <= subnormal else 0
-        num_flushed = _count(magnitudes <= flushed) - num_zero if smallest <= flushed else 0
-        return _Tally(num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed, smallest, lowest, highest)
+    Then come the integers of its smallest magnitude above zero and of its limits, where it has them. `subnormal` and
+    `flushed` are the integers of the largest that is so.
+    """
+    signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
+    magnitudes = signed & stored.kind.max
+    size = math.prod(signed.shape)
+    smallest = int(magnitudes.min()) if size else infinity
+    if smallest >= infinity:  # what is finite has no smallest and no limits
+        num_nan = _count(magnitudes > infinity)
+        num_posinf = _count(signed == infinity) if num_nan < size else 0
+        return size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0
+    num_bad = num_nan = num_posinf = num_zero = 0
+    lowest, highest = int((signed ^ sign).max()), int(signed.max())
+    if max(lowest, highest) >= infinity:
+        nonfinite = magnitudes >= infinity
+        num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
+        num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
+        # What is not finite counts as zero, and so does whatever has the other sign.
+        finite = signed * ~nonfinite
+        lowest, highest = int((finite ^ sign).max()), int(finite.max())
+    if smallest == 0:
+        num_zero = _count(magnitudes == 0)
+        smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero becomes the largest of all
+    num_subnormal = _count(magnitudes <= subnormal) - num_zero if smallest <= subnormal else 0
+    num_flushed = _count(magnitudes <= flushed) - num_zero if smallest <= flushed else 0
+    return num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed, smallest, lowest, highest
 
 
 def count_exactly(
@@ -129,7 +118,7 @@ def count_exactly(
     stored = _Stored.of(values)
     subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
     flushed = _last_up_to(target.flush_threshold, stored.format)
-    columns = list(zip(*(_Tally.of(part, subnormal, flushed) for part in stored.parts()), strict=True))
+    columns = list(zip(*(_tally(part, subnormal, flushed) for part in stored.parts()), strict=True))
     num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed = map(sum, columns[:6])
     smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
     num_finite = values.numel() - num_bad

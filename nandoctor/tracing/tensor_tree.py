@@ -52,29 +52,25 @@ def list_unread(value: Any) -> tuple[str, ...]:
     return tuple(f"{place} ({what})" if place else what for place, what in found if what)
 
 
-def _closed(leaf: torch.Tensor | _Closed) -> str:
+def _closed(leaf: torch.Tensor | str) -> str:
     """What hides the numbers of a leaf, "" for one that can be read or has none."""
-    if isinstance(leaf, _Closed):
-        return leaf.what
+    if isinstance(leaf, str):
+        return leaf
     has_values = format_of(leaf.dtype) is not None and leaf.numel() > 0
     return f"a {type(leaf).__name__}" if has_values and (leaf.is_meta or numbers_in(leaf) is None) else ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Closed:
-    """What cannot be looked into."""
-
-    what: str
-
-
 class _Walk:
-    """One walk through a value; an object with attributes is entered once."""
+    """One walk through a value; an object with attributes is entered once.
+
+    Its leaves are tensors, and of what cannot be looked into a text that says what that is.
+    """
 
     def __init__(self, *, attributes: bool) -> None:
         self._attributes = attributes
         self._entered: dict[int, Any] = {}  # kept alive, for an id is the next object's when its owner is gone
 
-    def leaves(self, value: Any, place: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor | _Closed]]:
+    def leaves(self, value: Any, place: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor | str]]:
         leaf = _as_leaf(value)
         if leaf is not None:
             yield place, leaf
@@ -82,12 +78,12 @@ class _Walk:
         items = self._items(value)
         if items is None:
             if self._attributes:
-                yield place, _Closed(what=f"a {type(value).__name__}")
+                yield place, f"a {type(value).__name__}"
         elif nesting < _MAX_NESTING:
             for step, item in items:
                 yield from self.leaves(item, (place + step).removeprefix("."), nesting + 1)
         elif items:
-            yield place, _Closed(what="nested too deeply")
+            yield place, "nested too deeply"
 
     def _items(self, value: Any) -> list[tuple[str, Any]] | None:
         """What is in a value, () for what holds no tensor and None for what cannot be looked into."""
@@ -102,14 +98,14 @@ class _Walk:
         return None if len(self._entered) > _MAX_OBJECTS else _references_of(value)
 
 
-def _as_leaf(value: Any) -> torch.Tensor | _Closed | None:
+def _as_leaf(value: Any) -> torch.Tensor | str | None:
     """The value itself where it is numbers."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.char in _NUMPY_FLOATS:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, (float, np.floating)) and not math.isfinite(value):
-        return _Closed(what=f"the plain number {value}")
+        return f"the plain number {value}"
     return None
 
 
