@@ -117,7 +117,6 @@ class _Call:
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self) -> Any:
-        """What the op returns."""
         return self.op(*self.args, **self.kwargs)
 
 

@@ -216,7 +216,6 @@ class WideLiterals(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, or the cast to the wider dtype."""
         kwargs = kwargs or {}
         named = _CAST_METHODS.get(func)
         if named is not None:

@@ -149,8 +149,6 @@ def triage(
 
 
 class _Run:
-    """One triage while it is under way."""
-
     def __init__(self, options: TriageOptions, paths: Sequence[Path], progress: Progress) -> None:
         self.options = options
         self.paths = paths

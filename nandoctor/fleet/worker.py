@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,22 +182,14 @@ def _deadline(seconds: float | None) -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-@contextmanager
-def _working_directory(folder: Path) -> Iterator[None]:
+def _working_directory(folder: Path) -> AbstractContextManager[None]:
     """A worker of a cluster may have been started elsewhere; what a dump names is looked up from the user's folder."""
-    if folder == Path.cwd() or not folder.is_dir():
-        yield
-        return
-    with contextlib.chdir(folder):
-        yield
+    return contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext()
 
 
 def unchanged(sources: Iterable[SourceFile]) -> bool:
     """Tell whether all these files are as they were."""
-    for source in sources:
-        try:
-            if hash_of(Path(source.path)) != source.sha256:
-                return False
-        except OSError:
-            return False
-    return True
+    try:
+        return all(hash_of(Path(source.path)) == source.sha256 for source in sources)
+    except OSError:
+        return False

@@ -123,7 +123,6 @@ def _change(file: str, known_by: Literal["hash", "time"], lines: tuple[int, int]
 
 
 def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
-    """By when the dump and the files were written."""
     try:
         written_ns = dump.stat().st_mtime_ns
     except OSError:

@@ -47,7 +47,6 @@ class _Fill:
         return [self.target] if self.source is None else [self.target, self.source]
 
     def make(self) -> None:
-        """Do what was put off."""
         if self.source is not None:
             self.target.copy_(self.operation(self.source, *self.args, **self.kwargs))
         else:
@@ -161,7 +160,6 @@ class _Peeks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function."""
         if getattr(func, "__name__", "") in _PEEKS and not self._fills.busy:
             self._fills.make_all()
         return func(*args, **(kwargs or {}))

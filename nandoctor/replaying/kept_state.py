@@ -300,7 +300,6 @@ class _Header:
         self.grad = tensor.grad if tensor.is_leaf else None
 
     def put_back(self) -> None:
-        """Give the tensor its class, shape, memory and gradient."""
         tensor = self._tensor
         tensor.data = self._data
         if type(tensor) is not self._kind:
@@ -375,7 +374,6 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation."""
         if not _written_by(func):  # as of nearly all
             return func(*args, **(kwargs or {}))
         return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

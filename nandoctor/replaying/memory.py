@@ -49,7 +49,6 @@ class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation if what it makes is still allowed."""
         self._calls_left -= 1
         if self._calls_left < 0 or _wanted_nbytes(func, args, kwargs or {}) > self._left:
             raise self._refuse()
@@ -98,7 +97,6 @@ class Forecast:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        """Say what is to be expected."""
         weights = f", beside {byte_size(self.mapped_nbytes)} of weights in files" if self.mapped_nbytes else ""
         return f"at least {byte_size(self.nbytes)} of memory{weights}"
 

@@ -55,6 +55,10 @@ def _setting(group: Group, flag: str, text: str, *, default: Any = None, **more:
     return field(**made, metadata=metadata)
 
 
+def _spec(flag: str, text: str) -> Any:
+    return _setting("model", flag, text, metavar="SPEC", holds="a SPEC")
+
+
 def _function(flag: str, text: str) -> Any:
     def accepts(value: Any) -> bool:
         return isinstance(value, str) or callable(value)
@@ -80,13 +84,7 @@ class Settings:
     `directory`.
     """
 
-    model: str | None = _setting(
-        "model",
-        "--model",
-        "What builds the model: package.module:attr or file.py:attr.",
-        metavar="SPEC",
-        holds="a SPEC",
-    )
+    model: str | None = _spec("--model", "What builds the model: package.module:attr or file.py:attr.")
     model_args: Mapping[str, Any] = _setting(
         "model",
         "--model-arg",
@@ -96,13 +94,7 @@ class Settings:
         holds="a table of names and values",
         accepts=lambda value: isinstance(value, Mapping),
     )
-    config: str | None = _setting(
-        "model",
-        "--config",
-        "A configuration class of transformers, to fill with the dump's values.",
-        metavar="SPEC",
-        holds="a SPEC",
-    )
+    config: str | None = _spec("--config", "A configuration class of transformers, to fill with the dump's values.")
     method: str | None = _setting(
         "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME"
     )

@@ -73,7 +73,6 @@ def _missing_weights(dump: Dump) -> DumpError:
 
 
 def _known_samples(dump: Dump) -> Mapping[str, WeightSample]:
-    """What the dump has of its own weights."""
     if dump.recorded is not None and dump.recorded.checkpoint is not None:
         return dump.recorded.checkpoint.samples
     return sample_weights(dump.state)
