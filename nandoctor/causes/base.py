@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
-from nandoctor.evidence.formats import FORMATS, FloatFormat
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, DOMAINS, FILLS, MAXIMA, MOVES, PRODUCTS, SINGULAR_INPUTS, UNFILLED
-from nandoctor.text import are, excess, nonfinite_part, number, part_of
+from nandoctor.text import nonfinite_part, number
 
 _NEVER_NEGATIVE = frozenset(
     """abs square exp exp2 softmax sigmoid relu relu6 softplus sqrt rsqrt acos acosh cosh norm linalg_vector_norm
@@ -105,7 +105,7 @@ class Finding(_AnalysedOp):
     @property
     def overflowed(self) -> bool:
         """True where unlimited range would have kept at least one of the non-finite elements finite."""
-        return self.analysis.num_exact_finite > 0
+        return self.analysis.overflowed
 
     @property
     def reference_is_finite(self) -> bool:
@@ -271,40 +271,6 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
         for value in sorted(incoming)[-1:]
     )
     return (*reached, Evidence(name="num_bad", value=analysis.num_bad, text=outgoing))
-
-
-def format_of_operand(operand: Operand) -> FloatFormat:
-    """The format that an examined operand is stored in."""
-    return FORMATS[operand.dtype]
-
-
-def past_limit(value: float | None, low: FloatFormat) -> str:
-    """A value that its format cannot hold, beside what it can: "65,571; fp16 holds at most 65,504"."""
-    if value is None:
-        return f"more than even float64 holds; {low} holds at most {number(low.max)}"
-    if low.holds(value):
-        return f"{number(value)}, which {low} holds, but a step on the way there does not fit"
-    return f"{number(value, unlike=low.max)}; {low} holds at most {number(low.max)}"
-
-
-def overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
-    """By how much the exact value passes the format's limit, and how many elements do."""
-    analysis, limit = finding.analysis, finding.format.max
-    exact = analysis.exact_absmax
-    text = f"the largest exact value is {past_limit(exact, finding.format)}"
-    if exact is not None and not finding.format.holds(exact):
-        text = (
-            f"the largest exact value is {number(exact, unlike=limit)}, {excess(exact, limit)} what {finding.format} "
-            f"can hold ({number(limit)})"
-        )
-    return (
-        Evidence(name="would_be", value=exact, text=text),
-        Evidence(
-            name="num_bad",
-            value=analysis.num_bad,
-            text=f"{part_of(analysis.num_bad, analysis.numel, 'element')} {are(analysis.num_bad)} non-finite",
-        ),
-    )
 
 
 def site_of(op: OpCall) -> OpSite:

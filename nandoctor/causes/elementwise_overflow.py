@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 
-from nandoctor.causes.base import Finding, overflow_evidence, past_limit
-from nandoctor.causes.sentences import argument, past, subject
+from nandoctor.causes.base import Finding
+from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SUMS
 from nandoctor.text import constant, number
@@ -35,7 +35,6 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     if not finding.overflowed and not _is_past_float64(finding):
         return None
-    exact = finding.analysis.exact_at_worst if finding.overflowed else None
     operands = tuple(
         Evidence(
             name=f"worst_{operand.name}",
@@ -47,12 +46,8 @@ def diagnose(finding: Finding) -> Account | None:
     )
     made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
     constants = ", ".join(f"{name} {constant(value)}" for name, value in finding.op.scalars)
-    return Account(
-        headline=f"{subject(finding.op)} {past(exact, finding.format)}",
-        explanation=f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''} gives "
-        f"{past_limit(exact, finding.format)}.",
-        evidence=(*overflow_evidence(finding), *operands),
-    )
+    made_by = f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''}"
+    return explain_overflow(finding, made_by, operands)
 
 
 def _is_past_float64(finding: Finding) -> bool:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, overflow_evidence, past_limit
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate
 from nandoctor.causes.log_space import stable_forms
-from nandoctor.causes.sentences import past, subject
+from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
 from nandoctor.ops import EXPONENTIALS, PRODUCTS
@@ -67,18 +67,11 @@ def _grows(finding: Finding) -> bool:
 def _explain(finding: Finding, exponential: OpCall) -> Account:
     argument = exponential.inputs[0].stats if exponential.inputs else None
     largest = argument.max if argument else None
-    return Account(
-        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
-        explanation=f"{exponential.op}{'' if largest is None else f' of values up to {number(largest)}'} makes "
-        f"{finding.op.op} reach "
-        f"{past_limit(finding.analysis.exact_absmax, finding.format)}.",
-        evidence=(
-            *overflow_evidence(finding),
-            Evidence(
-                name="argument_max", value=largest, text=f"the argument of {exponential.op} reaches {number(largest)}"
-            ),
-        ),
-    )
+    reach = "" if largest is None else f" of values up to {number(largest)}"
+    made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
+    text = f"the argument of {exponential.op} reaches {number(largest)}"
+    evidence = Evidence(name="argument_max", value=largest, text=text)
+    return explain_overflow(finding, f"The {made_by}{reach}", [evidence])
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

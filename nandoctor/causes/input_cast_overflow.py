@@ -16,7 +16,7 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, format_of_operand
+from nandoctor.causes.base import Finding
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import CASTS, PRODUCTS
@@ -32,7 +32,7 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     target = finding.format
     for taken in finding.analysis.operands:
-        wider = format_of_operand(taken).max > target.max
+        wider = taken.dtype.max > target.max
         if wider and taken.absmax is not None and not target.holds(taken.absmax):
             tensor = next(t for t in finding.op.inputs if t.name == taken.name)
             name = code(tensor.path) if finding.is_from_batch(tensor) and tensor.path else None
@@ -52,7 +52,7 @@ def diagnose(finding: Finding) -> Account | None:
                         name="input_absmax",
                         value=taken.absmax,
                         text=f"{name or written or 'the input'} reaches {number(taken.absmax, unlike=target.max)} in "
-                        f"{format_of_operand(taken)}, {excess(taken.absmax, target.max)} what {target} can hold",
+                        f"{taken.dtype}, {excess(taken.absmax, target.max)} what {target} can hold",
                     ),
                 ),
             )

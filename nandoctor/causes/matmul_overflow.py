@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, factors, overflow_evidence, past_limit, site_of
-from nandoctor.causes.sentences import argument, past, subject
+from nandoctor.causes.base import Candidate, Finding, factors, site_of
+from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -44,12 +44,7 @@ def diagnose(finding: Finding) -> Account | None:
         )
         for operand in factors(finding)
     )
-    return Account(
-        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}",
-        explanation=f"The {finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}, so the "
-        "result is rounded to Inf.",
-        evidence=(*overflow_evidence(finding), *terms, *sizes),
-    )
+    return explain_overflow(finding, f"The {finding.op.op}", (*terms, *sizes))
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

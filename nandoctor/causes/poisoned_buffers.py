@@ -25,13 +25,10 @@ TITLE = "The buffers already hold NaN or Inf"
 PHASES = ("buffer",)
 
 
-def diagnose(finding: OutsideTensor) -> Account | None:
+def diagnose(finding: OutsideTensor) -> Account:
     """A buffer that is non-finite before anything runs."""
-    name, stats = finding.name, finding.stats
-    if stats.finite:
-        return None
     return Account(
-        headline=f"The buffer {code(name)} {how_nonfinite(stats.counts, stats.numel)} before the forward starts",
-        explanation=f"The buffer {name} holds non-finite values, and so does all that is computed from it.",
+        headline=f"The buffer {code(finding.name)} {how_nonfinite(finding.stats)} before the forward starts",
+        explanation=f"The buffer {finding.name} holds non-finite values, and so does all that is computed from it.",
         evidence=outside_evidence("buffer", finding),
     )

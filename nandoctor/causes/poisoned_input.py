@@ -24,13 +24,10 @@ TITLE = "The batch already holds NaN or Inf"
 PHASES = ("input",)
 
 
-def diagnose(finding: OutsideTensor) -> Account | None:
+def diagnose(finding: OutsideTensor) -> Account:
     """An input that is non-finite before anything runs."""
-    name, stats = finding.name, finding.stats
-    if stats.finite:
-        return None
     return Account(
-        headline=f"{code(name)} {how_nonfinite(stats.counts, stats.numel)} before any layer reads it",
-        explanation=f"The batch's {name} holds non-finite values before any layer reads it.",
+        headline=f"{code(finding.name)} {how_nonfinite(finding.stats)} before any layer reads it",
+        explanation=f"The batch's {finding.name} holds non-finite values before any layer reads it.",
         evidence=outside_evidence("array", finding),
     )

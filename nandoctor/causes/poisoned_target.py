@@ -23,13 +23,10 @@ TITLE = "The target already holds NaN or Inf"
 PHASES = ("target",)
 
 
-def diagnose(finding: OutsideTensor) -> Account | None:
+def diagnose(finding: OutsideTensor) -> Account:
     """A target that is non-finite before the loss reads it."""
-    name, stats = finding.name, finding.stats
-    if stats.finite:
-        return None
     return Account(
-        headline=f"The target {code(name)} {how_nonfinite(stats.counts, stats.numel)}",
-        explanation=f"The batch's {name}, which the loss reads, holds non-finite values.",
+        headline=f"The target {code(finding.name)} {how_nonfinite(finding.stats)}",
+        explanation=f"The batch's {finding.name}, which the loss reads, holds non-finite values.",
         evidence=outside_evidence("array", finding),
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 from nandoctor.causes.base import OutsideTensor, outside_evidence
 from nandoctor.causes.sentences import how_nonfinite
 from nandoctor.evidence.report import Account
-from nandoctor.evidence.trace import TensorStats
 from nandoctor.text import code, number
 
 TITLE = "The weights already hold NaN, Inf or implausibly large values"
@@ -29,22 +28,18 @@ ABSURD = 65504.0
 
 
 def diagnose(finding: OutsideTensor) -> Account | None:
-    """A weight that is non-finite before anything runs."""
-    name, stats = finding.name, finding.stats
+    """A weight that is non-finite before anything runs, or absurdly large."""
+    stats, low = finding.stats, finding.low
     if stats.finite and (stats.absmax or 0.0) <= ABSURD:
         return None
-    how = "holds non-finite values" if not stats.finite else f"reaches {number(stats.absmax)}"
-    low = finding.low
-    is_rounded = stats.finite and low is not None and stats.absmax is not None and not low.holds(stats.absmax)
-    copy = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf" if is_rounded and low else ""
+    how, then = "holds non-finite values", ""
+    if stats.finite:
+        how = f"reaches {number(stats.absmax)}"
+        is_rounded = low is not None and not low.holds(stats.absmax or 0.0)
+        then = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf" if low and is_rounded else ""
+    told = f"{how}{then}" if stats.finite else f"{how_nonfinite(stats)} before the forward starts"
     return Account(
-        headline=f"The weight {code(name)} {_how_wrong(stats, copy)}",
-        explanation=f"The weight {name} {how} before the forward starts{copy}.",
+        headline=f"The weight {code(finding.name)} {told}",
+        explanation=f"The weight {finding.name} {how} before the forward starts{then}.",
         evidence=outside_evidence("weight", finding, how),
     )
-
-
-def _how_wrong(stats: TensorStats, copy: str) -> str:
-    if stats.finite:
-        return f"reaches {number(stats.absmax)}{copy}"
-    return f"{how_nonfinite(stats.counts, stats.numel)} before the forward starts"

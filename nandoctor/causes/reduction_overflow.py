@@ -17,8 +17,8 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, factors, overflow_evidence, past_limit
-from nandoctor.causes.sentences import past, subject
+from nandoctor.causes.base import Finding, factors
+from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SERIAL_PRODUCTS
 from nandoctor.text import plural
@@ -37,23 +37,12 @@ def diagnose(finding: Finding) -> Account | None:
     if length is not None:
         terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
-    largest = finding.analysis.exact_absmax if finding.overflowed else None
-    return Account(
-        headline=f"{subject(finding.op)} {past(largest, finding.format)}",
-        explanation=f"The {finding.op.op}{over} gives {_result(finding)}.",
-        evidence=(*overflow_evidence(finding), *terms),
-    )
+    return explain_overflow(finding, f"The {finding.op.op}{over}", terms)
 
 
 def _is_beyond_float64(finding: Finding) -> bool:
     """Tell whether finite terms make an infinity even in float64, as only long products do."""
     return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
-
-
-def _result(finding: Finding) -> str:
-    if not finding.overflowed:
-        return "more than even float64 holds"
-    return past_limit(finding.analysis.exact_absmax, finding.format)
 
 
 def _sums_with_ones(finding: Finding) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from nandoctor.causes.base import Finding
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import LOSS, NonfiniteCounts, OpCall
+from nandoctor.evidence.report import Account, Evidence
+from nandoctor.evidence.trace import LOSS, OpCall, TensorStats
 from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
-from nandoctor.text import code, nonfinite_part, number
+from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
@@ -111,6 +113,30 @@ def past(value: float | None, low: FloatFormat) -> str:
     return f"reaches {number(value, unlike=limit)}; {low} stops at {number(limit)}"
 
 
+def explain_overflow(finding: Finding, made_by: str, evidence: Sequence[Evidence] = (), *, then: str = "") -> Account:
+    """The result of an op that its format does not hold, `made_by` what the explanation says; `then` ends both."""
+    reached = past(finding.analysis.exact, finding.format)
+    return Account(
+        headline=f"{subject(finding.op)} {reached}{then}",
+        explanation=f"{made_by} {reached}{then}.",
+        evidence=(*_overflow_evidence(finding), *evidence),
+    )
+
+
+def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
+    """By how much the exact value passes the format's limit, and how many elements do."""
+    num_bad, numel, low = finding.analysis.num_bad, finding.analysis.numel, finding.format
+    exact = None if finding.analysis.exact is None else abs(finding.analysis.exact)
+    text = f"the largest exact value {past(exact, low)}"
+    if exact is not None and not low.holds(exact):
+        beyond = f"{excess(exact, low.max)} what {low} can hold ({number(low.max)})"
+        text = f"the largest exact value is {number(exact, unlike=low.max)}, {beyond}"
+    return (
+        Evidence(name="would_be", value=exact, text=text),
+        Evidence(name="num_bad", value=num_bad, text=f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
+    )
+
+
 def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
     """What a singular op does with a zero: "divides 0 by 0", "takes the logarithm of 0"."""
     if op.op in LOGARITHMS:
@@ -120,8 +146,8 @@ def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
     return f"evaluates {op.op} where it is infinite"
 
 
-def how_nonfinite(counts: NonfiniteCounts | None, numel: int) -> str:
-    """Which values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
-    if counts is None or not counts.num_bad:
+def how_nonfinite(stats: TensorStats) -> str:
+    """Which values of a non-finite tensor are so: "is NaN in 80 of 128 values"."""
+    if stats.counts is None:
         return "is non-finite"
-    return f"is {nonfinite_part(counts.kinds, counts.num_bad, numel, 'value')}"
+    return f"is {nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel, 'value')}"

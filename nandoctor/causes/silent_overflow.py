@@ -16,8 +16,8 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, overflow_evidence, past_limit
-from nandoctor.causes.sentences import past, subject
+from nandoctor.causes.base import Finding
+from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account
 
 TITLE = "A value overflowed, and the finite output is wrong"
@@ -28,10 +28,5 @@ def diagnose(finding: Finding) -> Account | None:
     """An overflow that leaves a finite output."""
     if not finding.overflowed:
         return None
-    return Account(
-        headline=f"{subject(finding.op)} {past(finding.analysis.exact_absmax, finding.format)}; "
-        "a later operation hides the Inf, and the output is wrong",
-        explanation=f"{finding.op.op} gives {past_limit(finding.analysis.exact_absmax, finding.format)}. A later op "
-        "hides the Inf, so the output is finite and far from fp32's.",
-        evidence=overflow_evidence(finding),
-    )
+    then = "; a later operation hides the Inf, and the output is wrong"
+    return explain_overflow(finding, f"The {finding.op.op}", then=then)

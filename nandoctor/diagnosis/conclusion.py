@@ -19,12 +19,13 @@ from nandoctor.diagnosis.origin import (
     count_nonfinite,
     find_nonfinite_places,
     find_swallowed,
+    list_elements,
     trace_back,
 )
 from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Cause, Diagnosis, Link, NonfiniteElements, Origin
+from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
 from nandoctor.evidence.trace import (
     INTERRUPTED,
     OpAnalysis,
@@ -84,23 +85,18 @@ def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None)
 def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
     """Place the origin at an op that made non-finite values."""
     made_by = op.forward if op.phase == "backward" else op.order
+    samples = as_samples(trace, analysis.counts.samples, op.outputs[0].shape, made_by)
     return Origin(
         phase=op.phase,
         place=op.place,
         op=op.op,
         source=op.source,
-        elements=NonfiniteElements(
-            kinds=analysis.kinds,
-            num_bad=analysis.num_bad,
-            numel=analysis.numel,
-            first_index=analysis.first_index,
-            samples=as_samples(trace, analysis.samples, op.outputs[0].shape, made_by),
-        ),
-        would_be=analysis.exact_at_worst if analysis.num_exact_finite else None,
+        elements=list_elements(analysis.counts, analysis.numel, samples),
+        would_be=analysis.exact,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
         nth=op.nth,
-        grid=analysis.grid,
+        grid=analysis.counts.grid,
     )
 
 

@@ -13,7 +13,7 @@ from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.run_summary import differs
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import FirstNonfinite, NonfiniteElements
-from nandoctor.evidence.trace import LOSS, ModuleCall, OpCall, OpTensor, Place, TensorStats, Trace
+from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
 
 Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
@@ -96,13 +96,16 @@ def _key(nonfinite_place: NonfinitePlace) -> _TensorKey:
 
 def count_nonfinite(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
     """What is non-finite in a tensor, as far as it was counted; without a trace its dimension 0 is not the batch's."""
-    counts = stats.counts
+    if stats.counts is None:
+        return NonfiniteElements(kinds=(), num_bad=0, numel=stats.numel, first_index=None, samples=None)
+    samples = as_samples(trace, stats.counts.samples, stats.shape, stats.producer) if trace is not None else None
+    return list_elements(stats.counts, stats.numel, samples)
+
+
+def list_elements(counts: NonfiniteCounts, numel: int, samples: tuple[int, ...] | None) -> NonfiniteElements:
+    """What was counted of a tensor's `numel` elements, with the samples of the batch that it is in."""
     return NonfiniteElements(
-        kinds=counts.kinds if counts else (),
-        num_bad=counts.num_bad if counts else 0,
-        numel=stats.numel,
-        first_index=counts.first_bad_index if counts else None,
-        samples=as_samples(trace, counts.samples, stats.shape, stats.producer) if counts and trace else None,
+        kinds=counts.kinds, num_bad=counts.num_bad, numel=numel, first_index=counts.first_bad_index, samples=samples
     )
 
 
@@ -291,7 +294,7 @@ def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall])
 
 
 def _overflows(op: OpCall) -> bool:
-    return op.analysis is not None and op.analysis.num_exact_finite > 0
+    return op.analysis is not None and op.analysis.overflowed
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:

@@ -235,7 +235,7 @@ class Operand:
     """One input of an examined op, counted, and its value where the output is worst (None unless elementwise)."""
 
     name: str
-    dtype: str
+    dtype: FloatFormat
     shape: tuple[int, ...]
     absmax: float | None
     min: float | None
@@ -248,26 +248,34 @@ class Operand:
 class OpAnalysis:
     """An op that made non-finite values, examined with its tensors still in hand.
 
-    The op is computed again in float64 from the very inputs it had, already rounded as they were. `num_exact_finite`
-    of the `num_bad` elements are finite then: the format could not hold them, the largest being `exact_absmax`, the
-    one at `worst_index` being `exact_at_worst`. Where none is, the operation itself is singular at these inputs.
-    `length` is the number of terms that make one output element, in products and reductions. `num_full_rows` counts
-    the rows along the reduced dimension that are -inf throughout.
+    `counts` are those of the output that has them, of `numel` elements. The op is computed again in float64 from the
+    very inputs it had, already rounded as they were: `exact` is the largest of the non-finite elements that are finite
+    then, which the format could not hold. Where none is, the operation itself is singular at these inputs. `length` is
+    the number of terms that make one output element, in products and reductions. `num_full_rows` counts the rows along
+    the reduced dimension that are -inf throughout.
     """
 
-    num_bad: int
+    counts: NonfiniteCounts
     numel: int
-    kinds: tuple[str, ...]
-    samples: tuple[int, ...]
-    first_index: tuple[int, ...] | None
-    worst_index: tuple[int, ...] | None
-    num_exact_finite: int = 0
-    exact_absmax: float | None = None
-    exact_at_worst: float | None = None
+    exact: float | None = None
     length: int | None = None
     num_full_rows: int | None = None
     operands: tuple[Operand, ...]
-    grid: Grid | None = None
+
+    @property
+    def num_bad(self) -> int:
+        """NaN and infinities of the output together."""
+        return self.counts.num_bad
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which of "nan", "+inf", "-inf" the op made."""
+        return self.counts.kinds
+
+    @property
+    def overflowed(self) -> bool:
+        """Tell whether unlimited range would have kept at least one of the non-finite elements finite."""
+        return self.exact is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def explains(trace: Trace, error: Exception) -> bool:
     if not all(stats.finite for stats in (*trace.batch, *calls)):
         return True
     analyses = [op.analysis for op in trace.ops if op.analysis is not None]
-    return any(analysis.num_exact_finite > 0 or analysis.kinds != ("-inf",) for analysis in analyses)
+    return any(analysis.overflowed or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
 def explain_forward_error(error: Exception, policy: Policy) -> ModelError | LossError:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
-from nandoctor.tracing.exact_counts import find_nonfinite, place_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, is_finite, measure, numbers_in
+from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, format_of, is_finite, measure, numbers_in
 
 if TYPE_CHECKING:
     from nandoctor.tracing.op_tracer import FunctionTracer
@@ -134,20 +134,15 @@ class GradientTracer:
         nonfinite = next(
             values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
         )
-        made = describe_operand("grad_input", nonfinite, None, nonfinite, self._low)
+        counts, _ = count_exactly(nonfinite, format_of(nonfinite.dtype) or FP64, self._low, place=True)
         return OpAnalysis(
-            num_bad=made.counts.num_bad,
+            counts=counts,
             numel=nonfinite.numel(),
-            kinds=made.counts.kinds,
-            samples=made.counts.samples,
-            first_index=made.counts.first_bad_index,
-            worst_index=made.counts.first_bad_index,
             operands=tuple(
-                describe_operand("grad_output", values, made.counts.first_bad_index, nonfinite, self._low)
+                describe_operand("grad_output", values, counts.first_bad_index, nonfinite, self._low)
                 for values in map(numbers_in, incoming)
                 if values is not None
             ),
-            grid=place_nonfinite(find_nonfinite(nonfinite)),
         )
 
 

@@ -29,24 +29,16 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     own = format_of(output.dtype) or FP64
     counts, _ = count_exactly(output, own, low, place=True)
     exact = recompute(call, place, like=output)
-    worst, num_exact_finite = _find_worst(nonfinite, exact)
-    exact_at_worst = None if exact is None else float(exact[worst])
+    worst, value = _find_worst(nonfinite, exact)
     taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
     operands = [(name, values) for name, values in taken if values is not None]
     return OpAnalysis(
-        num_bad=counts.num_bad,
+        counts=counts,
         numel=output.numel(),
-        kinds=counts.kinds,
-        samples=counts.samples,
-        first_index=counts.first_bad_index,
-        worst_index=worst,
-        num_exact_finite=num_exact_finite,
-        exact_absmax=abs(exact_at_worst) if exact_at_worst is not None and num_exact_finite else None,
-        exact_at_worst=exact_at_worst,
+        exact=value,
         length=_length(call, [tensor for _, tensor in operands], output),
         num_full_rows=_num_full_rows(call),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
-        grid=counts.grid,
     )
 
 
@@ -84,13 +76,14 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
     return None if values is None or values.shape != like.shape else values.double()
 
 
-def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], int]:
-    """The non-finite element whose exact value is largest, else the first; and how many are exactly finite."""
+def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
+    """The non-finite element whose exact value is largest, and that value; the first, where none is exactly finite."""
     if exact is not None:
         magnitudes = torch.where(nonfinite & ~find_nonfinite(exact), exact.abs(), -1.0).numpy(force=True)
-        if num_finite := int(np.count_nonzero(magnitudes >= 0)):
-            return _find_largest(magnitudes), num_finite
-    return _find_largest(nonfinite.numpy(force=True)), 0
+        worst = _find_largest(magnitudes)
+        if magnitudes[worst] >= 0:
+            return worst, float(exact[worst])
+    return _find_largest(nonfinite.numpy(force=True)), None
 
 
 def _find_largest(values: NDArray[Any]) -> tuple[int, ...]:
@@ -107,7 +100,7 @@ def describe_operand(
     counts, limits = count_exactly(tensor, own, low)
     return Operand(
         name=name,
-        dtype=own.name,
+        dtype=own,
         shape=tuple(tensor.shape),
         absmax=max(abs(limits[0]), abs(limits[1])) if limits else None,
         min=limits[0] if limits else None,

@@ -47,17 +47,10 @@ class Recipe:
     def finding(self, *, exact=None, reference_is_finite=True, had_inf_input=False, length=None, full_rows=None):
         """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
         *_, last = self.ops.values()
-        made = last.outputs[0].counts
         analysis = OpAnalysis(
-            num_bad=made.num_bad,
+            counts=last.outputs[0].counts,
             numel=last.outputs[0].numel,
-            kinds=made.kinds,
-            samples=(),
-            first_index=None,
-            worst_index=None,
-            num_exact_finite=0 if exact is None else 1,
-            exact_absmax=exact,
-            exact_at_worst=exact,
+            exact=exact,
             length=length,
             num_full_rows=full_rows,
             operands=tuple(_operand(tensor, last.outputs[0].dtype) for tensor in last.inputs),
@@ -71,7 +64,7 @@ def _operand(tensor, dtype):
     numbers = tensor.stats
     return Operand(
         name=tensor.name,
-        dtype=dtype.name,
+        dtype=dtype,
         shape=numbers.shape,
         absmax=numbers.absmax,
         min=numbers.min,
@@ -85,17 +78,8 @@ def gradient_finding(recipe, forward, *, incoming, outgoing, reference_is_finite
     """A backward op of the op `forward` of a recipe, with the gradients that came in and went out."""
     made, given = stats(*outgoing), stats(*incoming)
     analysis = OpAnalysis(
-        num_bad=made.counts.num_bad,
+        counts=made.counts,
         numel=made.numel,
-        kinds=made.counts.kinds,
-        samples=(),
-        first_index=None,
-        worst_index=None,
-        num_exact_finite=0,
-        exact_absmax=None,
-        exact_at_worst=None,
-        length=None,
-        num_full_rows=None,
         operands=(_operand(OpTensor(name="grad_output", stats=given), FP32),),
     )
     op = dataclasses.replace(recipe.ops[forward], phase="backward", analysis=analysis, forward=forward)
