@@ -47,6 +47,17 @@ def plan_patch(diff: str, root: Path, *, allow_installed: bool = False) -> tuple
     return tuple(_plan_file(name, lines, root, allow_installed) for name, lines in _files_in(diff))
 
 
+def encode_diff(diff: str, root: Path) -> bytes:
+    """The diff as bytes; the lines of a file in its own encoding, since `git apply` compares bytes."""
+    heads = [*_FILE.finditer(diff)]
+    ends = [*(head.start() for head in heads[1:]), len(diff)]
+    parts = list[bytes]()
+    for head, end in zip(heads, ends, strict=True):
+        encoding = decode_source((root / head[1]).read_bytes())[1]
+        parts += [head[0].encode(), diff[head.end() : end].encode(encoding)]
+    return b"".join(parts)
+
+
 def write_files(files: Sequence[PatchedFile]) -> None:
     """Write all files; where one cannot be written, those before it are put back.
 
@@ -56,20 +67,18 @@ def write_files(files: Sequence[PatchedFile]) -> None:
     for file in files:
         if file.path.read_bytes() != file.before:
             raise _changed_since(file.path)
-    written: list[PatchedFile] = []
     try:
         for file in files:
             write_bytes(file.after, file.path)
-            written.append(file)
     except BaseException:
-        restore_files(written)
+        restore_files(files)
         raise
 
 
 def restore_files(files: Sequence[PatchedFile]) -> None:
     """Put back what `write_files` wrote; a file that somebody has changed in the meantime is left alone."""
     for file in files:
-        if file.path.read_bytes() == file.after:
+        if file.path.is_file() and file.path.read_bytes() == file.after:
             write_bytes(file.before, file.path)
 
 
@@ -98,11 +107,11 @@ def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: boo
 
 
 def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
-    """The text with the hunks made, in the line endings of the file."""
+    """The text with the hunks made; a line of them ends as the diff says, which has the file's own line endings."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", text)
-    ending = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
     made, place = list[str](), 0
     for line, following in zip(hunks, [*hunks[1:], ""], strict=True):
+        whole = line[1:] + ("" if following.startswith("\\") else "\n")  # "\ No newline at end of file"
         if header := _HUNK.match(line):
             start = int(header[1]) - (header[2] != "0")
             if not place <= start <= len(lines):
@@ -110,14 +119,12 @@ def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
             made += lines[place:start]
             place = start
         elif line.startswith(("-", " ")):
-            if place >= len(lines) or lines[place].rstrip("\r\n") != line[1:].rstrip("\r"):
+            if place >= len(lines) or lines[place] != whole:
                 raise _changed_since(path)
-            made += [lines[place]] if line.startswith(" ") else []
+            made += [whole] if line.startswith(" ") else []
             place += 1
         elif line.startswith("+"):
-            made.append(
-                line[1:].rstrip("\r") + ("" if following.startswith("\\") else ending)
-            )  # "\ No newline at end of file"
+            made.append(whole)
     return "".join([*made, *lines[place:]])
 
 

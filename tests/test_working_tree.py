@@ -10,7 +10,7 @@ import pytest
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.fixes.source_changes import _root_of
-from nandoctor.working_tree import PatchError, plan_patch, restore_files, write_files
+from nandoctor.working_tree import PatchError, encode_diff, plan_patch, restore_files, write_files
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
 
@@ -65,9 +65,32 @@ def test_line_endings_and_permissions_are_the_files_own(tmp_path):
     path = tmp_path / "net.py"
     path.write_bytes(BEFORE.replace("\n", "\r\n").encode())
     path.chmod(0o755)
-    write_files(plan_patch(diff_of(BEFORE, BEFORE.replace("line 7\n", "seven\n")), tmp_path))
+    windows = BEFORE.replace("\n", "\r\n")
+    write_files(plan_patch(diff_of(windows, windows.replace("line 7\r\n", "seven\r\n")), tmp_path))
     assert b"line 6\r\nseven\r\nline 8\r\n" in path.read_bytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [BEFORE.replace("line 1\n", "line 1\r\n"), BEFORE.replace("line 7\n", "line 7\r\n")],
+    ids=["first", "other"],
+)
+def test_a_line_keeps_its_own_ending_among_others(tmp_path, mixed):
+    path = tmp_path / "net.py"
+    change = ChangedFile(path=str(path), before=mixed, after=mixed.replace("line 7", "seven"))
+    diff = SourcePatch(root=str(tmp_path), files=(change,)).diff
+    assert applied(tmp_path, mixed.encode(), diff) == change.after.encode()
+
+
+def test_a_diff_has_the_bytes_of_each_file(tmp_path):
+    texts = {"a.py": "# coding: cp1252\nx = 1  # \u20ac\n", "b.py": "x = 1  # \u20ac\n"}
+    changes = []
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode("cp1252" if name == "a.py" else "utf-8"))
+        changes.append(ChangedFile(path=str(tmp_path / name), before=text, after=text.replace("x = 1", "x = 2")))
+    encoded = encode_diff(SourcePatch(root=str(tmp_path), files=tuple(changes)).diff, tmp_path)
+    assert [encoded.count(b"x = 2  # " + sign + b"\n") for sign in (b"\x80", "\u20ac".encode())] == [1, 1]
 
 
 def test_a_file_that_has_changed_is_not_touched(tmp_path):

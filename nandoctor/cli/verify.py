@@ -127,7 +127,9 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
-        click.echo(_diff_of(choice.fix).encode(), nl=False)  # as bytes, whose line endings no system changes
+        from nandoctor.working_tree import encode_diff
+
+        click.echo(encode_diff(_diff_of(choice.fix), Path(choice.fix.patch_root or ".")), nl=False)
         return
     if write:
         files = _plan(choice.fix, allow_installed=allow_installed)
