@@ -303,7 +303,7 @@ def _write_trace(run: _Run, batch: Batch, observers: Observers, result: _Result)
         ops=ops,
         buffers=frozenset(name for name, _ in step.model.named_buffers()),
         backward=observers.gradients.calls(ops) if observers.gradients else (),
-        function_ops=observers.functions.calls() if observers.functions else (),
+        function_ops=observers.functions.ops.calls() if observers.functions else (),
         bad_gradients=result.bad_gradients,
         num_samples=interventions.sample_count(batch, step.used),
         time_first=interventions.may_have_time_first(batch, step.used),

@@ -122,8 +122,7 @@ class GradientTracer:
             with unobserved():
                 given = [gradient for gradient in incoming if gradient is not None]
                 made = [gradient for gradient in outgoing if gradient is not None]
-                before = [reading for gradient in given if (reading := measure(gradient)) is not None]
-                after = [reading for gradient in made if (reading := measure(gradient)) is not None]
+                before, after = ([read for item in group if (read := measure(item))] for group in (given, made))
                 made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
                 analysis = self._examine(given, made) if made_here else None
             self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, analysis=analysis))

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
@@ -92,9 +92,12 @@ class Tracer:
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
             with collection_paused:
                 for name, module in self._model.named_modules():
-                    hooks.callback(self._watch_entry(module, name).remove)
-                    hooks.callback(self._watch_arguments(module).remove)
-                    hooks.callback(self._watch_return(module).remove)
+                    # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods serve calls
+                    # from Python. What other hooks compute (a spectral norm) is part of the call.
+                    pre_hook, hook = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+                    hooks.callback(pre_hook(module, partial(self._on_entry, name), prepend=True).remove)
+                    hooks.callback(pre_hook(module, self._on_arguments, with_kwargs=True).remove)
+                    hooks.callback(hook(module, self._on_return, always_call=True).remove)
             self._hooks = hooks.pop_all()
         return self
 
@@ -136,49 +139,36 @@ class Tracer:
             for call, taken, given in zip(self._calls, inputs, outputs, strict=True)
         )
 
-    def _watch_entry(self, module: nn.Module, name: str) -> RemovableHandle:
-        """Before all other hooks, since what they compute (a spectral norm) is part of the call."""
+    def _on_entry(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        call = _Recording(
+            module=module,
+            name=name,
+            call=self._num_calls[name],
+            depth=len(self._open),
+            enter=next(self._ticks),
+            handling=sys.exc_info()[1],
+        )
+        self._num_calls[name] += 1
+        self._calls.append(call)
+        self._open.append(call)
 
-        def on_entry(_: nn.Module, args: tuple[Any, ...]) -> None:
-            call = _Recording(
-                module=module,
-                name=name,
-                call=self._num_calls[name],
-                depth=len(self._open),
-                enter=next(self._ticks),
-                handling=sys.exc_info()[1],
-            )
-            self._num_calls[name] += 1
-            self._calls.append(call)
-            self._open.append(call)
+    def _on_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the arguments as other hooks have left them."""
+        if self._open and self._open[-1].module is module and self._statistics != "none":
+            # What an argument refers to may be the whole model, and is nothing that the module made.
+            self._open[-1].inputs = self.read(args, kwargs, attributes=False)
 
-        # A ScriptModule refuses hooks, which its graph could not keep; Module's own method serves calls from Python.
-        return nn.Module.register_forward_pre_hook(module, on_entry, prepend=True)
-
-    def _watch_arguments(self, module: nn.Module) -> RemovableHandle:
-        """After all other hooks, which may have changed them."""
-
-        def on_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._open and self._open[-1].module is module:
-                # What an argument refers to may be the whole model, and is nothing that the module made.
-                self._open[-1].inputs = self.read(args, kwargs, attributes=False) if self._statistics != "none" else []
-
-        return nn.Module.register_forward_pre_hook(module, on_arguments, with_kwargs=True)
-
-    def _watch_return(self, module: nn.Module) -> RemovableHandle:
-        def on_return(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not self._open or self._open[-1].module is not module:
-                return  # a hook for all modules raised, so this call was never opened
-            call = self._open.pop()
-            if sys.exc_info()[1] is not call.handling:
-                return  # the forward raised; its caller may catch that and go on
-            call.leave = next(self._ticks)
-            call.outputs = self.read(output) if self._statistics != "none" else []
-            self._num_returned += 1
-            if self._on_call is not None:
-                self._on_call(self._num_returned)
-
-        return nn.Module.register_forward_hook(module, on_return, always_call=True)
+    def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._open or self._open[-1].module is not module:
+            return  # a hook for all modules raised, so this call was never opened
+        call = self._open.pop()
+        if sys.exc_info()[1] is not call.handling:
+            return  # the forward raised; its caller may catch that and go on
+        call.leave = next(self._ticks)
+        call.outputs = self.read(output) if self._statistics != "none" else []
+        self._num_returned += 1
+        if self._on_call is not None:
+            self._on_call(self._num_returned)
 
     def owner(self) -> Owner:
         """The module call that is running, ("", "", 0) before the first and after the last."""

@@ -364,7 +364,7 @@ class FunctionTracer:
 
     def __init__(self, ops: OpTracer) -> None:
         ops.phase = "backward"
-        self._ops = ops
+        self.ops = ops
 
     def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
         """Record the ops of this node's backward as `owner`'s; return what undoes it."""
@@ -372,7 +372,7 @@ class FunctionTracer:
         def watched(backward: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(backward)
             def run(*args: Any) -> Any:
-                with self._ops.watching(lambda: owner):
+                with self.ops.watching(lambda: owner):
                     return backward(*args)
 
             return run
@@ -388,7 +388,3 @@ class FunctionTracer:
         numbered = enumerate(lines[code.co_firstlineno - 1 :], start=code.co_firstlineno)
         line, text = next(((n, t) for n, t in numbered if t.lstrip().startswith("def ")), (code.co_firstlineno, ""))
         return SourceLine(file=code.co_filename, line=line, text=text.strip())
-
-    def calls(self) -> tuple[OpCall, ...]:
-        """The ops so far, in order."""
-        return self._ops.calls()
