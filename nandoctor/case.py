@@ -24,7 +24,7 @@ from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
 from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
-from nandoctor.replaying.model_loading import build_model
+from nandoctor.replaying.model_loading import ModelSource, build_model
 from nandoctor.replaying.progress import Listener, Progress
 from nandoctor.replaying.settings import (
     MEANINGS,
@@ -36,7 +36,6 @@ from nandoctor.replaying.settings import (
     override,
     read_settings,
 )
-from nandoctor.replaying.setup import ModelSource
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.text import dtype_name

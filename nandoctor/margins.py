@@ -15,10 +15,11 @@ from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
 from nandoctor.evidence.trace import describe_run
 from nandoctor.keywords import takes_options
+from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import Settings, StepOptions, anchored, override, read_settings
-from nandoctor.replaying.setup import ModelSource, prepare
+from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import take_weights
 from nandoctor.text import part_of
 from nandoctor.tracing.tensor_stats import measure_all

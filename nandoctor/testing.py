@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nandoctor.dumps.dump import Dump
-    from nandoctor.replaying.setup import ModelSource
+    from nandoctor.replaying.model_loading import ModelSource
 
 __all__ = ["assert_step_passes"]
 

@@ -24,10 +24,10 @@ from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes, find_unchanged
+from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import ModelSource
 from nandoctor.text import are, join_first, part_of, percent
 
 Changed = bool | Sequence[Path] | Mapping[Path, str | None]

@@ -29,7 +29,7 @@ from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import PLAIN
 from nandoctor.errors import ModelError, UnapprovedCodeError
-from nandoctor.replaying.model_loading import build_model, find_attribute
+from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief, plural
@@ -72,7 +72,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
 
 
 def build_configured(
-    source: str | nn.Module | Callable[..., nn.Module], config: str, recorded: Recorded | None, directory: Path
+    source: ModelSource, config: str, recorded: Recorded | None, directory: Path
 ) -> Callable[[], nn.Module]:
     """What builds a model of transformers from the class and the configuration class that the user named.
 

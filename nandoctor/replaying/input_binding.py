@@ -45,11 +45,6 @@ class _Parameters:
     variadic: str | None = None
 
 
-def bind_user_call(function: Callable[..., Any], name: str, arrays: Sequence[str]) -> Binding:
-    """The binding for a user's own `function(model, batch) -> output`, which gets every array."""
-    return Binding(description=f"{name}(model, batch)", arrays=tuple(arrays), forward=function)
-
-
 def bind_inputs(
     inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
 ) -> Binding:

@@ -38,14 +38,14 @@ _CUT_SHORT = (
     "under `if __name__ == '__main__':`."
 )
 
-_Source = str | nn.Module | Callable[..., nn.Module]
+ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
 
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
 
 
-def build_model(spec: _Source, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
+def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
     """Find what `spec` names and make a Module of it.
 
     `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and

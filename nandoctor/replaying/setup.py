@@ -32,10 +32,10 @@ from nandoctor.replaying.code_references import (
     state_to_load,
 )
 from nandoctor.replaying.deferred_fills import DeferredFills
-from nandoctor.replaying.input_binding import Binding, bind_inputs, bind_user_call, find_bindings
+from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within, forecast, require_room
-from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
+from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project, arguments_of
@@ -46,9 +46,6 @@ from nandoctor.replaying.saved_arrays import SavedBatch, find_outputs, read_batc
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
-
-ModelSource = str | nn.Module | Callable[..., nn.Module]
-
 
 NUM_EXTRA_SEEDS = 3
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
@@ -237,8 +234,8 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
     """The ways to call the model: the user's word, else the recorder's, else what the names of its parameters allow."""
     if code.call is not None:
-        name = getattr(code.call, "__name__", "call")
-        return [bind_user_call(batch.on_loop_batch(code.call), name, list(batch.arrays))]
+        shown = f"{getattr(code.call, '__name__', 'call')}(model, batch)"
+        return [Binding(description=shown, arrays=tuple(batch.arrays), forward=batch.on_loop_batch(code.call))]
     available = {**batch.scalars, **batch.inputs}
     if settings.inputs:
         return [bind_inputs(settings.inputs, available, list(batch.inputs), batch.containers)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nandoctor.errors import ModelError
-from nandoctor.replaying.input_binding import bind_inputs, bind_user_call, find_bindings
+from nandoctor.replaying.input_binding import bind_inputs, find_bindings
 
 IMAGE, MASK, DEPTH = torch.full((2, 3), 1.0), torch.full((2, 3), 2.0), torch.full((2, 3), 4.0)
 TOKENS = torch.ones(2, 5, dtype=torch.long)
@@ -374,10 +374,3 @@ def test_a_missing_input_is_an_error_that_lists_the_names(inputs):
     with pytest.raises(ModelError, match="has no array") as caught:
         bind_inputs(inputs, {"image": IMAGE, "step": 3}, ["image"])
     assert "image, step" in caught.value.remedy
-
-
-def test_the_call_of_the_user_gets_every_array():
-    binding = bind_user_call(lambda model, batch: sorted(batch), "train.py:step", ["image", "mask"])
-    assert binding.arrays == ("image", "mask")
-    assert binding.description == "train.py:step(model, batch)"
-    assert binding.forward(nn.Identity(), {"image": IMAGE, "mask": MASK}) == ["image", "mask"]
