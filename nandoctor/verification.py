@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from nandoctor.dumps.dump import Dump
+from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
@@ -157,7 +158,7 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
         reference: Literal["unchanged", "changed"] = "unchanged" if made.beside_unchanged else "changed"
         measured = replace(measured, output=made.outcome, reference=reference, checks=made.checks)
     if reasons:
-        return _cannot_tell(measured, reasons, tuple(_advise(found, asked)))
+        return _cannot_tell(measured, reasons, tuple(_advise(found, asked, made)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
@@ -284,7 +285,7 @@ def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
     return elsewhere or step.seed is not None or not step.rng_states
 
 
-def _advise(found: Diagnosed, asked: _Asked) -> Iterator[str]:
+def _advise(found: Diagnosed, asked: _Asked, made: MadeChange | None) -> Iterator[str]:
     """What would make it certain."""
     step = found.step
     assert step is not None
@@ -292,6 +293,9 @@ def _advise(found: Diagnosed, asked: _Asked) -> Iterator[str]:
         yield "Give the --seed with which the unchanged code fails."
     if not asked.code.changed and asked.code.basis != "hash":
         yield "Name the file that you changed: --changed FILE"
+    failed = {check.name for check in made.checks if check.status == "failed"} if made is not None else set()
+    if "gradients" in failed and step.loss_scale is None and step.low is FP16:
+        yield "Give the loss scale of the failing step: --loss-scale N, or 1 where nothing scales the loss."
 
 
 def _notes(asked: _Asked, made: MadeChange | None, step: FailingStep) -> Iterator[str]:

@@ -185,6 +185,31 @@ def test_a_plain_dump_that_nothing_explains_cannot_be_told(project):
     assert run("replay", dump, "--model", "net.py:Plain", "--check").exit_code == 125
 
 
+RATIO = """
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4, bias=False)
+
+    def forward(self, x):
+        h = super().forward(x)
+        return h / (h.std(-1, keepdim=True) + 1e-4)
+"""
+
+
+def test_gradients_that_need_a_small_loss_scale_hang_on_it(project):
+    """With 1e-4 they overflow at 256 and pass at 16: the scale of the training tells whether that is fixed."""
+    (project / "ratio.py").write_text(RATIO)
+    x = torch.eye(4)[:3]
+    x[1] = 0
+    torch.save({"state_dict": {"weight": torch.eye(4)}, "x": x}, "dump.pth")
+    given = ("verify", "dump.pth", "--model", "ratio.py:Net", "--changed", "ratio.py")
+    result = run(*given)
+    assert (result.exit_code, "--loss-scale N" in words(result.stdout)) == (125, True)
+    assert run(*given, "--loss-scale", "1").exit_code == 0
+
+
 def test_a_file_that_git_checked_out_again_has_not_changed(project):
     dump = write_dump(project, "Plain")
     edit(project, seconds=-3600)
