@@ -173,7 +173,9 @@ def kinds_text(kinds: Iterable[str]) -> str:
 
 
 def nonfinite_part(kinds: Iterable[str], num_bad: int, numel: int, noun: str = "") -> str:
-    """How many of a tensor's values are non-finite: "NaN in 8 of 32", "NaN and +Inf in 1 of 32 values"."""
+    """How many of a tensor's values are non-finite: "NaN in 8 of 32", "some of 32 values" where none was counted."""
+    if not num_bad:
+        return f"some of {plural(numel, noun) if noun else f'{numel:,}'}"
     return f"{kinds_text(kinds)} in {part_of(num_bad, numel, noun)}"
 
 

@@ -1,7 +1,8 @@
-"""gradient-singularity: the forward is finite, and its derivative is infinite.
+"""gradient-singularity: the forward is finite, and its derivative is infinite, or past the limit even of fp32.
 
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
+    That of 1 / x at 1e-25 is -1e50, which fp32 does not hold.
 How nandoctor tells
     A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well; or an argument that is
     exactly at the singular point in the lower precision, and beside it in fp32.
@@ -32,9 +33,10 @@ from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import DOMAINS, Domain
 from nandoctor.text import constant, kinds_text, number
 
-TITLE = "The derivative is infinite at this point"
+TITLE = "The derivative is infinite, or too large, at this point"
 PHASES = ("backward",)
 
 
@@ -49,11 +51,22 @@ def diagnose(finding: GradientFinding) -> Account | None:
     argument = next((tensor.stats for tensor in (*singular_inputs(forward), *forward.inputs) if tensor.stats), None)
     limits = None if argument is None else (argument.min, argument.max)
     reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
+    is_beside = _is_beside_singularity(forward)
     return _explain(
         finding,
-        _headline(finding, forward),
-        f"The derivative of {forward.op} is infinite where it was evaluated{reach}: the gradient that comes in is "
-        "finite, the one that goes out is not, in fp32 either.",
+        _headline(finding, forward, is_beside=is_beside),
+        f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was evaluated{reach}: "
+        "the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
+    )
+
+
+def _is_beside_singularity(forward: OpCall) -> bool:
+    """Tell whether every argument is known to stay off the points where the op's derivative is infinite."""
+    domain = DOMAINS.get(forward.op, Domain(low=0.0, high=0.0))
+    limits = [(taken.stats.min, taken.stats.max) for taken in singular_inputs(forward) if taken.stats is not None]
+    return bool(limits) and all(
+        low is not None and high is not None and not low <= domain.low <= high and not low <= domain.high <= high
+        for low, high in limits
     )
 
 
@@ -67,11 +80,13 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
     )
 
 
-def _headline(finding: GradientFinding, forward: OpCall) -> str:
-    result = f"its gradient is {kinds_text(finding.analysis.kinds)}"
+def _headline(finding: GradientFinding, forward: OpCall, *, is_beside: bool) -> str:
+    kinds = kinds_text(finding.analysis.kinds)
+    if is_beside:
+        return f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
     argument = next((tensor.stats for tensor in singular_inputs(forward) if tensor.stats is not None), None)
     at_zero = argument is not None and argument.min == 0.0 and singular_edge(forward) == 0.0
-    return f"The derivative of {subject(forward)} is infinite{' at 0' if at_zero else ''}, so {result}"
+    return f"The derivative of {subject(forward)} is infinite{' at 0' if at_zero else ''}, so its gradient is {kinds}"
 
 
 def _explain(finding: GradientFinding, headline: str, explanation: str) -> Account:

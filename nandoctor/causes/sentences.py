@@ -22,6 +22,8 @@ _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Pow: ("pow",),
     ast.Mod: ("remainder",),
 }
+_BINARY = frozenset(name for names in _OPERATORS.values() for name in names)
+_OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
 _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
 """What torch calls where a number stands on the left: 1 - x, 1 / x."""
 
@@ -80,8 +82,8 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
         return {"self": node.right, "other": node.left} if op == _REFLECTED.get(type(node.op)) else {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
         return {"self": node.func.value} if _callee(node) in _CAST_METHODS else {}
-    if isinstance(node, ast.Call) and _callee(node) == op and alone:
-        return _only_argument(node)
+    if isinstance(node, ast.Call) and _callee(node) == op:
+        return _of_call(node, 1 if alone else 2 if op in _BINARY else 0)
     return {}
 
 
@@ -91,11 +93,15 @@ def _callee(node: ast.Call) -> str:
     return str(name).rstrip("_")
 
 
-def _only_argument(node: ast.Call) -> dict[str, ast.expr]:
-    """The argument of `torch.log(x)`, the receiver of `x.log()`."""
-    if len(node.args) == 1:
-        return {"self": node.args[0]}
-    return {"self": node.func.value} if isinstance(node.func, ast.Attribute) and not node.args else {}
+def _of_call(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
+    """The operands of `torch.log(x)` or `torch.div(x, y)`; of `x.log()` or `x.div(y)` the receiver is the first."""
+    if any(keyword.arg in _OPERAND_KEYWORDS for keyword in node.keywords):
+        return {}
+    receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+    taken = node.args if len(node.args) == num_operands else [*receiver, *node.args]
+    if len(taken) != num_operands or any(isinstance(operand, ast.Starred) for operand in taken):
+        return {}
+    return dict(zip(("self", "other", "exponent"), [*taken, *taken[1:]], strict=False))
 
 
 def owner(op: OpCall) -> str:

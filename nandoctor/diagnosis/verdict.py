@@ -226,6 +226,8 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
     """Where it was first seen, for a failure that no cause explains."""
     if first is not None and first.origin.phase == "backward":
         where = f"{first.origin.op} in {first.origin.place.in_words}"
+        if not all(stats.finite for stats in first.origin.inputs):
+            return f"The forward is finite; the gradient that {where} is given is not, and no operation made it so"
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
         return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
@@ -251,8 +253,6 @@ def _under(trace: Trace) -> str:
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = count_nonfinite(stats, trace)
-    if not found.kinds:
-        return f"some of {plural(stats.numel, 'element')}"
     text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
         text += f" ({samples_text(found.samples, stats.shape[0])})"

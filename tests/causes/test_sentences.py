@@ -31,12 +31,31 @@ def op_call(op, expression, *, scalars=(), inputs=1):
         ("log", "loss_of(x)", "self", None),
         ("log", "torch.log(x, out=y)", "self", "`x`"),
         ("mul", "x / y", "other", None),
+        ("log", "torch.log(input=p)", "self", None),
+        ("log", "torch.log(*p)", "self", None),
         ("log", "not python (", "self", None),
         ("log", "", "self", None),
     ],
 )
 def test_operands(op, expression, name, text):
     assert operand(op_call(op, expression), name) == text
+
+
+@pytest.mark.parametrize(
+    ("op", "expression", "name", "text"),
+    [
+        ("div", "x.div_(keep)", "other", "`keep`"),
+        ("div", "torch.div(x, keep.sum())", "other", "`keep.sum()`"),
+        ("div", "x.div(keep, rounding_mode=None)", "self", "`x`"),
+        ("pow", "norm.pow(power)", "exponent", "`power`"),
+        ("div", "torch.div(x, other=keep)", "other", None),
+        ("div", "torch.div(input=x, other=keep)", "self", None),
+        ("div", "torch.div(*pair)", "other", None),
+        ("addcdiv", "torch.addcdiv(x, y)", "other", None),
+    ],
+)
+def test_operands_of_calls_with_two(op, expression, name, text):
+    assert operand(op_call(op, expression, inputs=2), name) == text
 
 
 def test_a_call_with_numbers_may_be_of_a_method_or_of_a_function():

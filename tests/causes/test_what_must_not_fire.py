@@ -9,6 +9,7 @@ from nandoctor.causes import (
     elementwise_overflow,
     eps_underflow,
     exp_overflow,
+    gradient_singularity,
     mask_constant_overflow,
     reduction_overflow,
     where_gradient_trap,
@@ -234,3 +235,24 @@ class TestElementwiseOverflow:
     def test_not_for_a_nan_or_a_pole(self):
         assert self.made((3e38, 1.0), (3e38, 1.0), result=(NAN, 1.0)) is None
         assert self.made((0.0, 1.0), result=(INF, 1.0), name="reciprocal") is None
+
+
+class TestGradientSingularity:
+    @pytest.mark.parametrize(
+        ("op", "argument", "told"),
+        [
+            ("reciprocal", (1e-25, 1.0), "too large even for fp32"),
+            ("log", (1e-38, 1.0), "too large even for fp32"),
+            ("acos", (-0.5, 0.5), "too large even for fp32"),
+            ("reciprocal", (0.0, 1.0), "is infinite"),
+            ("reciprocal", (-1.0, 1.0), "is infinite"),
+            ("sqrt", (0.0, 1.0), "is infinite at 0"),
+            ("acos", (0.5, 1.0), "is infinite"),
+            ("cosh", (0.5, 1.0), "is infinite"),
+        ],
+    )
+    def test_infinite_only_where_the_argument_may_be_at_the_point(self, op, argument, told):
+        recipe = Recipe()
+        recipe.op(op, argument)
+        finding = gradient_finding(recipe, 0, incoming=(1.0, 1.0), outgoing=(INF, 1.0))
+        assert told in gradient_singularity.diagnose(finding).headline
