@@ -27,6 +27,7 @@ from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
 from nandoctor.tracing.dispatch_hook import Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import format_of
 
@@ -191,16 +192,10 @@ def _return_first(call: Invocation, proceed: Proceed) -> Any:
 
 def _run_unmasked(call: Invocation, proceed: Proceed) -> Any:
     """The softmax or attention with its fully masked rows opened, and zero where they were."""
-    named = dict(call.arguments())
-    if call.name == "scaled_dot_product_attention":
-        mask = named.get("attn_mask")
-        if mask is None:
-            return proceed(call)
-        closed = (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
-        opened = mask | closed if mask.dtype == torch.bool else mask.masked_fill(closed, 0.0)
-        return proceed(call.with_argument("attn_mask", opened)).masked_fill(closed, 0.0)
-    scores, dim = named.get("self"), named.get("dim")
-    if not isinstance(scores, torch.Tensor) or not isinstance(dim, int):
+    closed = full_rows(call)
+    if closed is None:
         return proceed(call)
-    closed = torch.isneginf(scores).all(dim, keepdim=True)
-    return proceed(call.with_argument("self", scores.masked_fill(closed, 0.0))).masked_fill(closed, 0.0)
+    name = "attn_mask" if call.name == "scaled_dot_product_attention" else "self"
+    given = dict(call.arguments())[name]
+    opened = given | closed if given.dtype == torch.bool else given.masked_fill(closed, 0.0)
+    return proceed(call.with_argument(name, opened)).masked_fill(closed, 0.0)

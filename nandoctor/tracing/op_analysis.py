@@ -37,7 +37,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
         numel=output.numel(),
         exact=value,
         length=_length(call, [tensor for _, tensor in operands], output),
-        num_full_rows=_num_full_rows(call),
+        num_full_rows=None if (rows := full_rows(call)) is None else int(rows.sum()),
         operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
     )
 
@@ -130,16 +130,18 @@ def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Te
     return None
 
 
-def _num_full_rows(call: Invocation) -> int | None:
-    """Rows that are -inf throughout, along the dimension of a softmax; in attention, along the keys of a mask."""
+def full_rows(call: Invocation) -> torch.Tensor | None:
+    """Which rows are -inf throughout, along the dimension of a softmax; in attention, along the keys of a mask.
+
+    That dimension is of length 1 in the answer, which is None for an op without such rows.
+    """
     named = dict(call.arguments())
     if call.name == "scaled_dot_product_attention":
         mask = named.get("attn_mask")
         if mask is None:
             return None
-        hidden = ~mask if mask.dtype == torch.bool else torch.isneginf(mask)
-        return int(hidden.all(-1).sum())
+        return (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
     scores, dim = named.get("self"), named.get("dim")
     if not isinstance(scores, torch.Tensor) or not isinstance(dim, int) or not scores.is_floating_point():
         return None
-    return int(torch.isneginf(scores).all(dim).sum()) if scores.dim() else None
+    return torch.isneginf(scores).all(dim, keepdim=True) if scores.dim() else None
