@@ -35,7 +35,6 @@ from nandoctor.text import are, plural
 
 DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3
-_NOT_REUSED = ("failed",)  # most often the code or the environment, which may have been put right since
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how many files are done, and how many there are."""
@@ -255,7 +254,8 @@ class _Run:
             reason = f"The file cannot be read: {error.strerror or error}."
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
         known = self.store.find(key)
-        if known is not None and self._is_reused(known):
+        # What failed did so most often by the code or the environment, which may have been put right since.
+        if known is not None and (known.outcome == "analysed" or not (known.outcome == "failed" or self.options.retry)):
             self.num_reused += key not in self._made
             return replace(known, path=shown)
         return Job(
@@ -268,9 +268,6 @@ class _Run:
             page=fixes,
             timeout_s=self.options.timeout_s,
         )
-
-    def _is_reused(self, known: DumpResult) -> bool:
-        return known.outcome == "analysed" or not (known.outcome in _NOT_REUSED or self.options.retry)
 
     def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
         return replace(override(read_settings(path), anchored(self.options.settings)), fixes=fixes)

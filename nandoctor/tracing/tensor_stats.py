@@ -73,7 +73,8 @@ def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> R
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
-    sample = _take_sample(values)
+    every = values.numel() <= SAMPLE_SIZE
+    sample = values.flatten().clone() if every else torch.take(values, _sample_indices(values.numel(), values.device))
     reading = Reading(
         shape=tuple(values.shape),
         dtype=float_format,
@@ -218,12 +219,6 @@ def _limits(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
 def _range_of(values: torch.Tensor) -> torch.Tensor:
     ends = torch.aminmax(values)
     return torch.stack(ends, out=ends.min.new_empty(0))  # without `out`, bf16 autocast refuses fp16
-
-
-def _take_sample(values: torch.Tensor) -> torch.Tensor:
-    if values.numel() <= SAMPLE_SIZE:
-        return values.flatten().clone()
-    return torch.take(values, _sample_indices(values.numel(), values.device))
 
 
 @functools.lru_cache(maxsize=256)
