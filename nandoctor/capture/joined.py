@@ -59,8 +59,11 @@ def can_join(tensor: torch.Tensor) -> bool:
 
 
 def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensors in one; with `out` autocast leaves them alone, which else refuses fp16 under bf16."""
-    join, first = torch.cat if tensors[0].dim() else torch.stack, tensors[0]
-    if out is None and torch.is_autocast_enabled(first.device.type):
-        out = first.new_empty(0)
-    return join(tensors, out=out)  # type: ignore[arg-type]
+    """The tensors in one; autocast, which refuses fp16 under bf16, leaves alone what is written to `out`."""
+    join = torch.cat if tensors[0].dim() else torch.stack
+    try:
+        return join(tensors, out=out)  # type: ignore[arg-type]
+    except RuntimeError:
+        if out is not None:
+            raise
+        return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]

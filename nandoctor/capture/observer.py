@@ -91,14 +91,15 @@ class Observer:
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
-    def stamp(self, *, values: bool) -> WeightStamp:
-        """What changes when somebody trains the weights; of a write through `.data` only `values` tell.
+    def find_trained(self) -> None:
+        """Look for the first and the last weight that gradients are wanted of, of which stamps are taken."""
+        ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
+        self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
 
-        It is of the first and the last weight that gradients are wanted of, looked for where `values` are asked for.
-        """
-        if values or any(_is_replaced(place, weight) for place, weight in self._stamped):
-            ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
-            self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
+    def stamp(self, *, values: bool) -> WeightStamp:
+        """What changes when somebody trains the weights; of a write through `.data` only `values` tell."""
+        if values:
+            self.find_trained()
         return _stamp(self._stamped, values=values)
 
     def was_replaced(self, stamp: WeightStamp) -> bool:

@@ -78,6 +78,7 @@ class StepTracker:
             self._parameters = found
             self._names = {id(parameter): name for name, parameter in found.items()}
             self._probe = next((parameter for parameter in found.values() if parameter.requires_grad), None)
+            self._observer.find_trained()
 
     @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
