@@ -160,18 +160,15 @@ def find_outputs(
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
         first = next(iter(names), None)
     if first is None:
-        perhaps = () if dump.recorded is not None else tuple(_unknown_nonfinite(dump.arrays, taken))
-        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=perhaps)
+        perhaps = _unknown_nonfinite(dump.arrays, taken) if dump.recorded is None else []
+        arrays = tuple((name, dump.arrays[name]) for name in perhaps)
+        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=arrays)
     place = settings.output or (_place_of(first) if dump.recorded is not None else None)
     return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
 
 
 def saved_outputs(
-    arrays: Mapping[str, torch.Tensor],
-    key: str | None,
-    *,
-    taken: Collection[str] = (),
-    read: Collection[str] = (),
+    arrays: Mapping[str, torch.Tensor], key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()
 ) -> list[str]:
     """The names of the arrays that are saved outputs, the one to grade against first.
 
@@ -186,22 +183,19 @@ def saved_outputs(
     named.sort(key=lambda name: is_finite_array(arrays[name]))
     if key is not None and key in arrays:
         return [key, *(name for name in named if name != key)]
-    if key is not None and not named:
+    if named:
+        return named
+    if key is not None:
         raise DumpError(
             f"The dump has no array {key!r}.",
             remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
         )
-    if named:
-        return named
-    return [name for name, _ in _unknown_nonfinite(arrays, {*taken, *read})]
+    return _unknown_nonfinite(arrays, {*taken, *read})
 
 
-def _unknown_nonfinite(
-    arrays: Mapping[str, torch.Tensor], known: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, array in arrays.items():
-        if role_of(name) == "unknown" and name not in known and not is_finite_array(array):
-            yield name, array
+def _unknown_nonfinite(arrays: Mapping[str, torch.Tensor], known: Collection[str]) -> list[str]:
+    unknown = (name for name in arrays if role_of(name) == "unknown" and name not in known)
+    return [name for name in unknown if not is_finite_array(arrays[name])]
 
 
 def _recorded_outputs(arrays: Mapping[str, torch.Tensor]) -> list[str]:
