@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,6 +230,18 @@ def test_an_interrupt_undoes_the_change(find, workplace, monkeypatch):
     monkeypatch.setattr("subprocess.run", interrupt)
     assert run(*ARGUMENTS, "--write").exit_code == 130
     assert (workplace / "net.py").read_text() == SICK
+
+
+def test_a_signal_that_ends_the_process_undoes_the_change(find, workplace, monkeypatch):
+    def end(*_, **__):
+        assert (workplace / "net.py").read_text() != SICK
+        signal.raise_signal(signal.SIGTERM)
+
+    find(FIX)
+    monkeypatch.setattr("subprocess.run", end)
+    assert run(*ARGUMENTS, "--write").exit_code == 128 + signal.SIGTERM
+    assert (workplace / "net.py").read_text() == SICK
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_file_that_was_edited_since_is_not_written(find, workplace):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,17 +187,36 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
     """Write the files, and replay the step in a fresh process; undo it unless the step passes."""
     from nandoctor.working_tree import restore_files, write_files
 
-    write_files(files)
-    passes = False
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            told = [word for file in files for word in ("--before", str(file.path), _copy_of(file, folder))]
-            verification = _verify_afresh([*told, *arguments], case.report.dump.path)
-        passes = verification.exit_code == 0
-    finally:
-        if not passes:
-            restore_files(files)
+    with _ended_by_an_exception():
+        write_files(files)
+        passes = False
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                told = [word for file in files for word in ("--before", str(file.path), _copy_of(file, folder))]
+                verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+            passes = verification.exit_code == 0
+        finally:
+            if not passes:
+                restore_files(files)
     return verification
+
+
+@contextmanager
+def _ended_by_an_exception() -> Iterator[None]:
+    """A context that SIGTERM (of `timeout`, of a scheduler) and SIGHUP leave through what is `finally` done."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    ending = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    taken = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]  # not what nohup ignores
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _copy_of(file: PatchedFile, folder: str) -> str:
