@@ -45,8 +45,13 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from."""
-    while error is not None:
+    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from.
+
+    An exception that is raised again may come from one that came from it.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
         if isinstance(error, (RuntimeError, ImportError)) and any(text in str(error).lower() for text in _NO_MEMORY):
