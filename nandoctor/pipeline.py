@@ -20,6 +20,7 @@ from nandoctor.diagnosis.origin import describe_first, needs_counts
 from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_outside, diagnose_update
 from nandoctor.diagnosis.run_summary import (
     describe_error_source,
+    differs,
     find_near_misses,
     read_excerpt,
     summarize_runs,
@@ -33,7 +34,6 @@ from nandoctor.diagnosis.verdict import (
     doubt_draws,
     doubt_rounding,
     find_gaps,
-    is_silently_wrong,
     judge,
     judge_backward,
     judge_unfailing,
@@ -287,7 +287,7 @@ def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
         trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
     in_fp32 = _run_reference(step, trace, for_fixes=for_fixes and takes_gradients(step))
     reference, conclusion = in_fp32.trace, Conclusion()
-    if trace.finite and reference.finite and not is_silently_wrong(trace, reference):
+    if trace.finite and reference.finite and not differs(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
         trace = trace if trace.ops else step.run(watch=CLOSELY).trace

@@ -27,6 +27,7 @@ _STAYS_SO = frozenset(
 """Of tensors that are nowhere negative these make none that is; an op that moves values takes indices beside them."""
 _FACTORS = frozenset({"other", "alpha", "value", "min"})
 _DEPTH = 16
+_TAKERS_DEPTH = 4
 
 
 def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DEPTH) -> bool:
@@ -259,6 +260,15 @@ def ancestors(
             if through is None or ops[order].op in through:
                 following += [parent.producer for parent in ops[order].inputs]
         wave = following
+
+
+def takers(ops: Mapping[int, OpCall], made: int, *, through: frozenset[str]) -> Iterator[OpCall]:
+    """The ops that take what the op `made` gave, nearest first; a few steps deep, seen `through` these ops alone."""
+    wave = {made}
+    for _ in range(_TAKERS_DEPTH):
+        found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
+        yield from found
+        wave = {op.order for op in found if op.op in through}
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:

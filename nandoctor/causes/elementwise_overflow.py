@@ -35,27 +35,18 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     if not finding.overflowed and not _is_past_float64(finding):
         return None
-    operands = tuple(
-        Evidence(
-            name=f"worst_{operand.name}",
-            value=operand.at_worst,
-            text=f"{argument(finding.op, operand.name)} is {number(operand.at_worst)} there",
-        )
-        for operand in finding.analysis.operands
-        if operand.at_worst is not None
+    there = {operand.name: operand.at_worst for operand in finding.analysis.operands if operand.at_worst is not None}
+    evidence = tuple(
+        Evidence(name=f"worst_{name}", value=value, text=f"{argument(finding.op, name)} is {number(value)} there")
+        for name, value in there.items()
     )
-    made_of = " and ".join(number(item.value if isinstance(item.value, float) else None) for item in operands)
+    made_of = " and ".join(map(number, there.values()))
     constants = ", ".join(f"{name} {constant(value)}" for name, value in finding.op.scalars)
     made_by = f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''}"
-    return explain_overflow(finding, made_by, operands)
+    return explain_overflow(finding, made_by, evidence)
 
 
 def _is_past_float64(finding: Finding) -> bool:
     """Tell whether finite operands gave infinities where the op has no pole."""
-    written = all(math.isfinite(value) for _, value in finding.op.scalars)
-    return (
-        finding.op.op in _WITHOUT_POLES
-        and written
-        and not finding.had_inf_input
-        and "nan" not in finding.analysis.kinds
-    )
+    is_plain = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)
+    return is_plain and not finding.had_inf_input and "nan" not in finding.analysis.kinds

@@ -54,7 +54,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
     is_beside = _is_beside_singularity(forward)
     return _explain(
         finding,
-        _headline(finding, forward, is_beside=is_beside),
+        _headline(finding, forward, edge, is_beside=is_beside),
         f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was evaluated{reach}: "
         "the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
     )
@@ -80,13 +80,11 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
     )
 
 
-def _headline(finding: GradientFinding, forward: OpCall, *, is_beside: bool) -> str:
+def _headline(finding: GradientFinding, forward: OpCall, edge: float | None, *, is_beside: bool) -> str:
     kinds = kinds_text(finding.analysis.kinds)
     if is_beside:
         return f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
-    argument = next((tensor.stats for tensor in singular_inputs(forward) if tensor.stats is not None), None)
-    at_zero = argument is not None and argument.min == 0.0 and singular_edge(forward) == 0.0
-    return f"The derivative of {subject(forward)} is infinite{' at 0' if at_zero else ''}, so its gradient is {kinds}"
+    return f"The derivative of {subject(forward)} is infinite{' at 0' if edge == 0 else ''}, so its gradient is {kinds}"
 
 
 def _explain(finding: GradientFinding, headline: str, explanation: str) -> Account:

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, factors, site_of
+from nandoctor.causes.base import Candidate, Finding, factors, site_of, takers
 from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
 from nandoctor.text import number
 
@@ -51,20 +50,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     """Scale before the product, where a multiplication or division by a number follows it."""
     if finding.op.op not in FACTORABLE:
         return
-    for scale in _takers(finding):
+    for scale in takers(finding.ops, finding.op.order, through=MOVES):
         numbers = [value for name, value in scale.scalars if name == "other" and value]
         if scale.op in SCALINGS and numbers:
             factor = 1 / numbers[0] if scale.op in DIVISIONS else numbers[0]
             if abs(factor) < 1:
                 yield (ScaleFirst(product=site_of(finding.op), scale=site_of(scale), factor=factor),)
-
-
-def _takers(finding: Finding) -> Iterator[OpCall]:
-    """The ops that take the product itself, seen through those that only move values."""
-    wave = {finding.op.order}
-    for op in sorted(finding.ops.values(), key=lambda op: op.order):
-        if any(tensor.producer in wave for tensor in op.inputs):
-            if op.op in MOVES:
-                wave.add(op.order)
-            else:
-                yield op

@@ -17,7 +17,7 @@ When it is wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nandoctor.causes.base import (
     Candidate,
@@ -26,6 +26,7 @@ from nandoctor.causes.base import (
     gradient_evidence,
     guard_candidate,
     singular_inputs,
+    takers,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
@@ -38,7 +39,6 @@ TITLE = "NaN gradient through the unselected branch of torch.where"
 PHASES = ("backward",)
 
 _KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
-_DEPTH = 4
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
@@ -46,7 +46,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
     meets_zeros = any(operand.counts.num_zero for operand in finding.analysis.operands)
     if finding.forward is None or "nan" not in finding.analysis.kinds or not meets_zeros:
         return None
-    selection = _hiding_selection(finding)
+    selection = _hiding_selection(finding.ops, finding.forward.order)
     if selection is None:
         return None
     return Account(
@@ -58,25 +58,15 @@ def diagnose(finding: GradientFinding) -> Account | None:
     )
 
 
-def _hiding_selection(finding: GradientFinding) -> str | None:
-    """The selection that takes the op's result: a mask behind ops that keep its place, or a limit on the value itself.
+def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
+    """The selection that takes what `made` gave: a mask behind ops that keep its place, a limit on the value itself.
 
     Behind arithmetic a limit need not meet the singular place: relu(1 - sqrt(x)) keeps x = 0.
     """
-    for op in _takers(finding, _KEEPS_PLACE):
+    for op in takers(ops, made, through=_KEEPS_PLACE):
         if op.op in SELECTIONS or _is_masking(op):
             return op.op
-    return next((op.op for op in _takers(finding, MOVES | CASTS) if op.op in LIMITS), None)
-
-
-def _takers(finding: GradientFinding, through: frozenset[str]) -> Iterator[OpCall]:
-    """The ops that take the forward op's result, directly or `through` these ops, nearest first."""
-    assert finding.forward is not None
-    wave = {finding.forward.order}
-    for _ in range(_DEPTH):
-        takers = [op for op in finding.ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
-        yield from takers
-        wave = {op.order for op in takers if op.op in through}
+    return next((op.op for op in takers(ops, made, through=MOVES | CASTS) if op.op in LIMITS), None)
 
 
 def _is_masking(op: OpCall) -> bool:

@@ -172,7 +172,7 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
     """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
     if trace.finite:
-        if origin is not None and is_silently_wrong(trace, reference):
+        if origin is not None and differs(trace.output, reference.output):
             return "silent"
         return "not-reproduced" if reproduction.num_bad_saved else "healthy"
     if origin is None and conclusion.complete and (trace.loss is None or trace.loss.finite):
@@ -189,11 +189,6 @@ def judge_backward(trace: Trace, reference: Trace, *, fixed_by_scale: bool) -> V
     if fixed_by_scale:
         return "loss-scale"
     return "numerics" if reference.bad_gradients else "precision"
-
-
-def is_silently_wrong(trace: Trace, reference: Trace) -> bool:
-    """Tell whether a finite output is too far from fp32's for honest rounding."""
-    return differs(trace.output, reference.output)
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:

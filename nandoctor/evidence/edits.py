@@ -248,9 +248,6 @@ def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
     return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
-SnippetScope = Literal["snippet", "state", "data"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
     """One file: its absolute path, and the whole text before and after, with the line endings that the file has."""
@@ -286,7 +283,7 @@ class Snippet:
     `takes_samples` tells that the batch has fewer samples after it.
     """
 
-    kind: SnippetScope
+    kind: Literal["snippet", "state", "data"]
     text: str
     takes_samples: bool = False
 

@@ -14,7 +14,6 @@ from nandoctor.repro_scripts.program import Program, kinds_of
 
 _HALVINGS = 140
 _BISECTIONS = 12
-_OPENED = 0.0
 _RAISED = "with the eps raised just enough"
 
 
@@ -102,7 +101,7 @@ def _masks(program: Program) -> Iterator[PassingCase]:
             for function in ("zeros_like", "ones_like"):
                 yield from _try(program, {name: f"torch.{function}({name})"}, "with the mask opened")
         elif "-inf" in kinds_of((leaf,)):
-            expression = f"{name}.masked_fill({name}.isneginf(), {_OPENED})"
+            expression = f"{name}.masked_fill({name}.isneginf(), 0.0)"
             yield from _try(program, {name: expression}, "with the mask opened")
 
 
