@@ -74,7 +74,7 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
     first, again, before = change.named(node, whole, "average")
     spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
-    text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0))"
+    text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
     statements = tuple(line for _, _, lines in named.values() for line in lines)
     change.replacements.append(Replacement(node=node, text=text, before=(*statements, *before)))
 

@@ -153,3 +153,14 @@ def test_an_average_of_some_values_stays_as_it_was(form, tmp_path, monkeypatch):
         net.made = net(*given)[1]
     assert torch.allclose(before.made, after.made, rtol=1e-5)
     assert before.norm.num_batches_tracked == after.norm.num_batches_tracked
+
+
+def test_an_average_that_is_infinite_stays_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(AS_BEFORE.replace("FORM", "(h[valid].abs() * 1e38 * 1e38).mean(0)"))
+    net = runpy.run_path("net.py")["Net"]()
+    torch.save({"state_dict": net.state_dict(), "x": torch.randn(5, 4), "valid": torch.arange(5) < 0}, "dump.pth")
+    (fix, *_) = nandoctor.replay("dump.pth", "net.py:Net", mode="train").report.fixes
+    assert fix.verified
+    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
+    assert torch.isinf(runpy.run_path("net.py")["Net"]()(torch.randn(5, 4), torch.arange(5) < 3)[1]).all()
