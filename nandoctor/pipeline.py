@@ -42,10 +42,10 @@ from nandoctor.diagnosis.verdict import (
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Diagnosis, Environment, EpsUse, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import keep

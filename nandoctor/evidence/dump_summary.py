@@ -1,4 +1,4 @@
-"""What is in a dump file, as numbers and words."""
+"""What is in a dump file, and where it was replayed, as numbers and words."""
 
 from __future__ import annotations
 
@@ -64,3 +64,14 @@ class SavedFlags:
     here: bool = True
     rank: int = 0
     num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where the replay ran."""
+
+    nandoctor: str
+    torch: str
+    python: str
+    platform: str
+    device: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import Edit, FixCost
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import Effect, FloatFormat
@@ -358,17 +358,6 @@ class Runs:
     autocast: RunSummary
     fp32: RunSummary
     first_unholdable: Place | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Where the replay ran."""
-
-    nandoctor: str
-    torch: str
-    python: str
-    platform: str
-    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
