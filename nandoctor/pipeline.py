@@ -45,8 +45,9 @@ from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, EpsUse, Report, Reproduction
-from nandoctor.evidence.trace import OpCall, OptimizerSlot, OptimizerUpdate, Trace
+from nandoctor.evidence.trace import OpCall, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import keep
 from nandoctor.fixes.budget import TrialBudget
@@ -348,8 +349,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
 def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
     """An optimizer that divides by zero spoils the weights after a step in which all was finite.
 
-    A file from after that step has non-finite weights already; the optimizer is to blame for those that it owns.
-    `update` is what the recorder saw of an update that spoiled the weights.
+    A file from after that step has non-finite weights already; the optimizer, or the recorded `update`, made them so.
     """
     diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
     if diagnoses and findings.verdict == "healthy":

@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from nandoctor.evidence.optimizer import OptimizerUpdate
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OptimizerUpdate
 from nandoctor.text import are, number, part_of
 
 TITLE = "The optimizer's update makes non-finite weights"

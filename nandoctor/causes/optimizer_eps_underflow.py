@@ -18,8 +18,8 @@ When it is wrong
 
 from __future__ import annotations
 
+from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OptimizerSlot
 from nandoctor.text import are, constant, number, part_of
 
 TITLE = "The optimizer's eps rounds to zero"

@@ -25,17 +25,9 @@ from nandoctor.diagnosis.origin import (
 from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
-from nandoctor.evidence.trace import (
-    INTERRUPTED,
-    OpAnalysis,
-    OpCall,
-    OpTensor,
-    OptimizerSlot,
-    TensorStats,
-    Trace,
-    describe_run,
-)
+from nandoctor.evidence.trace import INTERRUPTED, OpAnalysis, OpCall, OpTensor, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 from nandoctor.text import number

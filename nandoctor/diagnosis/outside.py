@@ -9,8 +9,9 @@ from typing import Literal
 from nandoctor.causes.base import OutsideTensor
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.origin import count_nonfinite
+from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, NonfiniteElements, Origin
-from nandoctor.evidence.trace import OptimizerSlot, OptimizerUpdate, Place, TensorStats, Trace
+from nandoctor.evidence.trace import Place, TensorStats, Trace
 
 OutsideKind = Literal["weight", "buffer", "input", "target"]
 """What a tensor from outside is: state of the model, or an array that the forward or only the loss reads."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
+from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
-from nandoctor.evidence.trace import OptimizerSlot
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
