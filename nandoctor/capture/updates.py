@@ -70,7 +70,7 @@ class TrainedParameters:
 
     def __init__(self, optimizer: Any, names: Mapping[int, str], undo_nbytes: int) -> None:
         self.optimizer = optimizer
-        self.num_given = _count(optimizer)
+        self._given = _outline(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
         owned = [(names[id(p)], p) for p in given if id(p) in names and not _is_only_stored(p)]
         found = largest_magnitude([parameter for _, parameter in owned])
@@ -99,7 +99,7 @@ class TrainedParameters:
     @property
     def is_current(self) -> bool:
         """False once the optimizer was given other parameters, or the model was moved or cast."""
-        return self.num_given == _count(self.optimizer) and self._format == self._read_format()
+        return self._given == _outline(self.optimizer) and self._format == self._read_format()
 
     def _read_format(self) -> tuple[torch.device, torch.dtype] | None:
         return (self.parameters[0].device, self.parameters[0].dtype) if self.parameters else None
@@ -200,8 +200,10 @@ def _num_nonfinite(tensor: torch.Tensor) -> int:
     return int((~_plain(tensor).isfinite()).sum())
 
 
-def _count(optimizer: Optimizer | DeepSpeedEngine) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _outline(optimizer: Optimizer | DeepSpeedEngine) -> list[tuple[int, int]]:
+    """Of each group the number of its parameters, and which is the first: splats are pruned into new ones."""
+    given = [group["params"] for group in optimizer.param_groups]
+    return [(len(group), id(group[0]) if group else 0) for group in given]
 
 
 def _memory_of(device: torch.device) -> float:

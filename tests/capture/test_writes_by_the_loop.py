@@ -350,7 +350,17 @@ def test_a_frozen_target_is_as_it_was_before(tmp_path, monkeypatch, write):
     assert all(torch.equal(tensor, before[2][name]) for name, tensor in dump.state.items())
 
 
-def test_a_head_that_the_optimizer_is_given_is_kept(tmp_path, monkeypatch):
+def add_head(optimizer, model):
+    optimizer.add_param_group({"params": list(model.online.parameters())})
+
+
+def replace_in_group(optimizer, model):
+    """As splats are, when some are pruned."""
+    optimizer.param_groups[0]["params"] = list(model.online.parameters())
+
+
+@pytest.mark.parametrize("give", [add_head, replace_in_group])
+def test_a_head_that_the_optimizer_is_given_is_kept(tmp_path, monkeypatch, give):
     make_flags_late(monkeypatch)
     model, before = Rooted(), []
     optimizer = torch.optim.SGD(model.online.parameters(), 0.01)
@@ -358,7 +368,7 @@ def test_a_head_that_the_optimizer_is_given_is_kept(tmp_path, monkeypatch):
         for number in range(4):
             if number == 1:
                 model.online = nn.Linear(4, 1)
-                optimizer.add_param_group({"params": list(model.online.parameters())})
+                give(optimizer, model)
             before.append(copy.deepcopy(model.state_dict()))
             loss = model(torch.full((2, 4), float(number != 2))).sum()
             recorder.watch(loss)
