@@ -17,8 +17,8 @@ from nandoctor.fixes.source_expression import CannotWriteError, Expression, File
 from nandoctor.fixes.source_tree import Replacement, SourceTree
 from nandoctor.source_files import PACKAGE_FOLDERS
 
-_MOST_FILES = 2000
-"""How many files a name is looked for in; where there are more, it may be anywhere."""
+_MOST_PLACES = 2000
+"""How many files and folders a name is looked for in; where there are more, it may be anywhere."""
 _ALIKE = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
 """Decorators that hand over the arguments as they are."""
 _LOOK_UPS = {"getattr": 1, "get_submodule": 0, "attrgetter": 0, "methodcaller": 0}
@@ -148,18 +148,19 @@ def _may_look_up(call: cst.Call, name: str) -> bool:
 
 def _is_elsewhere(file: Path, pattern: str) -> bool:
     """Tell whether another file of the project has what calls a function: it would have to change as well."""
-    others = [other for other in islice(_files_beside(file), _MOST_FILES) if other != file]
-    texts = (other.read_text(errors="ignore") for other in others)
-    return len(others) + 1 >= _MOST_FILES or any(re.search(pattern, text) for text in texts)
+    places = [*islice(_places_beside(file), _MOST_PLACES)]
+    texts = (place.read_text(errors="ignore") for place in places if place != file and place.is_file())
+    return len(places) == _MOST_PLACES or any(re.search(pattern, text) for text in texts)
 
 
-def _files_beside(file: Path) -> Iterator[Path]:
-    """The files of code below the working directory, or the folder that the outermost package of a file is in."""
+def _places_beside(file: Path) -> Iterator[Path]:
+    """Folders and files of code below the working directory, or where the outermost package of a file lies."""
     packages = [folder for folder in file.parents if (folder / "__init__.py").is_file()]
     here = Path.cwd()
     root = here if file.is_relative_to(here) else packages[-1].parent if packages else file.parent
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in PACKAGE_FOLDERS and not name.startswith(".")]
+        yield Path(folder)
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
