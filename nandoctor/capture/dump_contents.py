@@ -36,8 +36,8 @@ WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | N
 class Training:
     """What all steps of a run have in common: how model and loss are made, as their sources were when it began.
 
-    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's. `keep_optimizer`:
-    its whole state goes into each file.
+    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's. With
+    `keep_optimizer` the whole state of the optimizers goes into each file.
     """
 
     observer: Observer

@@ -91,6 +91,10 @@ class Observer:
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
+    def note_autocast(self, state: dict[str, Any]) -> None:
+        """Keep the autocast that was found within the model's call."""
+        self.autocast_inside = state
+
     def find_trained(self) -> None:
         """Look for the first and the last weight that gradients are wanted of, of which stamps are taken."""
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]

@@ -114,10 +114,8 @@ class Recorder(RecorderSettings):
         if isinstance(builder, functools.partial) and not builder.args:
             arguments = {**builder.keywords, **arguments}
             builder = builder.func
-        source, built = (
-            describe_source(builder or class_of(model)),
-            builder is not None and not isinstance(builder, type),
-        )
+        source = describe_source(builder or class_of(model))
+        built = builder is not None and not isinstance(builder, type)
         loss = None if self.loss is None else describe_source(self.loss)
         flags, advice = plan_rebuild(model, source, arguments, built=built)
         for line in (*advice, *advise_loss(self.loss, loss)):
@@ -356,11 +354,7 @@ class Recorder(RecorderSettings):
             return
         self._scouted = True
         children = [module for module in model.modules() if module is not model]
-        self._handles.push(
-            scout_autocast(
-                children, functools.partial(setattr, self._observer, "autocast_inside"), self._observer.device.type
-            )
-        )
+        self._handles.push(scout_autocast(children, self._observer.note_autocast, self._observer.device.type))
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)

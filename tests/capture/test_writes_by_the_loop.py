@@ -330,6 +330,15 @@ def average_anew(target, online):
     target.data = target.data * 0.9 + online.data * 0.1
 
 
+def take_step(model, optimizer, recorder, *, fails):
+    """A step whose gradients are non-finite where it fails."""
+    loss = model(torch.full((2, 4), float(not fails))).sum()
+    recorder.watch(loss)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("write", [average, average_anew])
 def test_a_frozen_target_is_as_it_was_before(tmp_path, monkeypatch, write):
     make_flags_late(monkeypatch)
@@ -339,11 +348,7 @@ def test_a_frozen_target_is_as_it_was_before(tmp_path, monkeypatch, write):
         optimizer = torch.optim.SGD(model.online.parameters(), 0.01)
         for number in range(4):
             before.append(copy.deepcopy(model.state_dict()))
-            loss = model(torch.full((2, 4), float(number != 2))).sum()
-            recorder.watch(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, recorder, fails=number == 2)
             list(map(write, model.target.parameters(), model.online.parameters()))
     dump = read_dump(recorder.written[0])
     assert (dump.scalars["step"], dump.scalars["reason"], dump.missing) == (2, "gradients", ())
@@ -370,11 +375,7 @@ def test_a_head_that_the_optimizer_is_given_is_kept(tmp_path, monkeypatch, give)
                 model.online = nn.Linear(4, 1)
                 give(optimizer, model)
             before.append(copy.deepcopy(model.state_dict()))
-            loss = model(torch.full((2, 4), float(number != 2))).sum()
-            recorder.watch(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, recorder, fails=number == 2)
     dump = read_dump(recorder.written[0])
     assert (dump.scalars["step"], dump.scalars["reason"]) == (2, "gradients")
     assert all(torch.equal(tensor, before[2][name]) for name, tensor in dump.state.items())
