@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -56,10 +57,11 @@ class GivenProbabilities:
     def __init__(self, change: FileChange) -> None:
         self._tree, self._file, self._names = change.tree, change.file, change.names
         self._named: dict[cst.BaseExpression, tuple[GivenValue, str]] = {}
+        self._only_calls: dict[cst.FunctionDef, cst.Call | None] = {}
 
     def value_of(self, parameter: cst.Name, ops: Sequence[OpCall]) -> tuple[cst.Call, OpCall] | None:
         """The sigmoid or softmax that a parameter is given, and its op; None for any other."""
-        given = _value_given(self._tree, parameter, self._file)
+        given = self._value_given(parameter)
         caller = self._tree.function_of(given.value) if given is not None else None
         if given is None or caller is None:
             return None
@@ -76,6 +78,30 @@ class GivenProbabilities:
             self._named[inner] = given, ""
         return given.value, op
 
+    def _value_given(self, parameter: cst.Name) -> GivenValue | None:
+        """The call that is given for a parameter which is not bound anew; None where that is not certain."""
+        function = self._tree.function_of(parameter)
+        if function is None or Definitions(self._tree, function).binds(parameter.value):
+            return None
+        names = [item.name for item in function.params.params]
+        own = next((name for name in names if name.value == parameter.value), None)
+        call = self._only_call(function) if own is not None else None
+        if own is None or call is None or any(arg.star for arg in call.args):
+            return None
+        by_name = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+        positional = (arg.value for arg in call.args if arg.keyword is None)
+        by_place = dict(zip((name.value for name in names if name.value != "self"), positional, strict=False))
+        value = (by_place | by_name).get(own.value)
+        return GivenValue(function=function, parameter=own, value=value) if isinstance(value, cst.Call) else None
+
+    def _only_call(self, function: cst.FunctionDef) -> cst.Call | None:
+        """The only call of a function, None where there may be others; looked for once, in all files of the project."""
+        if function not in self._only_calls:
+            self._only_calls[function] = None
+            with suppress(CannotWriteError):
+                self._only_calls[function] = only_call(self._tree, function, self._file)
+        return self._only_calls[function]
+
     def name_of(self, inner: cst.BaseExpression) -> str:
         """The name that the function is given the argument of such an op by."""
         if inner not in self._named:
@@ -91,26 +117,6 @@ class GivenProbabilities:
         for inner, (given, name) in self._named.items():
             if name and any(name in text for text in texts.values()):
                 yield from given.taken_inside(self._tree, inner, name, texts.keys())
-
-
-def _value_given(tree: SourceTree, parameter: cst.Name, file: Path) -> GivenValue | None:
-    """The call that is given for a parameter which the function does not bind anew; None where that is not certain."""
-    function = tree.function_of(parameter)
-    if function is None or Definitions(tree, function).binds(parameter.value):
-        return None
-    names = [item.name for item in function.params.params]
-    own = next((name for name in names if name.value == parameter.value), None)
-    try:
-        call = only_call(tree, function, file) if own is not None else None
-    except CannotWriteError:
-        return None
-    if own is None or call is None or any(arg.star for arg in call.args):
-        return None
-    by_name = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-    positional = (arg.value for arg in call.args if arg.keyword is None)
-    by_place = dict(zip((name.value for name in names if name.value != "self"), positional, strict=False))
-    value = (by_place | by_name).get(own.value)
-    return GivenValue(function=function, parameter=own, value=value) if isinstance(value, cst.Call) else None
 
 
 def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Call:
