@@ -111,7 +111,7 @@ class Finding(_AnalysedOp):
     @property
     def reference_is_finite(self) -> bool:
         """True where fp32 gave finite values at this very op."""
-        return self.reference_op is not None and all(stats.finite for stats in self.reference_op.outputs)
+        return self.reference_op is not None and self.reference_op.outputs_finite
 
     def operand(self, name: str) -> Operand | None:
         """The examined input of this name."""

@@ -19,8 +19,8 @@ def conclude_backward(
 ) -> Conclusion:
     """Find where gradients stop being finite, in the order of the backward pass."""
     ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
-    healthy = {op.key for op in reference.backward if all(stats.finite for stats in op.outputs)}
-    sick = {op.key for op in reference.backward if not all(stats.finite for stats in op.outputs)}
+    healthy = {op.key for op in reference.backward if op.outputs_finite}
+    sick = {op.key for op in reference.backward if not op.outputs_finite}
     found = []
     for op in trace.backward:
         if op.analysis is None:
@@ -64,7 +64,7 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
 def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
     """The op in the backward of a custom Function that made what the Function's node gives; None if it took it."""
     ran = [op for op in trace.function_ops if op.place == node.place]
-    symptoms = [op.order for op in ran if not all(stats.finite for stats in op.outputs)]
+    symptoms = [op.order for op in ran if not op.outputs_finite]
     if not symptoms:
         return None
     # What such a run ends in are the gradients.

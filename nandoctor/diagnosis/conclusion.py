@@ -197,7 +197,7 @@ def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
     if trace.raised is not None:
         ends = [place.value for place in places[-1:]]
     if trace.raised is not None and not ends:
-        return [op.order for op in trace.ops if not all(stats.finite for stats in op.outputs)][-1:]
+        return [op.order for op in trace.ops if not op.outputs_finite][-1:]
     nonfinite = [stats for stats in ends if not stats.finite]
     made = [stats.producer for stats in nonfinite if stats.producer is not None]
     # An array of numpy is as little an op's as what is in an output that cannot be looked into.

@@ -235,7 +235,7 @@ def _is_missed(source: OpCall, ops: tuple[OpCall, ...], references: Mapping[tupl
     carriers = {source.order}
     for op in ops:
         taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.producer in carriers]
-        if not all(stats.finite for stats in op.outputs):
+        if not op.outputs_finite:
             carriers |= {op.order} if taken else set()
         elif any(stats is not None and _swallows_wrongly(op, stats, references.get(op.key)) for stats in taken):
             return True
@@ -305,4 +305,4 @@ def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) 
     if writes_infinity(source.op) or is_log_of_mask(source.op, ops):
         return True
     reference_op = source.reference_op
-    return reference.finite and reference_op is not None and not all(stats.finite for stats in reference_op.outputs)
+    return reference.finite and reference_op is not None and not reference_op.outputs_finite

@@ -248,6 +248,11 @@ def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
     return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
+def only_widens(edit: Edit) -> bool:
+    """Tell whether a change does nothing but to keep code in fp32."""
+    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
     """One file: its absolute path, and the whole text before and after, with the line endings that the file has."""

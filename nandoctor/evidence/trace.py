@@ -314,6 +314,11 @@ class OpCall:
         return (self.module, self.call, self.op, self.nth)
 
     @property
+    def outputs_finite(self) -> bool:
+        """Whether all that the op gave is finite."""
+        return all(stats.finite for stats in self.outputs)
+
+    @property
     def nonfinite_inputs(self) -> tuple[OpTensor, ...]:
         """The tensors that the op took with NaN or an infinity in them."""
         return tuple(tensor for tensor in self.inputs if tensor.stats is not None and not tensor.stats.finite)
@@ -371,4 +376,4 @@ class Trace:
         """The forward's ops whose non-finite values no op took: they left the model, or came to nothing."""
         taken = {tensor.producer for op in self.ops for tensor in op.inputs}
         ends = (op for op in self.ops if op.phase == "forward" and op.order not in taken)
-        return tuple(op.order for op in ends if not all(stats.finite for stats in op.outputs))
+        return tuple(op.order for op in ends if not op.outputs_finite)

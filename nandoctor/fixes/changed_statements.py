@@ -18,7 +18,7 @@ def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
             op
             for op in trace.ops
             if op.source is not None and (op.source.file, op.source.line) in lines
-            if not op.nonfinite_inputs and not all(stats.finite for stats in op.outputs)
+            if not op.nonfinite_inputs and not op.outputs_finite
         ),
         None,
     )

@@ -35,13 +35,8 @@ def search_fp32_sets(
     few, and if the search is `trusting`, two guessed modules are taken to be enough until they are tried so.
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
-    blamed = {lead.site.module for lead in findings.conclusion.suspects}
     products = _overflowing_products(findings)
-    guesses = [
-        [member for member in members if member.module in blamed],
-        [member for member in members if member.module in blamed | products],
-        [member for member in members if member.module in blamed or _exceeds(member, findings)],
-    ]
+    guesses = _guess(members, products, findings)
     before, found, complete = trials.num_judged, [], True
     of_few = trials.of_samples(few) if few is not None else None
     # To leave either out costs no more than to try both, and is asked anyway.
@@ -75,6 +70,16 @@ def search_fp32_sets(
         complete=complete,
     )
     return search, found
+
+
+def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:
+    """Modules that may be enough: those to blame, the products that overflow too, or all that leave the format."""
+    blamed = {lead.site.module for lead in findings.conclusion.suspects}
+    return [
+        [member for member in members if member.module in blamed],
+        [member for member in members if member.module in blamed | products],
+        [member for member in members if member.module in blamed or _exceeds(member, findings)],
+    ]
 
 
 def _fails(trials: Trials) -> bool:

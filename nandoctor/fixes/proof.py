@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SourcePatch, flatten
+from nandoctor.evidence.edits import Edit, SourcePatch, flatten, only_widens
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,
@@ -91,7 +91,7 @@ class Verifier:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
         if written.past_bound is not None:
             criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
-        mended = change if isinstance(change, SourcePatch) and not _widens(edit) else None
+        mended = change if isinstance(change, SourcePatch) and not only_widens(edit) else None
         judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
         criteria.append(("samples to blame alone", partial(self._judge_alone, change, judge_varied)))
         checks: list[Check] = []
@@ -188,9 +188,8 @@ class Verifier:
             float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
             for name, found in made.values.items()
         )
-        return (
-            "passed" if off <= TOLERANCE else "failed"
-        ), f"{percent(off)} off float64 with all exponents past the bound"
+        said = f"{percent(off)} off float64 with all exponents past the bound"
+        return "passed" if off <= TOLERANCE else "failed", said
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
         """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
@@ -284,7 +283,7 @@ class Verifier:
 
     def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:
         """Judge it among others at once; what does not pass so is run by itself, on the whole batch."""
-        for tried in self._first_tries(name, widens=_widens(edit)):
+        for tried in self._first_tries(name, widens=only_widens(edit)):
             said = [judge(self._joined[names]) for names in tried]
             if all(status == "passed" for status, _ in said) and _AS_FP32 not in said:
                 others = dict.fromkeys(other for names in tried for other in names if other != name)
@@ -373,11 +372,6 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
-
-
-def _widens(edit: Edit) -> bool:
-    """Tell whether a change does nothing but to keep code in fp32."""
-    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
 
 
 def _not_run(name: str) -> Check:

@@ -25,6 +25,7 @@ from nandoctor.evidence.edits import (
     Together,
     UseFormat,
     flatten,
+    only_widens,
 )
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import (
@@ -136,9 +137,7 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     singles = flatten((edit,))
     modules = {single.module for single in singles if isinstance(single, KeepModule)}
     modules |= {single.site.module for single in singles if isinstance(single, KeepOp)}
-    if not all(isinstance(single, KeepModule | KeepOp) for single in singles):
-        return False
-    return not any(is_below(path, module) for path in blamed for module in modules)
+    return only_widens(edit) and not any(is_below(path, module) for path in blamed for module in modules)
 
 
 def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool) -> Iterator[str]:

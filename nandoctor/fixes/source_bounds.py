@@ -90,7 +90,7 @@ def _argument(
 
 
 def write_guard(change: FileChange, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
-    """Write an op that is 0 where its argument is not _inside, and has no gradient there."""
+    """Write an op that is 0 where its argument is not inside, and has no gradient there."""
     tree, node = change.tree, expression.spelled
     argument = expression.argument_node(edit.argument)
     is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))

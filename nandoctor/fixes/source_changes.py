@@ -332,9 +332,10 @@ class SourceWriter:
 def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
     """Tell whether the code adds a number to what the op takes, or bounds it from below."""
     maker = next(ancestors(ops, op.inputs[0], 4, through=MOVES | CASTS), None)
-    scalars = dict(maker.scalars) if maker is not None else {}
-    is_bounded = maker is not None and maker.op in CLAMPS | MAXIMA | {"add"} and max(scalars.values(), default=0.0) > 0
-    return is_bounded or (maker is not None and maker.op == "exp")
+    if maker is None:
+        return False
+    scalars = dict(maker.scalars).values()
+    return maker.op == "exp" or (maker.op in CLAMPS | MAXIMA | {"add"} and max(scalars, default=0.0) > 0)
 
 
 def _root_of(paths: Sequence[str]) -> str:
