@@ -38,7 +38,7 @@ class Net(nn.Module):
         x = self.conv(image)
         variance = x.var(dim=(2, 3), keepdim=True, unbiased=False)
         x = (x - x.mean(dim=(2, 3), keepdim=True)) / torch.sqrt(variance + 1e-8)
-        return {"logit": self.head(F.dropout(torch.relu(self.norm(x)), self.dropout, self.training))}
+        return {"logit": self.head(F.dropout(F.gelu(self.norm(x)), self.dropout, self.training))}
 
 class Plain(Net):
     def __init__(self):

@@ -187,7 +187,9 @@ def _describe_error(error: float | None, allowed: float) -> str:
     """What to say of the difference from the nearest sound gradients, None where there are none."""
     if error is None:
         return ", with nothing to compare them with"
-    honest = ", within what rounding costs here" if GRADIENT_TOLERANCE < error <= allowed else ""
+    if error > allowed:
+        return f", {percent(error)} off fp32, more than {percent(allowed)}"
+    honest = ", within what rounding costs here" if error > GRADIENT_TOLERANCE else ""
     return f", {percent(error)} off fp32{honest}"
 
 
