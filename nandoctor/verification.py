@@ -14,13 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from nandoctor.dumps.dump import Dump
+from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Report
+from nandoctor.evidence.report import Check, Report, TrialOutcome
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
-from nandoctor.fixes.budget import BudgetSpent
-from nandoctor.fixes.made_change import MadeChange, verify_made
+from nandoctor.fixes.agreement import Result
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.proof import Verifier
+from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import verify_command
 from nandoctor.renderers.verification import describe_changes
@@ -44,6 +50,63 @@ _SAYS_WHAT_FAILED = {
 _OF_THE_STEP = ("loss", "gradients", "loss scale", "healthy samples")
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Beginnings of what a recorder could not keep, and a replay cannot do without."""
+_AS_IT_IS = Together(edits=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeChange:
+    """What the checks of a change say; `beside_unchanged`: its reference was the step without it, not with it."""
+
+    outcome: TrialOutcome
+    checks: tuple[Check, ...]
+    beside_unchanged: bool
+
+
+def verify_made(
+    step: FailingStep, *, made: SourcePatch | None, random: bool, loss_scale: float | None = None
+) -> MadeChange:
+    """Run the step, gradients included, and its variations, beside the code that it had before.
+
+    `made` is the patch that the loaded code has already, None where it is not known; `loss_scale` one that was set
+    since. Without the patch, or where the step does not fail when it is taken back, the reference is fp32 of the code
+    as it is.
+
+    Raises:
+        BudgetSpent: memory ran out.
+    """
+    failing = _failing_without(step, made) if made is not None else None
+    edit: Edit = _AS_IT_IS if loss_scale is None else SetLossScale(value=loss_scale)
+    trials = failing or Trials(step, TrialBudget(), numerics=False)
+    guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
+    verifier = Verifier(trials, guilty=guilty, random=random)
+    change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
+    judgement, checks = verifier.verify(change, edit)
+    return MadeChange(outcome=judgement.outcome, checks=checks, beside_unchanged=failing is not None)
+
+
+def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
+    """The trials of the step with the patch taken back; None where that cannot be run, or does not fail."""
+    before = replace(step, applied=made)
+    trials = Trials(before, TrialBudget(), numerics=False).with_gradients
+    failed = trials.run()
+    if not failed.ran or failed.finite:
+        return None
+    in_fp32 = not _same_finite(trials.reference(), trials.reference(made))
+    return Trials(before, TrialBudget(), numerics=in_fp32)
+
+
+def _same_finite(one: Result, other: Result) -> bool:
+    """Tell whether two runs are finite in the same places, gradients included: what is infinite in both is meant."""
+    pairs = [(one.values[name], other.values.get(name)) for name in one.values]
+    same = all(b is not None and a.shape == b.shape and torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs)
+    return one.ran and other.ran and same and one.gradients_finite == other.gradients_finite
+
+
+def _nonfinite_samples(failed: Result, num_samples: int | None) -> tuple[int, ...]:
+    outputs = [values for values in failed.values.values() if values.dim() and len(values) == num_samples]
+    return tuple(
+        sample for sample in range(num_samples or 0) if not all(bool(rows[sample].isfinite().all()) for rows in outputs)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

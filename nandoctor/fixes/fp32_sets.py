@@ -1,21 +1,23 @@
-"""Searches for the smallest sets of modules that are enough in fp32, and for the lines in them that do it."""
+"""Searches for the smallest sets of modules that are enough in fp32, and counts what it costs to keep code so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from nandoctor.causes.base import site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
+from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
+from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
-from nandoctor.evidence.trace import LOSS
+from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.fixes.budget import BudgetSpent
-from nandoctor.fixes.candidates import join, line_of
+from nandoctor.fixes.candidates import is_below, join, line_of
 from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
-from nandoctor.ops import PRODUCTS
+from nandoctor.ops import MOVES, PRODUCTS
 
 Kept = tuple[KeepModule, ...]
 
@@ -138,3 +140,50 @@ def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
         sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
+
+
+_NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}
+
+
+def cost_of(edit: Edit, ops: Sequence[OpCall]) -> FixCost | None:
+    """The shares of the forward's multiply-adds and results that go to fp32; None where none do."""
+    singles = flatten((edit,))
+    forward = [op for op in ops if op.phase != "backward"]
+    widened = [op for op in forward if _is_low(op) and any(_widens(single, op) for single in singles)]
+    if not widened:
+        return None
+    all_work, all_bytes = sum(map(_work, forward)), sum(map(_bytes, forward))
+    return FixCost(
+        products_in_fp32=sum(map(_work, widened)) / all_work if all_work else 0.0,
+        more_activations=sum(map(_bytes, widened)) / all_bytes if all_bytes else 0.0,
+    )
+
+
+def _widens(edit: SingleEdit, op: OpCall) -> bool:
+    if isinstance(edit, KeepModule):
+        return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
+    if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:
+        return False
+    is_there = op.source.whole == edit.site.source.whole if not edit.site.op else op.source == edit.site.source
+    return is_there and edit.site.op in ("", op.op)
+
+
+def _is_low(op: OpCall) -> bool:
+    return any(made.dtype in (FP16, BF16) for made in op.outputs)
+
+
+def _bytes(op: OpCall) -> int:
+    return sum(made.numel * _NUM_BYTES.get(made.dtype, 4) for made in op.outputs) if op.op not in MOVES else 0
+
+
+def _work(op: OpCall) -> float:
+    """The multiply-adds of a product; where the length of its sums is not known, those of a plain matrix product."""
+    product = PRODUCTS.get(op.op)
+    if product is None:
+        return 0.0
+    made = sum(stats.numel for stats in op.outputs[:1])
+    taken = {tensor.name: tensor.stats for tensor in op.inputs if tensor.stats is not None}
+    try:
+        return float(made * product.length({**taken, **dict(op.scalars)}))
+    except (KeyError, TypeError, IndexError, AttributeError):
+        return math.sqrt(made * math.prod(stats.numel for name, stats in taken.items() if product.has_factor(name)))

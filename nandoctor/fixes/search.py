@@ -40,12 +40,10 @@ from nandoctor.evidence.report import (
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
-from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget, find_lost_call
 from nandoctor.fixes.candidates import by_lines, guilty_samples, is_below, join, propose, rows_hit, without_guilty
-from nandoctor.fixes.cost import cost_of
 from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
-from nandoctor.fixes.early_end import find_lost_call
-from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
+from nandoctor.fixes.fp32_sets import Kept, cost_of, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.titles import write_title

@@ -29,8 +29,7 @@ from nandoctor.evidence.edits import (
     UnmaskRows,
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
-from nandoctor.fixes.edges import bound_of, edges_of
-from nandoctor.fixes.source_bounds import Probe, write_clamp, write_guard
+from nandoctor.fixes.source_bounds import Probe, bound_of, edges_of, write_clamp, write_guard
 from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,

@@ -33,8 +33,7 @@ from nandoctor.fixes.agreement import (
     keep,
     values_of,
 )
-from nandoctor.fixes.budget import BudgetSpent, TrialBudget
-from nandoctor.fixes.early_end import Call, TrialEnded, ending_where_lost
+from nandoctor.fixes.budget import BudgetSpent, Call, TrialBudget, TrialEnded, ending_where_lost
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import select_samples

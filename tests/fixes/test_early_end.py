@@ -7,8 +7,7 @@ from torch import nn
 from nandoctor.dumps.reader import read_dump
 from nandoctor.evidence.edits import KeepModule, KeepSamples, Together, UseFormat
 from nandoctor.evidence.formats import BF16
-from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.early_end import TrialEnded, ending_where_lost, find_lost_call
+from nandoctor.fixes.budget import TrialBudget, TrialEnded, ending_where_lost, find_lost_call
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
