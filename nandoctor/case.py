@@ -239,7 +239,7 @@ def describe(tensor: torch.Tensor) -> str:
     Returns:
         Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32 (index 2 of dimension 0)".
     """
-    from nandoctor.renderers.tensors import describe_tensor
+    from nandoctor.renderers.facts import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all
 
     measured = measure_all([("", tensor)], counts_for=FP16)

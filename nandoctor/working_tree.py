@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.renderers.atomic_write import write_bytes
+from nandoctor.renderers.save import write_bytes
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 
 _FILE = re.compile(r"^--- .*\n\+\+\+ (?:b/)?(.*)\n?", re.MULTILINE)

@@ -32,9 +32,9 @@ def checkup(
 ) -> None:
     """Show how close a healthy step comes to overflow and underflow, and with several checkpoints when it will."""
     from nandoctor.margins import checkup as run_checkup
-    from nandoctor.renderers.atomic_write import write_text
     from nandoctor.renderers.checkup import checkup_page, print_checkup
     from nandoctor.renderers.jsonfile import dumps
+    from nandoctor.renderers.save import write_text
 
     found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
     if as_json:

@@ -210,7 +210,7 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     if file is None:
         click.echo(script, nl=False)
         return
-    from nandoctor.renderers.atomic_write import write_text
+    from nandoctor.renderers.save import write_text
 
     write_text(script, file)
     tell(f"Wrote {file}")

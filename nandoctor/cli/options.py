@@ -11,8 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.renderers.atomic_write import is_replaceable
-from nandoctor.renderers.save import check_ending
+from nandoctor.renderers.save import check_ending, is_replaceable
 from nandoctor.replaying.settings import OPTIONS, Group, Option, check_setting
 from nandoctor.text import parse_size
 

@@ -156,7 +156,7 @@ def progress_shown(*, quiet: bool = False) -> AbstractContextManager[ReplayDispl
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, JSON apart; where its first part was `told` already, the rest."""
-    from nandoctor.renderers.one_line import LINES
+    from nandoctor.renderers.answer import LINES
     from nandoctor.renderers.terminal import print_report
 
     if form in LINES:

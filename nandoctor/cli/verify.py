@@ -260,9 +260,8 @@ def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str
 
 
 def _show(choice: FixChoice, report: Report, *, as_json: bool) -> None:
-    from nandoctor.renderers.fix import print_fix
     from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.verification import print_verification
+    from nandoctor.renderers.verification import print_fix, print_verification
 
     if as_json:
         click.echo(dumps(choice))

@@ -19,8 +19,8 @@ from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.serialization import from_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Answer, unchanged
-from nandoctor.renderers.atomic_write import is_replaceable, write_text
 from nandoctor.renderers.jsonfile import dumps
+from nandoctor.renderers.save import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
 

@@ -27,8 +27,8 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Answer, Job, run_job
-from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.jsonfile import read_report
+from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines, triage_page
 from nandoctor.replaying.settings import Settings, anchored, override, read_settings
 from nandoctor.text import are, plural

@@ -13,7 +13,7 @@ from nandoctor.causes.registry import list_pages
 from nandoctor.errors import ReportError
 from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.serialization import describe_schema, from_plain, to_plain
-from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.save import write_text
 
 _MAX_NBYTES = 1 << 30
 _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.atomic_write import MARK, write_text
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
@@ -23,6 +22,7 @@ from nandoctor.renderers.fix_facts import (
     no_fix_heading,
     why_facts,
 )
+from nandoctor.renderers.save import MARK, write_text
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
 

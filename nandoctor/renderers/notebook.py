@@ -15,13 +15,11 @@ from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.trace import TensorStats
 from nandoctor.renderers.diff import describe_change, describe_layers
-from nandoctor.renderers.facts import describe_extent, describe_inputs, describe_origin
-from nandoctor.renderers.fix import code_of
-from nandoctor.renderers.fix_facts import describe_outcome, every_check
-from nandoctor.renderers.fix_reasons import reason_facts
+from nandoctor.renderers.facts import describe_extent, describe_inputs, describe_origin, describe_tensor, list_operands
+from nandoctor.renderers.fix_facts import describe_outcome, every_check, reason_facts
 from nandoctor.renderers.notebook_card import report_html, rows_html
 from nandoctor.renderers.progress import ReplayBar
-from nandoctor.renderers.tensors import describe_tensor, list_operands
+from nandoctor.renderers.verification import code_of
 from nandoctor.replaying.progress import Listener
 from nandoctor.text import file_line, number, printable, samples_text
 

@@ -16,7 +16,6 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.atomic_write import write_text
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
@@ -32,8 +31,9 @@ from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
 from nandoctor.renderers.plots.svg import figure_svg, for_page_and_phone
+from nandoctor.renderers.save import write_text
+from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
-from nandoctor.renderers.tree import make_tree
 from nandoctor.renderers.verdicts import VERDICTS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from nandoctor.renderers.tensors import list_operands
+from nandoctor.renderers.facts import list_operands
 from nandoctor.text import (
     bits_text,
     byte_size,

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
-from nandoctor.renderers.atomic_write import MARK
 from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
+from nandoctor.renderers.save import MARK
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import brief, file_line, join_first, join_words, percent, plural, printable, relative_path, shorten

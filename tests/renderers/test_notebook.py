@@ -9,8 +9,8 @@ from test_notebook_card import Balanced
 
 from nandoctor.diagnosis.compare_reports import compare
 from nandoctor.renderers import notebook
+from nandoctor.renderers.facts import describe_tensor
 from nandoctor.renderers.notebook import record_html, show_records
-from nandoctor.renderers.tensors import describe_tensor
 
 FIXABLE = factory.fixable()
 

@@ -11,10 +11,10 @@ import pytest
 from test_notebook_card import Balanced as Fragment
 
 from nandoctor.evidence.formats import FP16
+from nandoctor.renderers.facts import list_operands
 from nandoctor.renderers.page import report_page, write_page
 from nandoctor.renderers.plots import svg
 from nandoctor.renderers.plots.kinds import draw
-from nandoctor.renderers.tensors import list_operands
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
 LIMIT = 2_000_000

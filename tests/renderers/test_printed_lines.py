@@ -21,11 +21,10 @@ from nandoctor.renderers.checkup import print_checkup
 from nandoctor.renderers.diff import print_comparison
 from nandoctor.renderers.eps import print_uses
 from nandoctor.renderers.explain import print_catalogue, print_page
-from nandoctor.renderers.fix import print_fix
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.terminal import print_report
 from nandoctor.renderers.triage import print_triage, triage_page
-from nandoctor.renderers.verification import print_verification
+from nandoctor.renderers.verification import print_fix, print_verification
 
 TITLE = "Compute the whole of a line with a rather long name in model_of_the_encoder.py in fp32, and its block too"
 

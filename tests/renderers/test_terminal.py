@@ -6,7 +6,7 @@ import factory
 import pytest
 from rich.console import Console
 
-from nandoctor.renderers.one_line import one_line
+from nandoctor.renderers.answer import one_line
 from nandoctor.renderers.terminal import print_report
 
 HOSTILE = "x[red]y[/]\x1b[31mz\nnew:smile: line\u202e"

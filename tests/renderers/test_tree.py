@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import factory
 
-from nandoctor.renderers import tree
-from nandoctor.renderers.tree import make_tree
+from nandoctor.renderers import table
+from nandoctor.renderers.table import make_tree
 
 
 def labels(rows):
@@ -52,7 +52,7 @@ def test_calls_of_one_module_stand_together():
 
 
 def test_of_very_large_models_rows_near_the_nonfinite_are_kept(monkeypatch):
-    monkeypatch.setattr(tree, "MAX_ROWS", 50)
+    monkeypatch.setattr(table, "MAX_ROWS", 50)
     made = make_tree(factory.precision(400, nonfinite_from=250))
     assert (len(made.rows), made.num_calls) == (50, 501)
     assert any(row.cells.first_nonfinite for row in made.rows)

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, RecurringSample, SampleId, Triage
+from nandoctor.renderers.answer import one_line
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.jsonfile import dumps, read_report
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.notebook_card import report_html
-from nandoctor.renderers.one_line import one_line
 from nandoctor.renderers.page import report_page
 from nandoctor.renderers.save import ENDINGS, save_report
 from nandoctor.renderers.terminal import print_report

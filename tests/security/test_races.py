@@ -18,7 +18,7 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
 from nandoctor.fleet.pool import SingleProcesses
-from nandoctor.renderers.atomic_write import write_text
+from nandoctor.renderers.save import write_text
 
 NUM_AT_ONCE = 8
 

@@ -19,10 +19,9 @@ from matplotlib.figure import Figure
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import FirstNonfinite, Report
-from nandoctor.renderers.atomic_write import MARK, write_bytes
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.ranges import MAX_BARS, NONFINITE_COLOR, draw_panel
-from nandoctor.renderers.save import PICTURE_ENDINGS, check_ending
+from nandoctor.renderers.save import MARK, PICTURE_ENDINGS, check_ending, write_bytes
 from nandoctor.text import bits_text, brief, kinds_text, number, plural, printable
 
 _DPI = 150
