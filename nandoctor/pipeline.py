@@ -16,8 +16,13 @@ from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, conclude, find_so_far, without_backward
 from nandoctor.diagnosis.eps_audit import audit
-from nandoctor.diagnosis.origin import describe_first, needs_counts
-from nandoctor.diagnosis.outside import diagnose_optimizer, diagnose_outside, diagnose_update
+from nandoctor.diagnosis.origin import (
+    describe_first,
+    diagnose_optimizer,
+    diagnose_outside,
+    diagnose_update,
+    needs_counts,
+)
 from nandoctor.diagnosis.run_summary import (
     describe_error_source,
     differs,

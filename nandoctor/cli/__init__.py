@@ -15,7 +15,7 @@ from nandoctor.cli.failures import failures_told
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "checkup": ("checkup", "Show how close a healthy step comes to overflow and underflow."),
+    "checkup": ("commands", "Show how close a healthy step comes to overflow and underflow."),
     "diff": ("commands", "Show what changed from A to B: verdict, origin, headroom, ranges."),
     "eps": ("commands", "Show what becomes of a small constant, or of every eps of a model."),
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),

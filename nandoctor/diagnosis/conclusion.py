@@ -16,13 +16,14 @@ from nandoctor.diagnosis.origin import (
     NonfinitePlace,
     NonfiniteSource,
     NonfiniteTrace,
+    OutsideKind,
     count_nonfinite,
+    diagnose_outside,
     find_nonfinite_places,
     find_swallowed,
     list_elements,
     trace_back,
 )
-from nandoctor.diagnosis.outside import OutsideKind, diagnose_outside
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot

@@ -14,8 +14,7 @@ import libcst as cst
 
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_calls import GivenProbabilities
-from nandoctor.fixes.source_definitions import Definitions
+from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities
 from nandoctor.fixes.source_expression import (
     HAS_EFFECTS,
     CannotWriteError,

@@ -8,8 +8,7 @@ from typing import Literal
 
 import libcst as cst
 
-from nandoctor.fixes.source_calls import only_call
-from nandoctor.fixes.source_definitions import Definitions, in_loop
+from nandoctor.fixes.source_definitions import Definitions, in_loop, only_call
 from nandoctor.fixes.source_expression import CannotWriteError, nodes_below, number_in
 from nandoctor.fixes.source_tree import SourceTree
 from nandoctor.ops import CASTS

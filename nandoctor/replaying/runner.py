@@ -26,7 +26,6 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions
 from nandoctor.replaying.kept_state import restored
-from nandoctor.replaying.loss_binding import NOT_UNDER_AUTOCAST
 from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
@@ -75,6 +74,8 @@ class Watch:
     on_op: OnOp | None = None
 
 
+NOT_UNDER_AUTOCAST = "unsafe to autocast"
+"""What torch says where a loss is refused under autocast; it is computed outside of it then."""
 _STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
 
 MODULES_ONLY = Watch()
@@ -265,14 +266,27 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
                 unread = list_unread(result.output)
             random, left_nan = draws(), (list_nan_buffers(step.model) if run.watch.statistics != "none" else ())
         calls = with_nonfinite_state(observers.modules.calls(), observers.modules, step.model, step.low)
-    trace = replace(
-        _write_trace(run, batch, observers, result),
+    ops = observers.ops.calls() if observers.ops else ()
+    trace = Trace(
+        policy=run.policy.label,
+        format=run.policy.format,
+        training=step.training,
+        seed=step.seed,
         calls=calls,
         batch=collect(inputs),
         output=collect(output),
         loss=collect(loss)[0] if loss else None,
         unread=unread,
+        elapsed_s=result.elapsed_s,
+        raised=result.end,
+        ops=ops,
+        buffers=frozenset(name for name, _ in step.model.named_buffers()),
         spoilt_buffers=tuple(name for name in left_nan if name not in list_nan_buffers(step.model)),
+        backward=observers.gradients.calls(ops) if observers.gradients else (),
+        function_ops=observers.functions.ops.calls() if observers.functions else (),
+        bad_gradients=result.bad_gradients,
+        num_samples=interventions.sample_count(batch, step.used),
+        time_first=interventions.may_have_time_first(batch, step.used),
     )
     made = Outcome(
         trace=trace,
@@ -285,29 +299,6 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     if isinstance(result.raised, KeyboardInterrupt):
         raise RunInterrupted(step, made) from result.raised
     return made, result.raised
-
-
-def _write_trace(run: _Run, batch: Batch, observers: Observers, result: _Result) -> Trace:
-    """All of the trace but for what is read of tensors and modules."""
-    step, ops = run.step, observers.ops.calls() if observers.ops else ()
-    return Trace(
-        policy=run.policy.label,
-        format=run.policy.format,
-        training=step.training,
-        seed=step.seed,
-        calls=(),
-        batch=(),
-        output=(),
-        elapsed_s=result.elapsed_s,
-        raised=result.end,
-        ops=ops,
-        buffers=frozenset(name for name, _ in step.model.named_buffers()),
-        backward=observers.gradients.calls(ops) if observers.gradients else (),
-        function_ops=observers.functions.ops.calls() if observers.functions else (),
-        bad_gradients=result.bad_gradients,
-        num_samples=interventions.sample_count(batch, step.used),
-        time_first=interventions.may_have_time_first(batch, step.used),
-    )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Below here nobody reads a `Dump`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,30 +21,31 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
-from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.errors import LossError, ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.machine import memory_of, private_memory, return_freed_memory
+from nandoctor.machine import is_out_of_memory, memory_of, private_memory, return_freed_memory
 from nandoctor.replaying.code_references import (
     build_configured,
     check_method,
     describe_change,
+    find_loss,
     find_model,
     require_approval,
     state_to_load,
 )
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
-from nandoctor.replaying.loss_binding import FoundLoss, find_step_loss
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project, arguments_of
-from nandoctor.replaying.recorded_step import bind_calls
+from nandoctor.replaying.recorded_step import bind_calls, own_loss
 from nandoctor.replaying.reproduction import Preparation, choose_policies, low_format
-from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.saved_arrays import SavedBatch, find_outputs, read_batch
+from nandoctor.replaying.runner import NOT_UNDER_AUTOCAST, FailingStep
+from nandoctor.replaying.saved_arrays import MakeBatch, SavedBatch, describe_batch, find_outputs, read_batch
 from nandoctor.replaying.settings import Settings
+from nandoctor.replaying.user_code import kept_running, place_of
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
 
@@ -67,7 +69,9 @@ def prepare(
     require_approval(dump, settings, has_model=source is not None)
     progress = progress or RunProgress()
     _require_room(dump, settings, device, progress)
-    project = Project(_find_limit(settings.memory))
+    # What the process may have: what is mapped already, and as much more as the settings allow.
+    taken = private_memory()
+    project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
         dump = fit_state(dump, code.model)
@@ -92,6 +96,67 @@ def prepare(
             *(f"The recorder could not keep {text}." for text in dump.missing),
             *_describe_guess(policies, outputs.array),
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLoss:
+    """A loss as it was found, None without one, and notes on that; the `field` is the model's own, by its place."""
+
+    function: Callable[..., Any] | None = None
+    field: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def bind(self, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
+        """The loss as a function of the output and the arrays by name."""
+        if self.function is None:
+            return None if self.field is None else own_loss(self.field)
+        num_calls = len(dump.recorded.calls) if dump.recorded is not None else 1
+        returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
+        return _checked(self.function, make, returned)
+
+
+def find_step_loss(dump: Dump, settings: Settings) -> FoundLoss:
+    """The loss that the user named, else the dump's function, else the one that the model returns itself."""
+    spec = settings.loss
+    function = find_attribute(spec, directory=settings.directory) if isinstance(spec, str) else spec
+    if function is not None or dump.recorded is None:
+        return FoundLoss(function=function)
+    function, notes = find_loss(dump.recorded.loss_function, dump.provenance)
+    return FoundLoss(function=function, field=dump.recorded.loss_field, notes=tuple(notes))
+
+
+def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
+    """The loss with a `LossError` for whatever goes wrong in it: the training may have called it with other things."""
+
+    @functools.wraps(loss)
+    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        batch = make(tensors)
+        try:
+            with kept_running():
+                value = loss(output, batch)
+        except Exception as error:
+            if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
+                raise
+            raised = f"{type(error).__name__}{place_of(error)}: {error}"
+            raise LossError(
+                f"The loss function raised {raised} (its {describe_batch(batch)}).",
+                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
+                f"scalar; output is {returned}.",
+            ) from error
+        return _as_scalar(value)
+
+    return compute
+
+
+def _as_scalar(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value
+    is_tensor = isinstance(value, torch.Tensor)
+    what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+    raise LossError(
+        f"The loss function returned {what}.",
+        remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
     )
 
 
@@ -123,12 +188,6 @@ def _make_step(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -
         per_sample=settings.per_sample,
         saved_flags=dump.saved_flags,
     )
-
-
-def _find_limit(memory: int | None) -> int | None:
-    """What the process may have when it has what is mapped already, and `memory` more."""
-    taken = private_memory()
-    return None if memory is None or taken is None else taken + memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

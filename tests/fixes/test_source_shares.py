@@ -5,7 +5,7 @@ import textwrap
 import libcst as cst
 import pytest
 
-from nandoctor.fixes.source_calls import only_call
+from nandoctor.fixes.source_definitions import only_call
 from nandoctor.fixes.source_expression import CannotWriteError, nodes_below
 from nandoctor.fixes.source_shares import check_shares
 from nandoctor.fixes.source_tree import parse_source
