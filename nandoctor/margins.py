@@ -94,9 +94,11 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
         )
     gradients = {stats.path: stats for stats in measure_all((wide.gradients or {}).items())}
     layers = measure_layers(wide.trace, narrow.trace, gradients)
+    # The step, else the epoch, that the file was saved at.
+    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
     return CheckedStep(
         path=str(dump.path),
-        step=_find_step(dump),
+        step=next((scalars[name] for name in _STEPS if type(scalars.get(name)) is int), None),
         layers=layers,
         loss_scale=find_loss_scales(layers, step.loss_scale),
         run=describe_run(narrow.trace.policy, narrow.trace.format),
@@ -116,9 +118,3 @@ def _run_first(steps: Sequence[FailingStep]) -> tuple[FailingStep, Outcome]:
             first = first or error
     assert first is not None
     raise first
-
-
-def _find_step(dump: Dump) -> int | None:
-    """The step, else the epoch, that the file was saved at."""
-    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
-    return next((scalars[name] for name in _STEPS if type(scalars.get(name)) is int), None)

@@ -48,7 +48,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
-from nandoctor.evidence.exhibits import Excerpt, SampleView
+from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, EpsUse, Report, Reproduction
@@ -108,7 +108,9 @@ def replay_dump(
     with observer_registered:
         found = _with_loss_if_it_can(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
     if settings.per_sample and found.step is not None:
-        found = replace(found, report=replace(found.report, sample=_view_sample(found.report, found.step)))
+        samples = found.report.origin.elements.samples if found.report.origin is not None else None
+        used = {name: array for name, array in found.step.batch.items() if name in found.step.used}
+        found = replace(found, report=replace(found.report, sample=view_sample(used, samples[0]) if samples else None))
     return found
 
 
@@ -148,13 +150,6 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
     step = None if replayed.step.progress.interrupted else replayed.step
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
-
-
-def _view_sample(report: Report, step: FailingStep) -> SampleView | None:
-    """The first sample that the origin is non-finite in."""
-    samples = report.origin.elements.samples if report.origin is not None else None
-    used = {name: array for name, array in step.batch.items() if name in step.used}
-    return view_sample(used, samples[0]) if samples else None
 
 
 def audit_dump(

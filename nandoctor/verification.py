@@ -50,7 +50,6 @@ _SAYS_WHAT_FAILED = {
 _OF_THE_STEP = ("loss", "gradients", "loss scale", "healthy samples")
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Beginnings of what a recorder could not keep, and a replay cannot do without."""
-_AS_IT_IS = Together(edits=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +59,6 @@ class MadeChange:
     outcome: TrialOutcome
     checks: tuple[Check, ...]
     beside_unchanged: bool
-
-
-def verify_made(
-    step: FailingStep, *, made: SourcePatch | None, random: bool, loss_scale: float | None = None
-) -> MadeChange:
-    """Run the step, gradients included, and its variations, beside the code that it had before.
-
-    `made` is the patch that the loaded code has already, None where it is not known; `loss_scale` one that was set
-    since. Without the patch, or where the step does not fail when it is taken back, the reference is fp32 of the code
-    as it is.
-
-    Raises:
-        BudgetSpent: memory ran out.
-    """
-    failing = _failing_without(step, made) if made is not None else None
-    edit: Edit = _AS_IT_IS if loss_scale is None else SetLossScale(value=loss_scale)
-    trials = failing or Trials(step, TrialBudget(), numerics=False)
-    guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
-    verifier = Verifier(trials, guilty=guilty, random=random)
-    change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
-    judgement, checks = verifier.verify(change, edit)
-    return MadeChange(outcome=judgement.outcome, checks=checks, beside_unchanged=failing is not None)
 
 
 def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
@@ -278,19 +255,26 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
 
 
 def _measure(step: FailingStep, asked: _Asked, *, random: bool) -> MadeChange | None:
-    """What the checks of a printed fix say of the code as it is now; None where memory ran out."""
+    """Run the step, gradients included, and its variations, beside the code that it had before; None out of memory.
+
+    Where that code is not known, or does not fail when the change is taken back, the reference is fp32 of the code as
+    it is.
+    """
     with step.project.running():
-        made = find_unchanged(asked.dump, asked.code, _texts_told(asked.changed))
+        told = asked.changed if isinstance(asked.changed, Mapping) else {}
+        made = find_unchanged(asked.dump, asked.code, {path.resolve(): text for path, text in told.items()})
     lowered = asked.settings.loss_scale if asked.dump.loss_scale not in (None, asked.settings.loss_scale) else None
     try:
-        return verify_made(step, made=made, random=random, loss_scale=lowered)
+        failing = _failing_without(step, made) if made is not None else None
+        edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
+        trials = failing or Trials(step, TrialBudget(), numerics=False)
+        guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
+        verifier = Verifier(trials, guilty=guilty, random=random)
+        change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
+        judgement, checks = verifier.verify(change, edit)
+        return MadeChange(outcome=judgement.outcome, checks=checks, beside_unchanged=failing is not None)
     except BudgetSpent:
         return None
-
-
-def _texts_told(changed: Changed) -> Mapping[Path, str | None]:
-    told = changed if isinstance(changed, Mapping) else {}
-    return {path.resolve(): text for path, text in told.items()}
 
 
 def _describe_failures(measured: MadeChange | None) -> Iterator[str]:

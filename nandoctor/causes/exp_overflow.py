@@ -76,13 +76,8 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """The logarithm that is taken of it in one function; else the exponent clamped below what fp32, or fp16, holds."""
-    exponential = next(_exponentials(finding), None)
+    ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
+    exponential = next((op for op in ops if op.op in EXPONENTIALS), None)
     yield from stable_forms(finding.op, finding.ops)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
         yield clamp_candidate(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
-
-
-def _exponentials(finding: Finding) -> Iterator[OpCall]:
-    """The op itself, or those that made what it takes."""
-    ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
-    return (op for op in ops if op.op in EXPONENTIALS)

@@ -33,7 +33,6 @@ from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
 
 if TYPE_CHECKING:
-    from nandoctor.evidence.formats import RoundedConstant
     from nandoctor.evidence.report import EpsUse, Report
 
 EXIT_NOT_REPRODUCED = 3
@@ -276,10 +275,16 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
     if dump is None:
-        _refuse_without_dump(options)
+        # A model alone is only looked at: what says how to run it would be ignored.
+        from nandoctor.replaying.settings import OPTIONS
+
+        for name, value in options.items():
+            if value is not None and name in OPTIONS and name not in ("model", "model_args"):
+                raise click.UsageError(f"{OPTIONS[name].flag} needs --dump.")
+    from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
     from nandoctor.renderers.eps import dumps_eps, print_outlook, print_rounded, print_uses
 
-    rounded_constants = _rounded(values)
+    rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
     uses = _list_eps(dump, options)
     if as_json:
         click.echo(dumps_eps(rounded_constants, uses))
@@ -289,21 +294,6 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
         print_uses(uses, console())
     elif options["model"] is not None:
         print_outlook(uses, console())
-
-
-def _refuse_without_dump(options: dict[str, Any]) -> None:
-    """A model alone is only looked at: what says how to run it would be ignored."""
-    from nandoctor.replaying.settings import OPTIONS
-
-    for name, value in options.items():
-        if value is not None and name in OPTIONS and name not in ("model", "model_args"):
-            raise click.UsageError(f"{OPTIONS[name].flag} needs --dump.")
-
-
-def _rounded(values: tuple[float, ...]) -> list[RoundedConstant]:
-    from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
-
-    return [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
 
 
 def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:

@@ -134,7 +134,9 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         click.echo(encode_diff(_diff_of(choice.fix), Path(choice.fix.patch_root or ".")), nl=False)
         return
     if write:
-        files = _plan(choice.fix, allow_installed=allow_installed)
+        from nandoctor.working_tree import plan_patch
+
+        files = plan_patch(_diff_of(choice.fix), Path(choice.fix.patch_root or "."), allow_installed=allow_installed)
         verification = _write(files, case, _same_replay(dump, case, options))
         written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
         choice = replace(choice, written=written, verification=verification)
@@ -175,12 +177,6 @@ def _diff_of(chosen: Fix) -> str:
             remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
         )
     return chosen.patch
-
-
-def _plan(chosen: Fix, *, allow_installed: bool) -> tuple[PatchedFile, ...]:
-    from nandoctor.working_tree import plan_patch
-
-    return plan_patch(_diff_of(chosen), Path(chosen.patch_root or "."), allow_installed=allow_installed)
 
 
 def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -> Verification:

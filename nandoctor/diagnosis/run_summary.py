@@ -197,7 +197,8 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
     if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
         return None
     end_line = min(source.end_line or source.line, len(lines), source.line + _MAX_LINES)
-    scopes = _enclosing(lines, source.line)
+    tree = parse("".join(lines))
+    scopes = [] if tree is None else list(_scopes(tree, source.line))
     inner = next((scope for scope in reversed(scopes) if not isinstance(scope, ast.ClassDef)), None)
     first = max(inner.lineno if inner else 1, source.line - CONTEXT)
     last = min(inner.end_lineno or len(lines) if inner else len(lines), end_line + CONTEXT)
@@ -219,12 +220,6 @@ def _place(line: str, offset: int | None) -> int:
     """The column of a byte of the line, in characters once its tabs are spaces."""
     before = line.encode()[: offset or 0].decode(errors="replace")
     return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
-
-
-def _enclosing(lines: list[str], line: int) -> list[_Scope]:
-    """The classes and functions around a line, outermost first; none where the file is no Python."""
-    tree = parse("".join(lines))
-    return [] if tree is None else list(_scopes(tree, line))
 
 
 def _scopes(tree: ast.AST, line: int) -> Iterator[_Scope]:

@@ -90,7 +90,11 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     """
     contents = Contents(nbytes=nbytes, values=values)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
-    contents.states["state_dict"] = _take_recorded_state(contents, saved)
+    # The weights; none where they had no room in the file, which says so.
+    state = get(saved, "state_dict", dict, {})
+    if not state and not any(text.startswith("state_dict") for text in contents.left_out):
+        raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+    contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     shelf = _Shelf(contents)
     recorded = read_recorded(saved, shelf.take, values.check_state)
     name_tensors(saved.get("output"), "output", shelf.take)
@@ -104,14 +108,6 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
         if isinstance(optimizer.get("state"), Mapping) and optimizer["state"]:
             _take_optimizer(contents, "optimizer", optimizer)
     return contents, recorded
-
-
-def _take_recorded_state(contents: Contents, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights; none where they had no room in the file, which says so."""
-    state = get(saved, "state_dict", dict, {})
-    if not state and not any(text.startswith("state_dict") for text in contents.left_out):
-        raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
-    return _take_state(contents, "state_dict", state)
 
 
 def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values) -> dict[str, torch.Tensor]:
@@ -169,13 +165,8 @@ def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torc
     """The state dict without the prefixes of DataParallel and torch.compile, in any nesting, and what was removed."""
     removed = ""
     while prefix := next((p for p in _WRAPPER_PREFIXES if _is_prefix(state, p)), ""):
-        state, removed = strip_prefix(state, prefix), removed + prefix
+        state, removed = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, removed + prefix
     return state, removed
-
-
-def strip_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
-    """The state dict with `prefix` removed from the names that carry it, such as the `model.` of a LightningModule."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:

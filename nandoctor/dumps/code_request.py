@@ -27,7 +27,9 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     if model is not None and model.name:
         yield "model", f"{brief(model.spec)} ({_whereabouts(model)})"
         if model.arguments and not model.config:
-            yield "arguments", _shown_arguments(model.arguments)
+            shown = [brief(f"{name}={_shown(value)}") for name, value in list(model.arguments.items())[:_MAX_SHOWN]]
+            more = f" and {len(model.arguments) - _MAX_SHOWN} more" if len(model.arguments) > _MAX_SHOWN else ""
+            yield "arguments", (", ".join(shown) + more)
         if model.config:
             yield "config", f"{brief(model.config.spec)}, filled with the values in the file"
         if model.attention:
@@ -69,12 +71,6 @@ def _whereabouts(reference: Reference) -> str:
         return "in this folder; its sha256 was not recorded"
     same = hash_of(path) == reference.sha256
     return f"in this folder; {'sha256 as recorded' if same else 'changed since it was recorded'}"
-
-
-def _shown_arguments(arguments: Mapping[str, Any]) -> str:
-    shown = [brief(f"{name}={_shown(value)}") for name, value in list(arguments.items())[:_MAX_SHOWN]]
-    more = f" and {len(arguments) - _MAX_SHOWN} more" if len(arguments) > _MAX_SHOWN else ""
-    return ", ".join(shown) + more
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -287,7 +287,11 @@ def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")
     members = {entry.filename: _locate(data, entry) for entry in entries}
-    _check_overlap(members.values())
+    end = 0
+    for member in sorted(members.values(), key=lambda member: (member.offset, member.nbytes)):
+        if member.offset < end:
+            raise damaged("two parts of it overlap")
+        end = member.offset + member.nbytes
     return members
 
 
@@ -333,14 +337,6 @@ def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:
     if offset > len(data) - entry.file_size:
         raise damaged("a part of it reaches beyond its end")
     return Member(offset=offset, nbytes=entry.file_size)
-
-
-def _check_overlap(members: Iterable[Member]) -> None:
-    end = 0
-    for member in sorted(members, key=lambda member: (member.offset, member.nbytes)):
-        if member.offset < end:
-            raise damaged("two parts of it overlap")
-        end = member.offset + member.nbytes
 
 
 def _cut_short() -> DumpError:

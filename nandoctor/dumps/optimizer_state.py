@@ -69,12 +69,13 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
         slots = state.get(index)
         if isinstance(slots, Mapping) and (values := _second_moment(slots)) is not None:
             name = names[position] if isinstance(names, list) and position < len(names) else ""
+            first = slots.get("exp_avg")
             yield SecondMoment(
                 index=index,
                 name=name if isinstance(name, str) else "",
                 eps=eps,
                 values=values,
-                first=_first_moment(slots, values),
+                first=first if _is_real(first) and first.shape == values.shape else None,
                 step=_step(slots),
                 decays=_decays(group),
             )
@@ -83,11 +84,6 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
 def _second_moment(slots: Mapping[str, object]) -> torch.Tensor | None:
     found = [slots[name] for name in _NAMES if is_tensor(slots.get(name))]
     return found[-1] if found and _is_real(found[-1]) else None
-
-
-def _first_moment(slots: Mapping[str, object], like: torch.Tensor) -> torch.Tensor | None:
-    first = slots.get("exp_avg")
-    return first if _is_real(first) and first.shape == like.shape else None
 
 
 def _is_real(value: object) -> TypeGuard[torch.Tensor]:

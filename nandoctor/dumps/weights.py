@@ -148,17 +148,12 @@ def _read_places(index: Path) -> Mapping[str, list[str]]:
     names: dict[str, list[str]] = {}
     try:
         for name, file in json.loads(index.read_bytes())["weight_map"].items():
-            names.setdefault(_plain_name(file), []).append(name)
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith((".safetensors", ".bin")):
+                raise ValueError(file)
+            names.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged("it has no weight_map of names and files") from error
     return names
-
-
-def _plain_name(file: object) -> str:
-    """The name of a file beside the index, and of nothing elsewhere."""
-    if not isinstance(file, str) or Path(file).name != file or not file.endswith((".safetensors", ".bin")):
-        raise ValueError(file)
-    return file
 
 
 def _read_safetensors(path: Path) -> State:

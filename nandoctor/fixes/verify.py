@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
@@ -304,7 +303,8 @@ class Trials:
 
     def _execute(self, edits: tuple[Change, ...], precision: Precision) -> Result:
         self._budget.spend()
-        if _is_too_large(self.step.model, edits):
+        in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
+        if in_fp64 and sum(parameter.numel() for parameter in self.step.model.parameters()) > MOST_FP64_PARAMETERS:
             return keep(None)
         try:
             return self._forgive(self._run(edits, precision), edits, precision)
@@ -386,9 +386,3 @@ def _key(changes: Iterable[Change]) -> frozenset[Change]:
     printed = {change for change in changes if isinstance(change, SourcePatch | Snippet)}
     edits = (change for change in changes if not isinstance(change, SourcePatch | Snippet))
     return frozenset(printed.union(flatten(edits)))
-
-
-def _is_too_large(model: nn.Module, edits: tuple[Change, ...]) -> bool:
-    """Tell whether a float64 run was asked for that may not fit beside the model."""
-    in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
-    return in_fp64 and sum(parameter.numel() for parameter in model.parameters()) > MOST_FP64_PARAMETERS

@@ -57,7 +57,8 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
     place, link = "", ""
     if excerpt is not None:
         place = printable(f"{excerpt.path}:{excerpt.line}")
-        link = _file_link(excerpt.file)
+        path = Path(excerpt.file)
+        link = path.as_uri() if path.is_absolute() else ""
     return Answer(
         headline=printable(report.headline),
         place=place,
@@ -72,11 +73,6 @@ def _answer_facts(report: Report) -> Iterator[Fact]:
     yield Fact(label=report.verdict, text=describe_verdict(report))
     if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
         yield Fact(label="replay", text=describe_reproduction(report.reproduction))
-
-
-def _file_link(file: str) -> str:
-    path = Path(file)
-    return path.as_uri() if path.is_absolute() else ""
 
 
 def describe_verdict(report: Report) -> str:

@@ -31,13 +31,8 @@ def _parts(page: Page) -> Iterator[RenderableType]:
     for heading, paragraph in page.sections:
         yield Text()
         yield literal(heading, "bold")
-        yield Padding(_prose(paragraph), (0, 0, 0, 2))
+        text = literal(paragraph)
+        text.highlight_regex(r"`[^`]+`", "cyan")
+        yield Padding(text, (0, 0, 0, 2))
     yield Text()
     yield literal(f"A program that fails so, and the same program fixed: docs/causes/{page.code}.md")
-
-
-def _prose(paragraph: str) -> Text:
-    """The paragraph, with the code in it told by its colour; the backticks stay for terminals without."""
-    text = literal(paragraph)
-    text.highlight_regex(r"`[^`]+`", "cyan")
-    return text

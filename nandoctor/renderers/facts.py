@@ -12,7 +12,6 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import (
     Diagnosis,
     FirstNonfinite,
-    Link,
     Origin,
     ReplayAttempt,
     Report,
@@ -145,7 +144,9 @@ def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
 def _spread_facts(report: Report) -> Iterator[Fact]:
     """How the damage spread, and what else is wrong."""
     if len(report.chain) > 1:
-        yield Fact(label="path", text=_describe_path(report.chain))
+        stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
+        shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
+        yield Fact(label="path", text=" -> ".join(shown))
     if report.bad_gradients:
         names = [short_name(stats.path) for stats in report.bad_gradients]
         yield Fact(label="gradients", text=f"non-finite: {join_first(names, _MAX_LISTED)}")
@@ -163,13 +164,6 @@ def describe_origin(origin: Origin) -> str:
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
     return f"{what} in {short_place(origin.place).in_words}: {damage}"
-
-
-def _describe_path(chain: Sequence[Link]) -> str:
-    """The ops that the damage went through, from where it was made to where it showed."""
-    stops = [f"{link.op} in {short_place(link.place).in_words}" for link in chain]
-    shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
-    return " -> ".join(shown)
 
 
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:

@@ -87,7 +87,8 @@ def common_path(modules: Iterable[str]) -> str:
 
 def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
     """One call in both runs."""
-    row, bits = pair.autocast, _headroom(pair)
+    known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
+    row, bits = pair.autocast, (known[0] if known else None)
     return TableRow(
         layer=printable(pair.label),
         type=printable(pair.place.type),
@@ -105,11 +106,6 @@ def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
 
 def _error(error: float | None) -> str:
     return "-" if error is None else percent(error)
-
-
-def _headroom(pair: LayerPair) -> float | None:
-    known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
-    return known[0] if known else None
 
 
 def _range(row: LayerRow | None) -> str:

@@ -63,7 +63,11 @@ def _findings(verification: Verification) -> Iterator[tuple[str, str]]:
         yield "changed", printable(describe_changes(verification.code))
     yield from _place(verification)
     if verification.output is not None and verification.output.finite:
-        yield "output", _describe_output(verification)
+        assert verification.output is not None
+        error = verification.output.max_rel_err
+        far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
+        far += " of the unchanged code" if far and verification.reference == "unchanged" else ""
+        yield "output", f"finite {verification.under}{far}"
     for check in (check for check in verification.checks if check.name == "gradients"):
         skipped = "not checked: " if check.status == "not-checked" else ""
         yield "gradients", f"{skipped}{printable(check.text.removeprefix('gradients '))}"
@@ -97,14 +101,6 @@ def _place(verification: Verification) -> Iterator[tuple[str, str]]:
         yield "where", printable(verification.first_nonfinite.place.with_type)
     if verification.cause is not None:
         yield "cause", f"{verification.cause.code}: {printable(verification.cause.explanation)}"
-
-
-def _describe_output(verification: Verification) -> str:
-    assert verification.output is not None
-    error = verification.output.max_rel_err
-    far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
-    far += " of the unchanged code" if far and verification.reference == "unchanged" else ""
-    return f"finite {verification.under}{far}"
 
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:

@@ -203,7 +203,10 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
         if before is None or not _can_be_undone(before, after):
             return None
         if before != after:
-            files.append(ChangedFile(path=_as_imported(path), before=before, after=after))
+            # The file by the name that its functions have it, which may go through a link.
+            names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
+            same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
+            files.append(ChangedFile(path=next(same, str(path)), before=before, after=after))
     return SourcePatch(root=str(Path.cwd()), files=tuple(files)) if files else None
 
 
@@ -218,13 +221,6 @@ def _find_text(dump: Dump, name: str, path: Path) -> str | None:
     else:
         text = text_with_hash(path, known.sha256)
     return decode_source(text)[0] if text is not None else None
-
-
-def _as_imported(path: Path) -> str:
-    """The file by the name that its functions have it, which may go through a link."""
-    names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
-    same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
-    return next(same, str(path))
 
 
 def _can_be_undone(before: str, after: str) -> bool:

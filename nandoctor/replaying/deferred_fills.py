@@ -119,11 +119,13 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
                 return True, made
             if len(tensors) == 1 and tensors[0] is args[0]:
-                if _writes_to_first(func):
+                first = schema_of(func).arguments[0].alias_info
+                if first is not None and first.is_write:
                     state = self._read_state() if draws else None
                     self._note(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
                     return True, args[0]
-                if _is_view(func):
+                returns = schema_of(func).returns
+                if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
                     return False, None
                 if name in _COPIES:
                     return True, self._copy_later(func, args, kwargs)
@@ -178,17 +180,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _is_cpu(kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is None or torch.device(device).type == "cpu"
-
-
-def _writes_to_first(func: Any) -> bool:
-    first = schema_of(func).arguments[0].alias_info
-    return first is not None and first.is_write
-
-
-def _is_view(func: Any) -> bool:
-    """Tell whether the result shows the memory of the argument, so that nothing is read."""
-    returns = schema_of(func).returns
-    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 @torch.no_grad()

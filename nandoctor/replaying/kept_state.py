@@ -111,7 +111,10 @@ class _State:
 
     def _keep(self, value: Any, depth: int) -> None:
         if _is(value, torch.Tensor):
-            self._keep_tensor(value)
+            if hasattr(type(value), "__tensor_flatten__"):  # a wrapper of others, which hold the memory
+                self._add((getattr(value, name) for name in value.__tensor_flatten__()[0]), 0)
+            else:
+                self.tensors.append(value)
         elif _is(value, torch.jit.ScriptModule):
             # It keeps its attributes in C++, where its graph can write to them but not replace them.
             self._add((*value.parameters(), *value.buffers()), 0)
@@ -131,12 +134,6 @@ class _State:
             self.undo.append(partial(setitem, value, slice(None), value[:]))
         elif depth:
             self._keep_container(value, depth - 1)
-
-    def _keep_tensor(self, tensor: Any) -> None:
-        if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper of others, which hold the memory
-            self._add((getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), 0)
-        else:
-            self.tensors.append(tensor)
 
     def _keep_container(self, value: Any, depth: int) -> None:
         # Of a subclass, the methods may do or refuse anything: those of the type that it is made of are asked.

@@ -69,11 +69,12 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for name, array in dump.arrays.items()
     }
     inputs = {name: array for name, array in arrays.items() if name not in outputs}
+    found = ((name, item, list(slots(item))) for name, item in _list_containers(dump.tree))
     return SavedBatch(
         arrays=arrays,
         inputs=inputs,
         scalars=dump.scalars,
-        containers=_containers(dump.tree, outputs),
+        containers={name: item for name, item, arrays in found if arrays and not set(arrays).intersection(outputs)},
         make=_batch_maker(dump, inputs, device),
         notes=tuple(
             f"{name} was saved as float64 and went in as float32, the model's own precision." for name in narrowed
@@ -95,12 +96,6 @@ def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> M
     only = tree.get(next(iter(first))) if len(first) == 1 else None
     batch = only if isinstance(only, _CONTAINERS) else tree
     return lambda tensors: fill(batch, tensors, device)
-
-
-def _containers(tree: Any, outputs: Collection[str]) -> dict[str, Any]:
-    """The containers that hold arrays, and no output."""
-    found = ((name, item, list(slots(item))) for name, item in _list_containers(tree))
-    return {name: item for name, item, arrays in found if arrays and not set(arrays).intersection(outputs)}
 
 
 def _list_containers(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -352,10 +352,7 @@ def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[s
                 f"{project}: a table of dumps has no pattern.",
                 remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
             )
-        if _matches(dump, entry["pattern"], project.parent):
+        pattern = entry["pattern"]
+        seen = str(dump.relative_to(project.parent)) if dump.is_relative_to(project.parent) else str(dump)
+        if fnmatch(seen, pattern) or fnmatch(dump.name, pattern):
             yield {key: value for key, value in entry.items() if key != "pattern"}
-
-
-def _matches(dump: Path, pattern: str, root: Path) -> bool:
-    seen = str(dump.relative_to(root)) if dump.is_relative_to(root) else str(dump)
-    return fnmatch(seen, pattern) or fnmatch(dump.name, pattern)

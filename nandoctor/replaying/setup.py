@@ -81,11 +81,12 @@ def prepare(
         policies = choose_policies(dump, settings, outputs.array)
         step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
+    first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return Preparation(
         dump=dump,
         steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
         modes=_modes(dump, settings),
-        seeds=_seeds(dump, settings),
+        seeds=(first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))),
         policies=policies,
         outputs=outputs,
         notes=(
@@ -332,12 +333,6 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
         return (settings.mode == "train",)
     recorded = dump.recorded.training.get("") if dump.recorded is not None else None
     return (True, False) if recorded is None else (recorded,)
-
-
-def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
-    """The user's seed, else the random state that the dump saved (None), else 0; then a few more."""
-    first = settings.seed if settings.seed is not None or dump.rng_states else 0
-    return (first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1)))
 
 
 def find_device(name: str) -> torch.device:

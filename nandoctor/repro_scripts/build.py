@@ -45,7 +45,13 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
         warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
         smallest = shrink(program, failure)
         script = write_script(smallest, failure, mend(smallest), dict(_facts(report)))
-        _prove(script)
+        # Run the script as it is: it must fail as it says, and the nearest case pass.
+        complaint = run_afresh(script)
+        if complaint is not None:
+            raise NanDoctorError(
+                f"The script does not show the failure by itself ({printable(complaint)}).",
+                remedy="`nandoctor replay -o report.json` keeps what is known of it.",
+            )
     return script
 
 
@@ -181,16 +187,6 @@ def _describe(origin: Origin) -> str:
     if origin.op is None:
         return f"the {'batch' if origin.phase == 'input' else f'state of {place}'}"
     return f"{origin.op} in {place}, {origin.phase}"
-
-
-def _prove(script: str) -> None:
-    """Run the script as it is: it must fail as it says, and the nearest case pass."""
-    complaint = run_afresh(script)
-    if complaint is not None:
-        raise NanDoctorError(
-            f"The script does not show the failure by itself ({printable(complaint)}).",
-            remedy="`nandoctor replay -o report.json` keeps what is known of it.",
-        )
 
 
 def run_afresh(script: str) -> str | None:

@@ -95,7 +95,7 @@ class _Shrinking:
         before = None
         while before != (before := sum(leaf.numel() for leaf in program.leaves.values())):
             for slots in [*_groups(program)]:
-                if _are_alike(program, slots):
+                if len({program.leaves[name].shape[dim] for name, dim in slots}) == 1:
                     program = self._narrow(program, slots, finest)
         return program
 
@@ -159,11 +159,6 @@ def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
             counts = range(len(slots), 0, -1) if len(slots) <= _MAX_SLOTS else (len(slots), 3, 2, 1)
             for count in counts:
                 yield from itertools.combinations(slots, count)
-
-
-def _are_alike(program: Program, slots: tuple[Dimension, ...]) -> bool:
-    """Whether these dimensions have one size still, after others were narrowed."""
-    return len({program.leaves[name].shape[dim] for name, dim in slots}) == 1
 
 
 def _sliced(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:

@@ -112,7 +112,13 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         if order not in wanted:
             return
         try:
-            pieces[order] = _keep(call, output, step.device.type)
+            taken = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
+            pieces[order] = _Piece(
+                call=call,
+                taken={id(leaf): _take(leaf, call) for leaf in taken},
+                given=tuple(_copy(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)),
+                under_autocast=torch.is_autocast_enabled(step.device.type),
+            )
         except NanDoctorError as error:  # raised in here, it would pass for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
@@ -130,16 +136,6 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         )
     low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
-
-
-def _keep(call: Invocation, output: Any, device_type: str) -> _Piece:
-    taken = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
-    return _Piece(
-        call=call,
-        taken={id(leaf): _take(leaf, call) for leaf in taken},
-        given=tuple(_copy(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)),
-        under_autocast=torch.is_autocast_enabled(device_type),
-    )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -254,7 +250,8 @@ class _Assembly:
     def _tensor(self, name: str, taken: _Taken, known: OpTensor | None) -> Ref:
         """The result of an earlier node, else a leaf, one for all who take the same tensor in the same state."""
         if known is not None and known.producer in self._results:
-            item = self._find_item(known.producer, taken.values)
+            given = enumerate(self._extracted.pieces[known.producer].given)
+            item = next((item for item, result in given if _is_same(result, taken.values)), None)
             if item is not None:
                 several = len(self._extracted.pieces[known.producer].given) > 1
                 return Ref(name=self._results[known.producer], item=item if several else None)
@@ -267,11 +264,6 @@ class _Assembly:
             if taken.requires_grad and (taken.values.is_floating_point() or taken.values.is_complex()):
                 self._trained.append(leaf)
         return self._refs[key]
-
-    def _find_item(self, producer: int, values: torch.Tensor) -> int | None:
-        """Which result of the op this is; None where it is another view of what the op wrote to."""
-        given = enumerate(self._extracted.pieces[producer].given)
-        return next((item for item, result in given if _is_same(result, values)), None)
 
     def _free_name(self, wanted: str) -> str:
         name = re.sub(r"\W", "_", wanted).strip("_") or "x"

@@ -225,7 +225,11 @@ def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
     if len(line) <= _TENSOR_WIDTH:
         return line
     if not name or len(others) > _MAX_ASSIGNED:
-        return _wrap_tensor(line, dtype)
+        body = line.removeprefix("torch.tensor(").removesuffix(f", dtype={dtype})")
+        rows = textwrap.fill(
+            body, _TENSOR_WIDTH - 4, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
+        return f"torch.tensor(\n{rows},\n    dtype={dtype},\n)"
     return "\n".join(
         [full, *(f"{name}{_index(place, shape)} = {_write_number(values[place], tensor.dtype)}" for place in others)]
     )
@@ -271,11 +275,3 @@ def _write_number(value: Any, dtype: torch.dtype) -> str:
         return repr(value)
     digits = (repr(float(f"{value:.{count}g}")) for count in range(1, 18))
     return next(text for text in digits if float(torch.tensor(float(text), dtype=dtype)) == value)
-
-
-def _wrap_tensor(line: str, dtype: str) -> str:
-    body = line.removeprefix("torch.tensor(").removesuffix(f", dtype={dtype})")
-    rows = textwrap.fill(
-        body, _TENSOR_WIDTH - 4, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-    )
-    return f"torch.tensor(\n{rows},\n    dtype={dtype},\n)"

@@ -63,16 +63,12 @@ def view_html(view: SampleView) -> Markup:
         return Markup("<pre>{}{}</pre>").format(" ".join(map(str, view.ids)), more)
     if isinstance(view, Signal):
         return for_page_and_phone(_signal_svg(view, narrow=False), _signal_svg(view, narrow=True))
-    png = base64.b64encode(_png(view)).decode()
+    image = io.BytesIO()
+    matplotlib.image.imsave(image, picture_levels(view), cmap="gray", vmin=0, vmax=255, format="png")
+    png = base64.b64encode(image.getvalue()).decode()
     return Markup('<img src="data:image/png;base64,{}" width="192" alt="Sample {} of {}">').format(
         png, view.sample, view.name
     )
-
-
-def _png(picture: Picture) -> bytes:
-    image = io.BytesIO()
-    matplotlib.image.imsave(image, picture_levels(picture), cmap="gray", vmin=0, vmax=255, format="png")
-    return image.getvalue()
 
 
 def _signal_svg(view: Signal, *, narrow: bool) -> Markup:

@@ -78,7 +78,11 @@ def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Se
         ("made here", ORANGE, [(x, row.rel_err) for x, row in rows if _makes_error(row)], narrow),
     )
     legend: list[Artist] = [_draw_bars(axes, *kind) for kind in kinds if any(error for _, error in kind[2])]
-    _draw_lines(axes, rounding)
+    # What one rounding to the format costs, and from where on an error is large.
+    for height, name in ((rounding, "one\nrounding"), (LARGE_ERROR, "large")):
+        if height:
+            axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
+            axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
     return [*legend, *_mark_nonfinite(axes, rows)]
 
 
@@ -97,14 +101,6 @@ def _draw_bars(axes: Axes, label: str, color: str, errors: Sequence[tuple[int, f
         fill_bars(axes, bars, width=width, color=color)
     draw_edges(axes, [(x, height) for x, _, height in bars], width or 1.0, color)
     return Patch(color=color, label=label)
-
-
-def _draw_lines(axes: Axes, rounding: float) -> None:
-    """What one rounding to the format costs, and from where on an error is large."""
-    for height, name in ((rounding, "one\nrounding"), (LARGE_ERROR, "large")):
-        if height:
-            axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
-            axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
 
 
 def _mark_nonfinite(axes: Axes, rows: Sequence[tuple[int, LayerRow]]) -> Iterator[Artist]:

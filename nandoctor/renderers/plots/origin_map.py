@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.style
@@ -158,14 +157,10 @@ def _draw_samples(axes: Axes, origin: Origin) -> None:
     axes.imshow(np.ma.masked_equal(nonfinite, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     axes.set_ylim(shown - 0.5, -0.5)
     axes.set_xticks([])
-    axes.set_yticks(_ticks(samples, shown))
+    inside = [sample for sample in samples if sample < shown]
+    axes.set_yticks(inside if len(inside) <= 12 else list(range(0, shown, max(shown // 8, 1))))
     axes.tick_params(labelsize=8)
     axes.set_title("samples" if shown == shape[0] else f"first {shown} samples", size=8, loc="right")
-
-
-def _ticks(samples: Sequence[int], shown: int) -> list[int]:
-    inside = [sample for sample in samples if sample < shown]
-    return inside if len(inside) <= 12 else list(range(0, shown, max(shown // 8, 1)))
 
 
 def _describe_source(report: Report, origin: Origin, grid: Grid, picture: Picture | None) -> str:

@@ -29,7 +29,8 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ET.fromstring(file.getvalue())
-    _drop_metadata(root)
+    for element in root.findall(f"{{{_SVG}}}metadata"):
+        root.remove(element)
     _rename(root, prefix)
     min_width = round(figure.get_figwidth() * 72 * _READABLE_PX / _smallest_text(figure))
     root.attrib |= {"role": "img", "aria-label": title, "width": "100%", "style": f"min-width: {min_width}px"}
@@ -48,11 +49,6 @@ def _smallest_text(figure: Figure) -> float:
     """The size of the smallest letters that are drawn, in points."""
     texts = (artist for artist in figure.findobj(Text) if artist.get_text() and artist.get_visible())
     return min((float(text.get_fontsize()) for text in texts), default=_READABLE_PX)
-
-
-def _drop_metadata(root: ET.Element) -> None:
-    for element in root.findall(f"{{{_SVG}}}metadata"):
-        root.remove(element)
 
 
 def _rename(root: ET.Element, prefix: str) -> None:
