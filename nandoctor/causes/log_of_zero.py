@@ -20,14 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    OutsideTensor,
-    outside_domain,
-    site_of,
-    writes_infinity,
-)
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, site_of, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import operand, subject

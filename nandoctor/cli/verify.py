@@ -15,14 +15,7 @@ import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import (
-    DumpPath,
-    console,
-    json_option,
-    load_dump,
-    progress_shown,
-    trust_option,
-)
+from nandoctor.cli.shared import DumpPath, console, json_option, load_dump, progress_shown, trust_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 

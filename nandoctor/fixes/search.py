@@ -28,15 +28,7 @@ from nandoctor.evidence.edits import (
     only_widens,
 )
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.evidence.report import (
-    Check,
-    Counterfactual,
-    Diagnosis,
-    Fix,
-    FixSettings,
-    Fp32SetSearch,
-    TrialOutcome,
-)
+from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE

@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import (
-    Diagnosis,
-    FirstNonfinite,
-    Origin,
-    ReplayAttempt,
-    Report,
-    Reproduction,
-)
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, ReplayAttempt, Report, Reproduction
 from nandoctor.evidence.trace import INTERRUPTED, NonfiniteCounts, Place, TensorStats
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (

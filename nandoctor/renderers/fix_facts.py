@@ -13,16 +13,7 @@ from typing import Literal
 
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import (
-    Check,
-    Counterfactual,
-    Fix,
-    Fp32Module,
-    Fp32Set,
-    Report,
-    StepSetting,
-    TrialOutcome,
-)
+from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Fp32Set, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.commands import fix_command
 from nandoctor.renderers.constant_facts import TableLine, describe_use
 from nandoctor.renderers.facts import Fact, short_name

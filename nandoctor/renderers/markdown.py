@@ -14,14 +14,7 @@ from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
-from nandoctor.renderers.fix_facts import (
-    ShownFix,
-    fp32_facts,
-    list_fixes,
-    list_variations,
-    no_fix_heading,
-    why_facts,
-)
+from nandoctor.renderers.fix_facts import ShownFix, fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
 from nandoctor.renderers.save import MARK, write_text
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import bits_text, plural, printable, split_code

@@ -19,13 +19,7 @@ from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
-from nandoctor.renderers.fix_facts import (
-    fp32_facts,
-    list_fixes,
-    list_variations,
-    no_fix_heading,
-    why_facts,
-)
+from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.kinds import PLOTS, draw

@@ -1,11 +1,6 @@
 """Patches are what a person would write."""
 
-from nandoctor.evidence.edits import (
-    ClampArgument,
-    OpSite,
-    ResetBuffers,
-    SetArgument,
-)
+from nandoctor.evidence.edits import ClampArgument, OpSite, ResetBuffers, SetArgument
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.titles import write_title
 
