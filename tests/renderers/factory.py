@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from unittest.mock import patch
+
+from markupsafe import Markup
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
@@ -38,8 +40,16 @@ from nandoctor.evidence.report import (
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
 from nandoctor.renderers.page import report_page
 
-page_of = cache(report_page)
-"""The page of a report, drawn once in a process; not for a test that changes what draws it."""
+
+def sketch_of(report):
+    """The page of a report, its figures made and not written as SVG: a second for each page, whatever its words are."""
+    with patch("nandoctor.renderers.page.figure_svg", _frame):
+        return report_page(report)
+
+
+def _frame(figure, *, prefix, title):
+    return Markup('<svg role="img" aria-label="{}"></svg>').format(title)
+
 
 BATCH = 4
 ROOT = Place(module="", type="UNet", call=0)

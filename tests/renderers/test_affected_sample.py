@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nandoctor.evidence.serialization import from_plain, to_plain
-from nandoctor.renderers.page import report_page
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.replaying.saved_arrays import view_sample
 
@@ -119,6 +118,6 @@ def test_each_kind_is_on_the_page_and_in_the_file(array):
     shown = view(array, 1, name="<b>name")
     report = replace(factory.fixable(), sample=shown)
     assert from_plain(type(report), json.loads(json.dumps(to_plain(report)))).sample == shown
-    page = report_page(report)
+    page = factory.sketch_of(report)
     assert "Sample 1 of <code>&lt;b&gt;name</code>" in page
     assert "<b>name" not in page

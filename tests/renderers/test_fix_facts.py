@@ -22,7 +22,6 @@ from nandoctor.renderers.fix_facts import (
 )
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.notebook_card import report_html
-from nandoctor.renderers.page import report_page
 from nandoctor.renderers.terminal import print_report
 
 
@@ -80,7 +79,7 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     assert whole[-1] == ("not checked", "other seed: not known")
 
 
-@pytest.mark.parametrize("surface", [report_text, report_markdown, report_page, report_html])
+@pytest.mark.parametrize("surface", [report_text, report_markdown, factory.sketch_of, report_html])
 def test_where_nothing_was_found_every_surface_says_why(surface):
     none = replace(factory.precision(), search_notes=("No change was found to try.",))
     told = surface(none)
@@ -88,7 +87,7 @@ def test_where_nothing_was_found_every_surface_says_why(surface):
     tried = replace(factory.fixable(), fixes=factory.fixable().fixes[-1:], search_notes=("The step is as before.",))
     told = surface(tried)
     assert "No fix was verified" in told
-    assert told.count("The step is as before.") == (2 if surface is report_page else 1)  # as Markdown on the page
+    assert told.count("The step is as before.") == (2 if surface is factory.sketch_of else 1)  # as Markdown on the page
     solved = replace(factory.fixable(), search_notes=("The budget was spent.",))
     assert "The budget was spent." in surface(solved)
     assert "No fix was" not in surface(solved)

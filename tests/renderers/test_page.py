@@ -40,13 +40,13 @@ class Page(Fragment):
 
 @pytest.fixture(scope="module")
 def page():
-    return factory.page_of(factory.fixable())
+    return report_page(factory.fixable())
 
 
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_every_verdict_makes_a_well_formed_page(make):
     report = make()
-    parsed = Page(factory.page_of(report))
+    parsed = Page(factory.sketch_of(report))
     assert report.verdict in parsed.text
     assert report.headline in parsed.text
 
@@ -61,7 +61,7 @@ def test_the_story_comes_first_and_in_order(page):
 
 
 def test_nonfinite_state_is_listed():
-    text = Page(factory.page_of(factory.state())).text
+    text = Page(factory.sketch_of(factory.state())).text
     assert text[text.index("norm4.running_var") :][:5] == ["norm4.running_var", "[64]", "float32", "buffer", "64"]
 
 
@@ -70,14 +70,14 @@ def test_a_layer_of_zeros_has_all_the_room_there_is():
     zeros = tuple(
         replace(row, outputs=(factory.tensor(0.0),), headroom_bits=FP16.headroom_bits(0.0)) for row in runs.fp32.modules
     )
-    text = Page(report_page(factory.report(replace(runs, fp32=replace(runs.fp32, modules=zeros))))).text
+    text = Page(factory.sketch_of(factory.report(replace(runs, fp32=replace(runs.fp32, modules=zeros))))).text
     assert text.count("Inf") == len(zeros)
 
 
 def test_a_uniform_map_is_a_sentence():
     made = factory.fixable()
     whole = replace(made.origin.grid, counts=tuple((8,) * 32 for _ in range(32)))
-    text = report_page(replace(made, origin=replace(made.origin, grid=whole)))
+    text = factory.sketch_of(replace(made, origin=replace(made.origin, grid=whole)))
     assert 'id="h-origin"' not in text
     assert "Where in the tensor: everywhere, in every affected sample alike." in text
 
@@ -184,7 +184,7 @@ def test_a_drawing_is_xml_whose_ids_are_its_own():
 
 
 def test_the_file_is_written_whole(tmp_path):
-    write_page(factory.fixable(), tmp_path / "report.html")
+    write_page(factory.weights_only(), tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -201,7 +201,7 @@ def test_tensors_have_the_names_of_the_code_or_a_place():
 
 
 def test_letters_of_a_plot_can_be_read_on_a_phone():
-    page = report_page(factory.precision(60))
+    page = report_page(factory.precision(4, nonfinite_from=2))
     drawn = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+) [^>]* style="min-width: (\d+)px"', page)
     assert {int(width) for _, width in drawn} == {768, 307}  # of a tablet, of a phone: neither is scrolled
     points = min(float(size) for size, _ in drawn)

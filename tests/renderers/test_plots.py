@@ -33,10 +33,10 @@ def rows_with(made, **changes):
 
 
 @pytest.mark.parametrize("kind", PLOTS)
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_every_kind_is_drawn(kind, suffix, tmp_path):
-    save_figure(draw(surveyed(), kind), tmp_path / f"x{suffix}")
-    assert (tmp_path / f"x{suffix}").stat().st_size > 5000
+def test_every_kind_is_drawn(kind, tmp_path):
+    """As pixels; as SVG below."""
+    save_figure(draw(surveyed(), kind), tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PLOTS if kind != "origin"])
@@ -207,6 +207,7 @@ def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
     )
     save_figure(draw(made, kind), tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert len(text) > 5000
     assert "\x1b" not in text
     assert "<b>" not in text
 

@@ -34,7 +34,7 @@ def visible(markup):
 SURFACES = {
     "terminal": terminal,
     "markdown": report_markdown,
-    "page": lambda report: visible(factory.page_of(report)),
+    "page": lambda report: visible(factory.sketch_of(report)),
     "notebook": lambda report: visible(report_html(report)),
 }
 each_surface = pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
