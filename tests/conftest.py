@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils._device
 from hypothesis import HealthCheck, settings
+from ready_python import ReadyPython
 
 import nandoctor
 
@@ -89,6 +90,13 @@ def torch_is_restored():
     yield
     assert torch_state() == before
     torch.set_rng_state(rng)
+
+
+@pytest.fixture(scope="session")
+def run_nandoctor(own_configuration):
+    """`python -m nandoctor`, in a process of its own that need not import torch."""
+    with ReadyPython() as python:
+        yield python.nandoctor
 
 
 @pytest.fixture(scope="session")

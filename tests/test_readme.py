@@ -11,6 +11,7 @@ import html
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,8 +52,23 @@ def workplace(tmp_path):
     return tmp_path
 
 
-def run(command, folder):
-    """Standard output and standard error as they come, and the exit code; the documents' `nandoctor` is this one."""
+@pytest.fixture
+def run(run_nandoctor, workplace):
+    """Runs a command of a document: what comes on standard output and standard error, and the exit code."""
+
+    def run_one(command):
+        if re.match(r"nandoctor [^|&<>*$;`#]*(#|$)", command):
+            _, *arguments = shlex.split(command, comments=True)
+            done = run_nandoctor(*arguments, cwd=workplace, environment={"COLUMNS": "80"}, merged=True)
+        else:
+            done = run_in_shell(command, workplace)
+        return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n", done.returncode
+
+    return run_one
+
+
+def run_in_shell(command, folder):
+    """Any command; its `nandoctor` is this one."""
     (folder / "bin").mkdir(exist_ok=True)
     script = folder / "bin" / "nandoctor"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nandoctor "$@"\n')
@@ -60,11 +76,10 @@ def run(command, folder):
     places = [str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(places), "PYTHONPATH": str(ROOT)}
     environment |= {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
-    done = subprocess.run(
+    return subprocess.run(
         command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         encoding="utf-8", check=False,
     )  # fmt: skip
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n", done.returncode
 
 
 MANY_COMMANDS = ("README.md", "tutorial.md", "index.md", "recipes.md")
@@ -74,16 +89,16 @@ MANY_COMMANDS = ("README.md", "tutorial.md", "index.md", "recipes.md")
     "document",
     [pytest.param(path, marks=[pytest.mark.slow] * (path.name in MANY_COMMANDS), id=path.name) for path in DOCUMENTS],
 )
-def test_commands_print_what_the_document_shows(document, workplace):
+def test_commands_print_what_the_document_shows(document, workplace, run):
     text = document.read_text(encoding="utf-8")
     if document.stem == "tutorial":
         shutil.copytree(ROOT / "docs" / "tutorial", workplace, dirs_exist_ok=True)
     for block in BLOCK.finditer(text):
         if block["kind"] == "bash":
-            run_each(block["body"], workplace)
+            run_each(block["body"], run)
             continue
         command, _, shown = block["body"].removeprefix("$ ").partition("\n")
-        printed, _ = run(command, workplace)
+        printed, _ = run(command)
         if os.environ.get("UPDATE_README"):
             now = document.read_text(encoding="utf-8")
             document.write_text(now.replace(block[0], f"```console\n$ {command}\n{printed}```"), encoding="utf-8")
@@ -130,11 +145,11 @@ def test_the_readme_is_short_and_begins_with_the_picture():
     assert any("docs/terminal.svg" in line for line in lines[:10])
 
 
-def run_each(body, workplace):
+def run_each(body, run):
     """Every command of ours works: none fails by an error, though a check may say no."""
     for command in body.splitlines():
         if command.startswith("nandoctor "):
-            printed, code = run(command, workplace)
+            printed, code = run(command)
             assert code in (0, 1, 3), (command, printed)
             assert "Traceback" not in printed, (command, printed)
             assert "nandoctor: " not in printed, (command, printed)

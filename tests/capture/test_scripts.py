@@ -29,7 +29,6 @@ class Net(nn.Module):
 
 {early}
 model = Net()
-optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 recorder = nandoctor.Recorder(model, loss=loss_of)
 {late}
 print("training")
@@ -55,9 +54,9 @@ def train(folder, **parts):
 
 
 @pytest.mark.slow
-def test_a_script_that_trains_on_import_does_not_train_again(tmp_path):
+def test_a_script_that_trains_on_import_does_not_train_again(tmp_path, run_nandoctor):
     train(tmp_path)
-    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
+    replay = run_nandoctor("replay", "dumps/nan-step000000.pth", cwd=tmp_path)
     assert "all others identical" in " ".join(replay.stdout.split())
     assert "train.py:9" in replay.stdout
     assert "gradients" in replay.stdout
@@ -75,11 +74,11 @@ GAIN = parser.parse_args().gain
 
 
 @pytest.mark.slow
-def test_arguments_read_at_the_top_level_are_the_recorded(tmp_path):
+def test_arguments_read_at_the_top_level_are_the_recorded(tmp_path, run_nandoctor):
     script = READS_ARGUMENTS + SCRIPT.format(early=LOSS, late="", end="").replace("1e6", "GAIN")
     (tmp_path / "train.py").write_text(script)
     run(tmp_path, "train.py", "--gain", "1e6")
-    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth")
+    replay = run_nandoctor("replay", "dumps/nan-step000000.pth", cwd=tmp_path)
     assert "all others identical" in " ".join(replay.stdout.split()), replay.stderr
 
 
@@ -93,9 +92,9 @@ def test_a_strangers_arguments_reach_no_code(own, expected):
 
 
 @pytest.mark.slow
-def test_what_a_script_defines_too_late_is_reported_missing(tmp_path):
+def test_what_a_script_defines_too_late_is_reported_missing(tmp_path, run_nandoctor):
     train(tmp_path, early="loss_of = lambda output, batch: output.float().mean()", late=LOSS)
-    replay = run(tmp_path, "-m", "nandoctor", "replay", "dumps/nan-step000000.pth", "--loss", "train.py:later")
+    replay = run_nandoctor("replay", "dumps/nan-step000000.pth", "--loss", "train.py:later", cwd=tmp_path)
     assert replay.returncode == 1
     assert "up to where it makes a recorder" in replay.stderr.replace("\n", " ")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import shlex
 import sys
 import zipfile
 
@@ -124,7 +124,7 @@ REQUESTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_the_printed_command_runs_it(project, kind):
+def test_the_printed_command_runs_it(project, kind, run_nandoctor):
     changes = {name: value for name, value in REQUESTS[kind].items() if name != "model"}
     plain = contents(project)
     if kind == "training_step":
@@ -134,10 +134,9 @@ def test_the_printed_command_runs_it(project, kind):
     path = strangers(project, **changes, model={**plain["model"], **REQUESTS[kind].get("model", {})})
     command = refusal(path).remedy.partition("   ")[2].strip()
     assert command.isprintable()
-    command = command.replace("nandoctor", f"{sys.executable} -m nandoctor", 1) + " --no-fixes --json"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=project, capture_output=True, text=True, timeout=300, check=False
-    )
+    name, *arguments = shlex.split(command)
+    done = run_nandoctor(*arguments, "--no-fixes", "--json", cwd=project)
+    assert name == "nandoctor"
     assert done.returncode in (0, 3), done.stderr
     assert json.loads(done.stdout)["runs"] is not None
     assert "built" in canaries(project)
