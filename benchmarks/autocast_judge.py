@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from nandoctor.autocast.op_lists import CUDNN_RNN
 from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
-from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.op_tracer import OpTracer
 
 CPU = torch.device("cpu")

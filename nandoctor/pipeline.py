@@ -44,13 +44,11 @@ from nandoctor.diagnosis.verdict import (
     judge_unfailing,
     write_headline,
 )
-from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.summary import summarize
+from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary, Environment
+from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.evidence.optimizer import OptimizerUpdate
+from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import are, number, part_of
 

@@ -18,7 +18,7 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.evidence.optimizer import OptimizerSlot
+from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import are, constant, number, part_of
 

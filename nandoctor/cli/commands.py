@@ -164,8 +164,8 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
     """Show what is in DUMP, without running any code of it."""
+    from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import look_at_dump
-    from nandoctor.dumps.summary import summarize
     from nandoctor.renderers.inspect_dump import print_inspection
 
     print_inspection(summarize(look_at_dump(dump, trust=trust)), console())

@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from nandoctor.working_tree import PatchedFile
 
 EXIT_NOTHING_FAILED = 3
-_WITHOUT_DIFF = {
-    "snippet": "code to run once the model is built",
-    "state": "code to run once the weights are loaded",
-    "data": "code to run on the batch",
-    "setting": "a setting of the training loop",
-    "advice": "advice in words",
-}
 
 
 @click.command(cls=GroupedCommand, examples=["verify nan.pth --model train.py:make_model"])
@@ -164,9 +157,11 @@ def _choose(case: Case, pick: int) -> FixChoice:
 
 
 def _diff_of(chosen: Fix) -> str:
+    from nandoctor.renderers.fix_facts import WHERE_TO_RUN
+
     if chosen.kind != "source":
         raise NanDoctorError(
-            f"This fix has no diff: it is {_WITHOUT_DIFF[chosen.kind]} ({chosen.title}).",
+            f"This fix has no diff ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
             remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
         )
     return chosen.patch

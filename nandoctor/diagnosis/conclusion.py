@@ -24,9 +24,9 @@ from nandoctor.diagnosis.origin import (
     list_elements,
     trace_back,
 )
+from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
 from nandoctor.evidence.trace import INTERRUPTED, OpAnalysis, OpCall, OpTensor, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict

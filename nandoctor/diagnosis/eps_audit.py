@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from nandoctor.causes.base import ancestors, is_written, singular_inputs
 from nandoctor.diagnosis.folded_constants import list_folded
+from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FP16, FP32, FP64, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
-from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import (

@@ -12,8 +12,8 @@ from nandoctor.causes.base import OutsideTensor, feeds_product, is_constant, is_
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.run_summary import differs
+from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
 from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
 

@@ -1,18 +1,21 @@
-"""`Dump`: one saved failing step."""
+"""`Dump`: one saved failing step; and what is in it, counted and in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.array_roles import is_loss
+from nandoctor.dumps.array_roles import is_loss, role_of
+from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.dumps.signature import Provenance
-from nandoctor.evidence.dump_summary import Layout, SavedFlags
+from nandoctor.dumps.stored_tensor import StoredTensor
+from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
+from nandoctor.text import brief, brief_list, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -94,3 +97,122 @@ class Dump:
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+_BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
+
+
+def summarize(dump: Dump) -> DumpSummary:
+    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor."""
+    arrays = _summarize_arrays(dump.arrays)
+    nonfinite = [
+        entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
+    ]
+    bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
+    return DumpSummary(
+        path=brief(str(dump.path), 1000),
+        nbytes=dump.nbytes,
+        layout=dump.layout,
+        num_weights=len(dump.state),
+        num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
+        prefix=dump.prefix,
+        arrays=arrays,
+        scalars=tuple((name, brief(str(value))) for name, value in dump.scalars.items()),
+        bad_weights=tuple(entry for entry in nonfinite if not is_buffer(entry.name)),
+        bad_buffers=bad_buffers,
+        missing=tuple(_missing(dump, arrays, bad_buffers)),
+        notes=tuple(_notes(dump)),
+    )
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name of the state dict is a buffer that a normalisation layer updates in its forward."""
+    return name.rpartition(".")[2] in _BUFFER_NAMES
+
+
+def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary, ...]:
+    """Among arrays whose name says nothing, non-finite values betray the output: it is why the file was written."""
+    entries = [_summarize(name, tensor, role_of(name)) for name, tensor in arrays.items()]
+    if any(entry.role == "output" for entry in entries):
+        return tuple(entries)
+    return tuple(
+        replace(entry, role="output") if entry.role == "unknown" and entry.num_bad else entry for entry in entries
+    )
+
+
+def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySummary:
+    num_nan, num_posinf, num_neginf = _count_nonfinite(tensor)
+    return ArraySummary(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        role=role,
+        num_nan=num_nan,
+        num_posinf=num_posinf,
+        num_neginf=num_neginf,
+    )
+
+
+def _count_nonfinite(tensor: torch.Tensor | StoredTensor) -> tuple[int, int, int]:
+    if isinstance(tensor, StoredTensor):
+        return tensor.count_nonfinite()
+    from nandoctor.dumps.tensors import count_nonfinite
+
+    return count_nonfinite(tensor)
+
+
+def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
+    """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    if not dump.holds_weights:
+        yield "No weights: a replay takes them from a checkpoint, with --weights PATH."
+    yield from dump.missing
+    if dump.recorded is not None:
+        return
+    roles = {entry.role for entry in arrays}
+    if not roles & {"input", "unknown"}:
+        yield "No input: the weights can be examined, not replayed. Next time add the batch: 'image': image.cpu()."
+    if bad_buffers:
+        yield (
+            "The buffers are non-finite, most likely because they were saved after the failing forward, which writes "
+            "them. Next time copy model.buffers() before the forward and save the copies."
+        )
+    if not arrays:
+        return
+    if "output" not in roles:
+        yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
+    if "target" not in roles:
+        yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
+    if not dump.rng_states:
+        yield (
+            "No random state: dropout draws other masks in a replay. Next time add 'rng_state': torch.get_rng_state() "
+            "(torch.cuda.get_rng_state() on a GPU), taken before the forward."
+        )
+    if not any(name.rpartition(".")[2] in _SCALE_NAMES for name in dump.scalars):
+        yield "No loss scale: fp16 gradients cannot be replayed at it. Next time add 'scaler': scaler.state_dict()."
+
+
+def _notes(dump: Dump) -> Iterator[str]:
+    if dump.recorded is not None:
+        yield from _notes_of_recorder(dump.recorded, dump.provenance)
+    if dump.state_name not in ("", "state_dict"):
+        yield f"The weights are those under {dump.state_name!r}."
+    for name, state in dump.other_states.items():
+        if nonfinite := [key for key, tensor in state.items() if any(_count_nonfinite(tensor))]:
+            yield f"Non-finite weights lie under {name!r} as well: {brief_list(nonfinite)}."
+    if dump.left_out:
+        yield f"Not read: {brief_list(dump.left_out)}."
+
+
+def _notes_of_recorder(recorded: Recorded, provenance: Provenance) -> Iterator[str]:
+    """What a replay would import and call, whether it asks first, and under what it runs."""
+    autocast = recorded.autocast
+    if provenance.own:
+        yield "Your own recorder wrote it, so a replay runs the code that it names."
+    else:
+        yield f"It was not recorded by you ({provenance.detail}): a replay asks before it runs the code that it names."
+    yield from (f"{label}: {text}" for label, text in code_rows(recorded))
+    if autocast is not None:
+        lists = ", with CUDA's op lists" if autocast.emulated else ""
+        state = f"in {autocast.dtype} on {autocast.device}{lists}" if autocast.enabled else f"off, on {autocast.device}"
+        yield f"Autocast was {brief(state)}."

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nandoctor.dumps.stored_tensor import is_bytes, is_dense
 from nandoctor.dumps.trees import name_tensors, slots
 from nandoctor.errors import DumpError
-from nandoctor.evidence.optimizer import OptimizerUpdate
+from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.source_files import SourceHash
 from nandoctor.text import brief, dtype_name
 

@@ -12,13 +12,9 @@ from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
-    FillMasked,
     GuardArgument,
     KeepModule,
     KeepOp,
-    KeepSamples,
-    ScaleFirst,
-    SetLossScale,
     SetOptimizerEps,
     SourcePatch,
     StableLog,
@@ -38,9 +34,8 @@ from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
 from nandoctor.fixes.fp32_sets import Kept, cost_of, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.titles import write_title
 from nandoctor.fixes.verify import Judgement, Trials
-from nandoctor.fixes.writing import ChangeWriter, WrittenChange
+from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first, percent, plural
@@ -359,17 +354,17 @@ def _size(edit: Edit, findings: Findings) -> int:
         return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
     if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
         return 8  # fp32 shows that the values are sound: to keep them is better than to cut them
-    return _SIZES.get(type(edit), 1)
+    return _SIZES.get(edit.kind, 1)
 
 
 _WHOLE = 1000
-_SIZES: dict[type, int] = {
-    ClampArgument: 2,
-    GuardArgument: 2,
-    ScaleFirst: 2,
-    KeepOp: 4,
-    SetLossScale: 5,
-    UseFormat: _WHOLE,
-    FillMasked: 2 * _WHOLE - 1,
-    KeepSamples: 2 * _WHOLE,
+_SIZES: dict[str, int] = {
+    "clamp": 2,
+    "guard": 2,
+    "scale-first": 2,
+    "keep-op": 4,
+    "loss-scale": 5,
+    "use-format": _WHOLE,
+    "fill-masked": 2 * _WHOLE - 1,
+    "keep-samples": 2 * _WHOLE,
 }

@@ -22,9 +22,9 @@ from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
+from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
-from nandoctor.renderers.plots.svg import figure_svg, for_page_and_phone
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render

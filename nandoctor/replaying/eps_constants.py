@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
-from nandoctor.evidence.optimizer import OptimizerSlot
 from nandoctor.evidence.report import EpsUse
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 

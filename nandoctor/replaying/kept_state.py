@@ -28,8 +28,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.file_memory import map_empty
 from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_leaves
-from nandoctor.tracing.dispatch_hook import Proceed, intercepting
-from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload

@@ -26,9 +26,8 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import is_running_norm, schema_of, tree_leaves, tree_map
-from nandoctor.tracing.dispatch_hook import Proceed, intercepting
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
-from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all, numbers_in
 

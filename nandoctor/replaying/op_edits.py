@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,12 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
-from nandoctor.tracing.dispatch_hook import Proceed, find_place, to_source
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
-from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import format_of
 
+_AtSite = KeepOp | SetArgument | SetFlag | ClampArgument | GuardArgument | UnmaskRows
 _CLOSE = 1e-6
 
 
@@ -99,23 +99,13 @@ def _is_at(source: SourceLine) -> bool:
 
 def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]:
     """The ops that an edit changes, each with `(call, proceed) -> output`, where `proceed` runs the op given to it."""
-    if isinstance(edit, KeepOp):
-        yield edit.site, _run_in_fp32
-    elif isinstance(edit, SetArgument):
-        yield edit.site, partial(_set_argument, edit)
-    elif isinstance(edit, ClampArgument):
-        yield edit.site, partial(_clamp_argument, edit)
-    elif isinstance(edit, SetFlag):
-        yield edit.site, partial(_set_flag, edit)
-    elif isinstance(edit, GuardArgument):
-        yield edit.site, partial(_guard_argument, edit)
-    elif isinstance(edit, UnmaskRows):
-        yield edit.site, _run_unmasked
-    elif isinstance(edit, ScaleFirst):
+    if isinstance(edit, ScaleFirst):
         yield from ((edit.product, partial(_scale_first, edit.factor)), (edit.scale, _return_first))
+    elif isinstance(edit, _AtSite):
+        yield edit.site, partial(_CHANGES[edit.kind], edit)
 
 
-def _run_in_fp32(call: Invocation, proceed: Proceed) -> Any:
+def _run_in_fp32(edit: KeepOp, call: Invocation, proceed: Proceed) -> Any:
     """The op on wide operands; a composite op passes the type of its operand on, as cross_entropy to log_softmax."""
     wide = call.mapped(widen)
     if call.name not in CASTS and dict(call.arguments()).get("dtype") in LOW_DTYPES:
@@ -134,10 +124,6 @@ def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
         return proceed(call)
     value = torch.finfo(_format_at(call)).min if edit.value is None else edit.value
     return proceed(call.with_argument(edit.argument, value))
-
-
-def _set_flag(edit: SetFlag, call: Invocation, proceed: Proceed) -> Any:
-    return proceed(call.with_argument(edit.argument, True))
 
 
 def _format_at(call: Invocation) -> torch.dtype:
@@ -190,7 +176,7 @@ def _return_first(call: Invocation, proceed: Proceed) -> Any:
     return next(tensor for _, tensor in call.tensors())
 
 
-def _run_unmasked(call: Invocation, proceed: Proceed) -> Any:
+def _run_unmasked(edit: UnmaskRows, call: Invocation, proceed: Proceed) -> Any:
     """The softmax or attention with its fully masked rows opened, and zero where they were."""
     closed = full_rows(call)
     if closed is None:
@@ -199,3 +185,14 @@ def _run_unmasked(call: Invocation, proceed: Proceed) -> Any:
     given = dict(call.arguments())[name]
     opened = given | closed if given.dtype == torch.bool else given.masked_fill(closed, 0.0)
     return proceed(call.with_argument(name, opened)).masked_fill(closed, 0.0)
+
+
+_CHANGES: Mapping[str, Callable[..., Any]] = {
+    "keep-op": _run_in_fp32,
+    "set-argument": _set_argument,
+    "set-flag": lambda edit, call, proceed: proceed(call.with_argument(edit.argument, True)),
+    "clamp": _clamp_argument,
+    "guard": _guard_argument,
+    "unmask-rows": _run_unmasked,
+}
+"""By the kind of an edit, what it makes of the op at its site."""

@@ -19,7 +19,7 @@ from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_leaves, tree_map, version_of
-from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.dispatch_hook import Invocation
 
 NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
 

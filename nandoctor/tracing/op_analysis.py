@@ -15,8 +15,8 @@ from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
 from nandoctor.torch_compat import tree_leaves, without_autocast
+from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.exact_counts import count_exactly, find_nonfinite
-from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 

@@ -26,11 +26,10 @@ from nandoctor.torch_compat import (
     unwrap,
     version_of,
 )
-from nandoctor.tracing.dispatch_hook import CallSite, Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.dispatch_hook import CallSite, Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
-from nandoctor.tracing.op_call import Invocation
 from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, is_unreadable, measure, plain_part
 
 OnOp = Callable[[int, Invocation, Any], None]

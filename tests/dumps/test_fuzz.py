@@ -12,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError
 
 STEP = forge.step() | {

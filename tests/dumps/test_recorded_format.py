@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.summary import summarize
 from nandoctor.errors import DumpError
 
 IMAGE = torch.ones(2, 3)

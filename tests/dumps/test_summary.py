@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.summary import summarize
 
 NAN, INF = float("nan"), float("inf")
 WEIGHTS = {"conv.weight": torch.ones(4, 3), "norm.running_mean": torch.zeros(4), "norm.weight": torch.ones(4)}

@@ -2,7 +2,7 @@
 
 from nandoctor.evidence.edits import ClampArgument, OpSite, ResetBuffers, SetArgument
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.fixes.titles import write_title
+from nandoctor.fixes.writing import write_title
 
 
 def at(text, op="div", line=45):

@@ -13,7 +13,7 @@ from test_notebook_card import Balanced as Fragment
 from nandoctor.evidence.formats import FP16
 from nandoctor.renderers.facts import list_operands
 from nandoctor.renderers.page import report_page, write_page
-from nandoctor.renderers.plots import svg
+from nandoctor.renderers.plots.figures import figure_svg
 from nandoctor.renderers.plots.kinds import draw
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
@@ -172,7 +172,7 @@ def test_hostile_names_are_text():
 
 
 def test_a_drawing_is_xml_whose_ids_are_its_own():
-    drawing = str(svg.figure_svg(draw(factory.fixable(), "ranges"), prefix="one", title="what it shows"))
+    drawing = str(figure_svg(draw(factory.fixable(), "ranges"), prefix="one", title="what it shows"))
     root = ET.fromstring(drawing)
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert ids

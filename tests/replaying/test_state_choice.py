@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nandoctor import replay
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.summary import summarize
 from nandoctor.replaying.weights import fit_state
 
 

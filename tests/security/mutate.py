@@ -34,8 +34,8 @@ from rich.console import Console
 from torch import nn
 
 from nandoctor.case import replay
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import look_at_dump, read_dump
-from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.inspect_dump import print_inspection

@@ -12,8 +12,8 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import ModelError, UnapprovedCodeError
 

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from nandoctor.case import replay
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Autocast, Recorded
-from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.process_wide import BACKENDS

@@ -17,10 +17,10 @@ from test_bounds import BOMBS, archive, global_name, make_project, text
 from test_layouts import KINDS, PLAIN, RECORDED, REPLAYED, files_with
 
 from nandoctor.dumps import pickle_scan, unpickle
+from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.file_type import Member
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredTensor, StoredValues
-from nandoctor.dumps.summary import summarize
 from nandoctor.dumps.tensors import TorchValues, count_nonfinite
 from nandoctor.errors import DumpError
 

@@ -106,7 +106,7 @@ def test_the_end_of_memory_is_one_line_wherever_it_comes(dump, monkeypatch, erro
         patched.setattr("nandoctor.dumps.reader.load_pickle", end)
         with pytest.raises(DumpError, match="not enough memory to read its"):
             read_dump(dump)
-    monkeypatch.setattr("nandoctor.dumps.summary.summarize", end)
+    monkeypatch.setattr("nandoctor.dumps.dump.summarize", end)
     result = CliRunner().invoke(main, ["inspect", str(dump)])
     assert result.exit_code == 1
     assert result.stderr.startswith("nandoctor: there is not enough memory")

@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
-from nandoctor.renderers.plots.figures import figure_width, new_figure
+from nandoctor.renderers.plots.figures import figure_svg, figure_width, for_page_and_phone, new_figure
 from nandoctor.renderers.plots.origin_map import picture_levels
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
-from nandoctor.renderers.plots.svg import figure_svg, for_page_and_phone
 from nandoctor.text import are, number, plural
 
 _HEIGHT_IN = 1.9
