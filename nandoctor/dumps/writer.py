@@ -103,19 +103,15 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
             except FileExistsError:
                 continue
             temporary.replace(path)
-        _sync(folder)
+        # Put the folder's new entry on the disk; some systems cannot open a folder, and lose it only with the power.
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         return path
     raise AssertionError("there is always another number")
-
-
-def _sync(folder: Path) -> None:
-    """Put the folder's new entry on the disk; some systems cannot open a folder, and lose it only with the power."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:

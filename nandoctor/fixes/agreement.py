@@ -267,7 +267,8 @@ def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor) 
     """Sample by sample along dimension 0, over the elements that are `sound`."""
     rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
     difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
-    difference = torch.where(difference <= _grain(ours.dtype), 0.0, difference)
+    grain = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps  # nearer values are one to the format
+    difference = torch.where(difference <= grain, 0.0, difference)
     magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
     overall = float(magnitude.max())
     # A sample of zeros is measured by the others.
@@ -276,8 +277,3 @@ def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor) 
         magnitude=magnitude.clamp(min=_SMALLEST_SHARE * overall if overall else 1.0),
         overall=overall,
     )
-
-
-def _grain(dtype: torch.dtype) -> float:
-    """The smallest number of a format: what is nearer than that, it cannot tell apart."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

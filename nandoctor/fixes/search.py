@@ -29,8 +29,17 @@ from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget, find_lost_call
-from nandoctor.fixes.candidates import by_lines, guilty_samples, is_below, join, propose, rows_hit, without_guilty
-from nandoctor.fixes.counterfactuals import describe_coupling, vary_settings
+from nandoctor.fixes.candidates import (
+    by_lines,
+    describe_coupling,
+    guilty_samples,
+    is_below,
+    join,
+    propose,
+    rows_hit,
+    vary_settings,
+    without_guilty,
+)
 from nandoctor.fixes.fp32_sets import Kept, cost_of, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier

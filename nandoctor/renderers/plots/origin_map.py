@@ -93,8 +93,11 @@ def _fits(picture: Picture, origin: Origin) -> bool:
 
 
 def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -> None:
-    shares = _shares(grid, _share_of_samples(origin, grid))
+    counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
+    lengths = [_cell_lengths(size, cells) for size, cells in zip((height, width), counts.shape, strict=True)]
+    depth = _share_of_samples(origin, grid) * grid.numel / max(height * width, 1)
+    shares = counts / (np.outer(*lengths) * depth)  # of all that a cell has in the affected samples
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     if picture is not None:
         axes.imshow(picture_levels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
@@ -124,15 +127,6 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
     samples = origin.elements.samples or ()
     told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
     return len(samples) / shape[0] if told else 1.0
-
-
-def _shares(grid: Grid, share_of_samples: float) -> NDArray[np.float64]:
-    """The non-finite elements of each cell over all that it has in the affected samples."""
-    counts = np.array(grid.counts, dtype=np.float64)
-    sizes = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
-    lengths = [_cell_lengths(size, cells) for size, cells in zip(sizes, counts.shape, strict=True)]
-    depth = share_of_samples * grid.numel / max(sizes[0] * sizes[1], 1)
-    return counts / (np.outer(*lengths) * depth)
 
 
 def _cell_lengths(size: int, num_cells: int) -> NDArray[np.int64]:
