@@ -105,11 +105,11 @@ def test_a_call_that_no_honest_file_has(kind, read, tmp_path):
 
 @pytest.mark.parametrize("add", [0.5, 1 << 17, -(1 << 17)])
 def test_numbers_that_could_be_chosen_as_keys(add, tmp_path):
-    """Ten thousand, each of which can be made to walk through the whole table; as many values are no harm."""
-    numbers = [number + add if add > 0 else add - number for number in range(10_001)]
+    """A hundred thousand, each of which can be made to walk through the whole table; as many values are no harm."""
+    numbers = [number + add if add > 0 else add - number for number in range(100_001)]
     torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": numbers}, tmp_path / "values.pth")
     torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": set(numbers)}, tmp_path / "keys.pth")
-    assert len(read_dump(tmp_path / "values.pth").scalars["seen"]) == 10_001
+    assert len(read_dump(tmp_path / "values.pth").scalars["seen"]) == 100_001
     with pytest.raises(DumpError, match="thousands of keys whose hashes it could have chosen"):
         read_dump(tmp_path / "keys.pth")
 
