@@ -17,7 +17,6 @@ from nandoctor.renderers.plots.figures import figure_svg
 from nandoctor.renderers.plots.kinds import draw
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
-LIMIT = 2_000_000
 
 
 class Page(Fragment):
@@ -114,20 +113,6 @@ def test_patches_keep_their_lines(page):
         "- return x / torch.sqrt(variance + 1e-8)",
         "+ return x / torch.sqrt(variance + 1e-5)",
     ]
-
-
-@pytest.mark.slow
-def test_a_page_of_400_layers_is_small():
-    made = factory.precision(400, nonfinite_from=250)
-    surveyed = replace(made, runs=factory.surveyed(made.runs))
-    assert len(report_page(surveyed).encode()) < LIMIT
-
-
-@pytest.mark.slow
-def test_a_page_of_10000_layers_is_still_a_page():
-    text = report_page(factory.precision(10_000, nonfinite_from=5_000))
-    assert "12501 calls in all; these are the 3000 around the first non-finite one." in text
-    assert len(text.encode()) < 4 * LIMIT
 
 
 def hostile():
