@@ -67,7 +67,6 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state
 from nandoctor.text import are, join_first, part_of
-from nandoctor.tracing.dispatch_hook import observer_registered
 from nandoctor.tracing.tensor_stats import measure_all
 
 T = TypeVar("T")
@@ -103,7 +102,7 @@ def replay_dump(
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, RunProgress(progress))
-    with observer_registered:
+    with preparation.steps[0].kept_ready():
         found = _with_loss_if_it_can(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
     if settings.per_sample and found.step is not None:
         samples = found.report.origin.elements.samples if found.report.origin is not None else None
@@ -117,7 +116,7 @@ def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = 
     if not settings.fixes or found.step is None or found.findings is None:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
-    with observer_registered:
+    with found.step.kept_ready():
         search = search_fixes(found.step, found.findings, budget, listener)
     return replace(
         found.report,

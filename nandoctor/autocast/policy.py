@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -89,6 +89,17 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             stack.enter_context(install_kernels(device.type))
         if policy.ambient:
             stack.enter_context(_autocast_region(device.type, dtype))
+        yield
+
+
+@contextmanager
+def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
+    """A context in which `apply_policy` finds its kernels registered: that takes longer than to run a small model.
+
+    Where a run under `policy` goes by the device's own lists nothing is registered.
+    """
+    emulates = device.type != "cuda" and policy.name != "native"
+    with shared_kernels(device.type) if emulates else nullcontext():
         yield
 
 

@@ -38,7 +38,7 @@ class SourceTree:
         self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
         self.text = text = text.removeprefix(_BYTE_ORDER_MARK)
         self._lines = text.split("\n")  # as Python counts them: a form feed ends none
-        wrapper = MetadataWrapper(cst.parse_module(text))
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)  # nobody else has these nodes
         self.module = wrapper.module
         self._ranges: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
@@ -57,9 +57,9 @@ class SourceTree:
         holding = [
             node
             for node, where in self._ranges.items()
-            if isinstance(node, (cst.BaseExpression, cst.AugAssign))
-            and (where.start.line, where.start.column) <= start
+            if (where.start.line, where.start.column) <= start
             and end <= (where.end.line, where.end.column)
+            and isinstance(node, (cst.BaseExpression, cst.AugAssign))  # asked last: it takes longest
         ]
         return min(holding, key=self._extent, default=None)
 

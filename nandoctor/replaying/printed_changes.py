@@ -35,17 +35,17 @@ class CannotRunError(NanDoctorError):
 
 
 @contextmanager
-def swapped_code(files: Sequence[ChangedFile], model: nn.Module) -> Iterator[None]:
+def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Give every live function of `files` its new code, and put the old code back, whatever is raised.
 
-    Functions are found in the modules that are imported and in the classes of the model's modules, through decorators
-    and down to the functions that these have made.
+    Functions are found in the modules that are imported, in the classes of the model's modules and in the loss, through
+    decorators and down to the functions that these have made.
 
     Raises:
         CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
             change as well.
     """
-    swaps = [swap for file in files for swap in _find_swaps(file, model)]
+    swaps = [swap for file in files for swap in _find_swaps(file, model, loss)]
     names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
     before = [(function, function.__code__) for function, _ in swaps]
     try:
@@ -59,9 +59,9 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module) -> Iterator[Non
             del namespace[name]
 
 
-def _find_swaps(file: ChangedFile, model: nn.Module) -> list[tuple[FunctionType, CodeType]]:
+def _find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
     changed = _changed_codes(file)
-    found = _functions_with(changed, file.path, model)
+    found = _functions_with(changed, list(_reachable(file.path, model, loss)))
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
@@ -82,14 +82,14 @@ def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
     return {_key(was): now for was, now in _changed_pairs(old, new)}
 
 
-def _functions_with(keys: Container[tuple[object, ...]], path: str, model: nn.Module) -> list[FunctionType]:
-    """Every live function of the file whose code has one of these keys.
+def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[FunctionType]) -> list[FunctionType]:
+    """Every live function whose code has one of these keys; those that are `reachable` in its file are known.
 
     Not by gc.get_objects(): it hands out tuples that another thread is still building, which breaks that thread
     (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely. It takes a walk
     over the whole memory, so it is asked only where the functions that are known do not account for every reference.
     """
-    known = list({id(function): function for function in _reachable(path, model)}.values())
+    known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
     if _are_the_only_holders(known, wanted):
         return [function for function in known if id(function.__code__) in wanted]
@@ -113,13 +113,13 @@ def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int,
     return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
 
 
-def _reachable(path: str, model: nn.Module) -> Iterator[FunctionType]:
-    """The functions of the file that its modules and the model's classes hold, also inside decorators."""
+def _reachable(path: str, model: nn.Module, loss: Any) -> Iterator[FunctionType]:
+    """The functions of the file that its modules, the model's classes and the loss hold, also inside decorators."""
     modules = [
         module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
     ]
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    waiting: list[Any] = [*(vars(module) for module in modules), *classes]
+    waiting: list[Any] = [*(vars(module) for module in modules), *classes, loss]
     seen: set[int] = set()
     while waiting:
         item = waiting.pop()
@@ -206,14 +206,16 @@ def _added_imports(file: ChangedFile) -> str:
 
 
 @contextmanager
-def printed_changes(changes: Sequence[PrintedChange], model: nn.Module) -> Iterator[None]:
+def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Run with `changes` made to the source, which is left as it was, and to the model, which a run puts back itself.
+
+    `loss` may be made of functions of the changed files that nothing else holds.
 
     Raises:
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
     files = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
-    with swapped_code(files, model):
+    with swapped_code(files, model, loss):
         for change in changes:
             if isinstance(change, Snippet) and change.kind != "data":
                 _execute(change, {"model": model})

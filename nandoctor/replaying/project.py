@@ -203,9 +203,14 @@ class Project:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the step: what the code sets in torch ends with the run."""
-        with self._open():
-            yield
+        """Run the step: what the code sets in torch ends with the run, also within another."""
+        with _lock:
+            settings = read_torch_settings() if self in _open_projects else {}
+            with self._open():
+                try:
+                    yield
+                finally:
+                    write_torch_settings(settings)
 
     def files(self, model: nn.Module) -> set[Path]:
         """The user's own files that were imported for the step, and those that define the classes of `model`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, Policy, apply_policy
+from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.dump_summary import SavedFlags
@@ -42,7 +42,7 @@ from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.replaying.user_code import explain_forward_error, explains, is_wrong_call, kept_running
 from nandoctor.torch_compat import plain_torch
-from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved
+from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
 from nandoctor.tracing.module_tracer import Statistics
 from nandoctor.tracing.op_tracer import OnOp
 from nandoctor.tracing.tensor_stats import all_finite, collect
@@ -165,6 +165,12 @@ class FailingStep:
     def num_samples(self) -> int | None:
         """The length of the batch, None where its arrays have none."""
         return interventions.batch_size(self.batch, self.used)
+
+    @contextmanager
+    def kept_ready(self) -> Iterator[None]:
+        """A context for many runs: what each of them needs of Python and torch is made and undone once."""
+        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device):
+            yield
 
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
         """Run the forward, the loss where there is one, and the backward pass where `watch` asks for it; record them.
@@ -307,7 +313,7 @@ def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
     step = run.step
     with (
         restored(step.model, traced=run.watch.ops) as state,
-        printed_changes(run.printed, step.model),
+        printed_changes(run.printed, step.model, step.loss),
         state_widened(state, run.policy),
         seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
     ):
