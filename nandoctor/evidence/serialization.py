@@ -73,7 +73,13 @@ def _decode(hint: Any, data: Any, place: str) -> Any:
     decode_generic = _GENERIC_DECODERS.get(get_origin(hint))
     if decode_generic is not None:
         return decode_generic(get_args(hint), data, place)
-    return _decode_scalar(hint, data, place)
+    if hint is FloatFormat:
+        return _decode_format(data, place)
+    if hint is float:
+        return _decode_float(data, place)
+    if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is no count
+        return data
+    raise _wrong(data, place, _PLAIN_TYPES[hint])
 
 
 def _decode_record(cls: type, data: Any, place: str) -> Any:
@@ -134,16 +140,6 @@ _GENERIC_DECODERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
     tuple: _decode_tuple,
     Literal: _decode_choice,
 }
-
-
-def _decode_scalar(hint: Any, data: Any, place: str) -> Any:
-    if hint is FloatFormat:
-        return _decode_format(data, place)
-    if hint is float:
-        return _decode_float(data, place)
-    if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is no count
-        return data
-    raise _wrong(data, place, _PLAIN_TYPES[hint])
 
 
 def _decode_format(data: Any, place: str) -> FloatFormat:
