@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import PurePath
 
 from nandoctor.evidence.report import LayerRow, Report
@@ -28,12 +27,13 @@ def compare(before: Report, after: Report) -> Comparison:
     shared = [key for key in ours if key in theirs]
     layers = [_compare_layers(ours[key], theirs[key]) for key in shared]
     outcome = _find_outcome(before, after)
+    was, now = _list_facts(before), _list_facts(after)
     return Comparison(
         before=before.dump.path,
         after=after.dump.path,
         outcome=outcome,
         headline=_write_headline(outcome, before, after),
-        changes=tuple(_find_changes(before, after)),
+        changes=tuple(Change(name=name, before=was[name], after=now[name]) for name in was if was[name] != now[name]),
         layers=tuple(sorted(filter(_is_large, layers), key=_importance)),
         num_shared=len(shared),
         only_before=tuple(row.place for key, row in ours.items() if key not in theirs),
@@ -85,13 +85,6 @@ def _tightest(report: Report) -> float | None:
     """The least headroom of any layer, by the fp32 values where they are known: autocast's are gone where it failed."""
     rows = report.runs.fp32.modules if report.runs else ()
     return min((row.headroom_bits for row in rows if row.headroom_bits is not None), default=None)
-
-
-def _find_changes(before: Report, after: Report) -> Iterator[Change]:
-    facts = [_list_facts(report) for report in (before, after)]
-    for name in facts[0]:
-        if facts[0][name] != facts[1][name]:
-            yield Change(name=name, before=facts[0][name], after=facts[1][name])
 
 
 def _list_facts(report: Report) -> dict[str, str | None]:

@@ -220,17 +220,13 @@ def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     }
     for item in dataclasses.fields(cls):
         if is_inlined(item):
-            _inline(_describe_record(hints[item.name], definitions), described)
+            inner = _describe_record(hints[item.name], definitions)
+            described["description"] += f" {inner['description']}"
+            described["properties"] |= inner["properties"]
+            described["required"] += inner["required"]
         elif item.compare:
             _add_property(item, hints[item.name], described, definitions)
     return described
-
-
-def _inline(inner: dict[str, Any], described: dict[str, Any]) -> None:
-    """Put the keys of `inner` among those of `described`, which says what they mean as well."""
-    described["description"] += f" {inner['description']}"
-    described["properties"] |= inner["properties"]
-    described["required"] += inner["required"]
 
 
 def _add_property(

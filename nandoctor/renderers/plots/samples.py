@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -137,10 +137,5 @@ def _draw_panel(
     )
     axes.set_ylabel("sample")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    return list(_legend(classes))
-
-
-def _legend(classes: set[int]) -> Iterator[Artist]:
-    for kind, name in _NAMES.items():
-        if kind in classes:
-            yield Patch(facecolor=_COLORS[kind], edgecolor="#999999", linewidth=0.5, label=name)
+    shown_classes = ((_COLORS[kind], name) for kind, name in _NAMES.items() if kind in classes)
+    return [Patch(facecolor=color, edgecolor="#999999", linewidth=0.5, label=name) for color, name in shown_classes]
