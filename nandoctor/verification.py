@@ -28,7 +28,7 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.renderers.commands import verify_command
+from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes, find_unchanged
 from nandoctor.replaying.model_loading import ModelSource
@@ -143,7 +143,7 @@ def _retell(report: Report, verification: Verification) -> Report:
     if report.verdict != "not-reproduced":
         return report
     code = verification.code
-    command = verify_command(report) or "nandoctor verify"
+    command = command_for("verify", report) or "nandoctor verify"
     if verification.outcome == "fixed" and code.basis == "hash":
         headline = f"Your code has changed since, and the step passes now: {describe_changes(code)}."
         return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {command}",))

@@ -137,15 +137,16 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
 def _choose(case: Case, pick: int) -> FixChoice:
     """The fix of that number among those that were verified, from 1."""
     from nandoctor.evidence.verification import FixChoice
-    from nandoctor.renderers.commands import page_command
+    from nandoctor.renderers.commands import command_for
     from nandoctor.renderers.fix_facts import no_fix_heading
 
     verified = [item for item in case.fixes if item.verified]
     if not verified:
         found = f"{no_fix_heading(case.report)}. {case.report.headline}."
+        page = command_for("replay", case.report, "-o report.html")
         raise NanDoctorError(
             "\n".join([found, *case.report.search_notes]),
-            remedy="\n".join(case.report.next_steps) or f"Every layer, on one page: {page_command(case.report)}",
+            remedy="\n".join(case.report.next_steps) or f"Every layer, on one page: {page}",
         )
     if pick > len(verified):
         known = plural(len(verified), "fix was", "fixes were")

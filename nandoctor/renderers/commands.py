@@ -45,41 +45,18 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def explain_command(report: Report) -> str | None:
-    """What prints the page about the cause."""
-    return None if report.cause is None else f"nandoctor explain {report.cause.code}"
-
-
-def page_command(report: Report) -> str | None:
-    """What writes the page with every layer."""
-    return _command("replay", report, "-o report.html")
-
-
-def fix_command(report: Report, *rest: str) -> str | None:
-    """What prints the first verified fix, or what `rest` says."""
-    return _command("fix", report, *rest)
-
-
-def verify_command(report: Report) -> str | None:
-    """What tells whether the step passes with the code as it is now."""
-    return _command("verify", report)
-
-
-def _command(verb: str, report: Report, *rest: str) -> str | None:
+def command_for(verb: str, report: Report, *rest: str) -> str | None:
+    """What runs another verb on the dump of the report, with `rest` at the end; None where no line can say it."""
     if not report.arguments:
         return None
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
 
 
-def plot_command(report: Report, kind: str) -> str | None:
-    """What draws one kind of plot."""
-    return _command("plot", report, f"--kind {kind}")
-
-
 def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
     """What to do and to type next, besides applying a fix; without the `page` where the reader has one."""
     facts = list(step_facts(report.next_steps))
-    commands = filter(None, (explain_command(report), page_command(report) if page else None))
+    explain = f"nandoctor explain {report.cause.code}" if report.cause is not None else None
+    commands = filter(None, (explain, command_for("replay", report, "-o report.html") if page else None))
     return [*facts, *(Fact(label="more", text=command, is_command=True) for command in commands)]
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Fp32Set, Report, StepSetting, TrialOutcome
-from nandoctor.renderers.commands import fix_command
+from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.constant_facts import TableLine, describe_use
 from nandoctor.renderers.facts import Fact, short_name
 from nandoctor.source_files import PACKAGE_FOLDERS
@@ -150,7 +150,7 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
     if fix.kind == "source":
         number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
         pick = () if number_of == 1 else (f"--pick {number_of}",)
-        command = fix_command(report, *pick, *write_flags(fix))
+        command = command_for("fix", report, *pick, *write_flags(fix))
         with_git = f"git apply, in {printable(_from_here(fix.patch_root) if fix.patch_root else 'your project')}"
         yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
     elif fix.kind in WHERE_TO_RUN:
@@ -255,7 +255,8 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
     refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
     patch, left = _shorten_patch(first)
-    rest = [Fact(label="all of it", text=command, is_command=True)] if left and (command := fix_command(report)) else []
+    command = command_for("fix", report) if left else None
+    rest = [Fact(label="all of it", text=command, is_command=True)] if command else []
     return FixSummary(
         heading=f"Fix{of}, verified{where}: {first.title}",
         patch=patch,

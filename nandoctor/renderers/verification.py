@@ -9,7 +9,7 @@ from rich.text import Text
 
 from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
-from nandoctor.renderers.commands import fix_command, step_facts
+from nandoctor.renderers.commands import command_for, step_facts
 from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
 from nandoctor.renderers.facts import Fact
 from nandoctor.renderers.fix_facts import (
@@ -144,7 +144,7 @@ def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     elif choice.verification is None:
         pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
         for label, flags in (("apply it", write_flags(chosen)), ("or", git_flags(chosen))):
-            if command := fix_command(report, *pick, *flags):
+            if command := command_for("fix", report, *pick, *flags):
                 yield Fact(label=label, text=command, is_command=True)
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:

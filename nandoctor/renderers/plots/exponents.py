@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
-from nandoctor.renderers.commands import plot_command
+from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE
@@ -42,7 +42,7 @@ def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
     if report.runs is None or not any(histograms):
         raise NanDoctorError(
             f"The report on {report.dump.path} holds no exponents.",
-            remedy=f"Count them: {plot_command(report, 'exponents') or 'replay with per_sample=True'}",
+            remedy=f"Count them: {command_for('plot', report, '--kind exponents') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
     limits = _find_limits(histograms, low)

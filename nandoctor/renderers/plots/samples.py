@@ -17,7 +17,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
-from nandoctor.renderers.commands import plot_command
+from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
 from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE, SKY
@@ -53,7 +53,7 @@ def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} holds no counts of single samples.",
-            remedy=f"Count them: {plot_command(report, 'samples') or 'replay with per_sample=True'}",
+            remedy=f"Count them: {command_for('plot', report, '--kind samples') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
     under = describe_run(report.runs.autocast.policy, low)
