@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,8 @@ def torch_is_restored():
 @pytest.fixture(scope="session")
 def run_nandoctor(own_configuration):
     """`python -m nandoctor`, in a process of its own that need not import torch."""
-    with ReadyPython() as python:
-        yield python.nandoctor
+    with ReadyPython("nandoctor.pipeline", "nandoctor.renderers.page") as python:
+        yield partial(python.run, "nandoctor")
 
 
 @pytest.fixture(scope="session")

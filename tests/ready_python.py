@@ -1,6 +1,6 @@
-"""`python -m nandoctor` in processes that have torch already: importing it is most of what a short command takes.
+"""Python in processes that have torch already: importing it is most of what a short command takes.
 
-Run as a script, this file is the process that they are forked from: it imports and runs nothing else.
+Run as a script, this file is the process that they are forked from: it imports what it is told, and runs nothing else.
 """
 
 from __future__ import annotations
@@ -18,34 +18,41 @@ ROOT = Path(__file__).parent.parent
 
 
 class ReadyPython:
-    """Starts commands one after the other, each in a fork of one process; leave it as a context to end that one."""
+    """Runs programs one after the other, each in a fork of one process that has these modules.
+
+    Leave it as a context to end that process.
+    """
+
+    def __init__(self, *modules):
+        self._modules = modules
 
     def __enter__(self):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        command = [sys.executable, __file__, *self._modules]
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         return self
 
     def __exit__(self, *error):
         self._server.communicate()
 
-    def nandoctor(self, *arguments, cwd, environment=None, merged=False):
-        """What `python -m nandoctor` gives in the folder; `merged`, what it says on either stream is in `stdout`."""
+    def run(self, program, *arguments, cwd, environment=None, merged=False):
+        """What the script or package gives in the folder; `merged`, what it says on either stream is in `stdout`."""
         with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
-            task = {"arguments": list(map(str, arguments)), "cwd": str(cwd)}
+            task = {"program": str(program), "arguments": list(map(str, arguments)), "cwd": str(cwd)}
             task["environment"] = {**os.environ, **(environment or {})}
             task["files"] = [os.devnull, output.name, output.name if merged else errors.name]
             self._server.stdin.write(json.dumps(task) + "\n")
             self._server.stdin.flush()
             code = int(self._server.stdout.readline())
             printed, said = (file.read().decode("utf-8") for file in (output, errors))
-        return subprocess.CompletedProcess(task["arguments"], code, printed, said)
+        return subprocess.CompletedProcess([program, *arguments], code, printed, said)
 
 
 def serve():
-    for name in ("pipeline", "renderers.page"):
-        importlib.import_module(f"nandoctor.{name}")
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     for line in sys.stdin:
         child = os.fork()
         if not child:
@@ -54,14 +61,18 @@ def serve():
         sys.stdout.flush()
 
 
-def become(arguments, cwd, environment, files):
+def become(program, arguments, cwd, environment, files):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
-    sys.argv, sys.path[0] = ["nandoctor", *arguments], cwd
-    runpy.run_module("nandoctor", run_name="__main__", alter_sys=True)
+    is_script = program.endswith(".py")
+    sys.argv, sys.path[0] = [program, *arguments], str(Path(program).parent) if is_script else cwd
+    if is_script:
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     sys.exit()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from ready_python import ReadyPython
 
 import nandoctor
 from nandoctor.cli import main
@@ -162,23 +162,29 @@ def test_command_line_needs_no_model():
     assert report["cause"]["code"] == expected["cause"]
 
 
+@pytest.fixture(scope="module")
+def python():
+    """One that has what an optimizer imports, seconds for each script."""
+    with ReadyPython("nandoctor.pipeline", "torch._dynamo") as python:
+        yield python
+
+
 @pytest.mark.slow
 @each_script
-def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path):
-    again, step = regenerate(script, tmp_path / "again.pth")
+def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path, python):
+    again, step = regenerate(python, script, tmp_path / "again.pth")
     kept = read_dump(script.with_suffix(".pth"))
     assert [(name, t.shape, t.dtype) for name, t in again.items()] == [(n, t.shape, t.dtype) for n, t in kept.items()]
     if sums_as_when_made():
         assert step in read_script(script)["__doc__"]
     else:
-        kept, _ = regenerate(script, tmp_path / "once_more.pth")
+        kept, _ = regenerate(python, script, tmp_path / "once_more.pth")
     assert {name for name in kept if not same_values(again[name], kept[name])} <= UNSEEDED
 
 
-def regenerate(script, path):
+def regenerate(python, script, path):
     """The dump that the script writes, and the step at which it died: "step 37"."""
-    command = [sys.executable, script, "-o", path]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    done = python.run(script, "-o", path, cwd=ROOT)
     assert done.returncode == 1
     last_line = done.stderr.splitlines()[-1]
     assert last_line.startswith("FloatingPointError")

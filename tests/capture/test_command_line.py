@@ -85,8 +85,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_command_that_the_error_names_needs_no_flags(folder):
-    done = run(folder, "-m", "nandoctor", "replay", "--json", "dumps/nan-step000004.pth")
+def test_the_command_that_the_error_names_needs_no_flags(folder, run_nandoctor):
+    done = run_nandoctor("replay", "--json", "dumps/nan-step000004.pth", cwd=folder)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["verdict"], report["reproduction"]["grade"]) == ("precision", "exact")
@@ -95,8 +95,10 @@ def test_the_command_that_the_error_names_needs_no_flags(folder):
     assert report["notes"] == ["Replayed as model(x) in train mode, the saved random state."]
 
 
-def test_elsewhere_it_says_what_to_type(folder, tmp_path):
-    done = run(tmp_path, "-m", "nandoctor", "replay", str(folder / "dumps" / "nan-step000004.pth"))
+def test_elsewhere_it_says_what_to_type(folder, tmp_path, run_nandoctor):
+    done = run_nandoctor(
+        "replay", folder / "dumps" / "nan-step000004.pth", cwd=tmp_path, environment={"COLUMNS": "100"}
+    )
     assert done.returncode == 1
     assert "train.py is not in the working directory" in done.stderr
     assert (
@@ -105,8 +107,10 @@ def test_elsewhere_it_says_what_to_type(folder, tmp_path):
     )
 
 
-def test_inspect_tells_what_it_is_without_the_code(folder, tmp_path):
-    done = run(tmp_path, "-m", "nandoctor", "inspect", str(folder / "dumps" / "nan-step000004.pth"))
+def test_inspect_tells_what_it_is_without_the_code(folder, tmp_path, run_nandoctor):
+    done = run_nandoctor(
+        "inspect", folder / "dumps" / "nan-step000004.pth", cwd=tmp_path, environment={"COLUMNS": "100"}
+    )
     assert "nandoctor.dump/1" in done.stdout
     told = " ".join(done.stdout.split())
     for text in ("model: train.py:Net", "arguments: dropout=0.4", "method: forward", "loss: train.py:loss_of"):
