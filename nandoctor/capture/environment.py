@@ -7,10 +7,10 @@ import platform
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from nandoctor.process_wide import BACKENDS
 from nandoctor.text import dtype_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomStates:
+class RandomStates(NamedTuple):
     """The states of all generators, as their own functions give them; None where one is not there to be set."""
 
     cpu: torch.Tensor
@@ -136,13 +135,18 @@ def _has_words_in_memory() -> bool:
 
 def read_autocast(device_type: str) -> dict[str, Any]:
     """The autocast that this thread is under."""
-    return {
-        "enabled": torch.is_autocast_enabled(device_type),
-        "device": device_type,
-        "dtype": dtype_name(torch.get_autocast_dtype(device_type)),
-        "cache": torch.is_autocast_cache_enabled(),
-        "emulated": device_type != "cuda" and is_emulating(device_type),
-    }
+    return _describe_autocast(
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+        device_type != "cuda" and is_emulating(device_type),
+    )
+
+
+@cache
+def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool, emulated: bool) -> dict[str, Any]:
+    return {"enabled": enabled, "device": device, "dtype": dtype_name(dtype), "cache": cached, "emulated": emulated}
 
 
 def read_arguments() -> list[str]:

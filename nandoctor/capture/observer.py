@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +27,7 @@ _Place = tuple[str, dict[str, Any], str]
 """A tensor's path in the model, its module's registry, and its name there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBefore:
+class StateBefore(NamedTuple):
     """The state before the forward; `training` are the train flags in the order of the model's modules."""
 
     random: RandomStates
@@ -217,7 +216,7 @@ class SnapshotPlan:
         """The tensors as they are now."""
         with torch.no_grad():
             odd = {index: tensor.clone() for index in self.odd if (tensor := self.tensors[index]) is not None}
-            joined = self._order.copy(self._sources)
+        joined = self._order.copy(self._sources)
         return Snapshot(plan=self, versions=self.versions(), joined=joined, odd=odd, sampled=self.sample())
 
     def versions(self) -> list[int]:

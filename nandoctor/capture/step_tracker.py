@@ -268,9 +268,10 @@ class StepTracker:
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step, trained = self.current, self._find_trained(optimizer)
+        step = self.current
         if step is None:
             return
+        trained = self._find_trained(optimizer)
         if not trained.names:
             step.passed = True
             return

@@ -115,8 +115,7 @@ class TrainedParameters:
     def _measure(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | float | None:
         if self._joint is not None:
             try:
-                with torch.set_grad_enabled(False):
-                    return self._joint.largest(tensors)
+                return self._joint.largest(tensors)
             except RuntimeError:  # sparse gradients cannot be joined
                 pass
         return largest_magnitude([tensor for tensor in tensors if tensor is not None])
@@ -125,11 +124,10 @@ class TrainedParameters:
         """Copy the weights, for an update that has to be undone; None where there is no room for it."""
         if self._copies is None:
             return None
-        with torch.set_grad_enabled(False):
-            if self._joint is not None:
-                self._joint.copy(self.parameters, self._copies)
-            else:
-                copy_tensors(self._copies, list(map(local_part, self.parameters)))
+        if self._joint is not None:
+            self._joint.copy(self.parameters, self._copies)
+        else:
+            copy_tensors(self._copies, list(map(local_part, self.parameters)))
         return self._undo
 
     def _make_copies(self, undo_nbytes: int) -> list[torch.Tensor] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from keyword import iskeyword
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ _MAX_OBJECTS = 1000
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class Packed(NamedTuple):
     """A tree of plain containers; `notes` tell what could not go in, or changed its type.
 
     `tensors` are its tensors, each with its version at that time: a later one was overwritten. `differentiable` are the
@@ -57,7 +56,7 @@ def copied(packed: Packed) -> Packed:
         return copies[-1]
 
     tree = map_tensors(packed.tree, copy)
-    return replace(packed, tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in copies))
+    return packed._replace(tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in copies))
 
 
 def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
@@ -114,7 +113,7 @@ class _Packer:
 
     def _take_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         plain = unwrap(tensor)
-        if plain.shape != tensor.shape:
+        if plain is not tensor and plain.shape != tensor.shape:
             self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
             self.hidden = True
             return None
