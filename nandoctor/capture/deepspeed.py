@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from nandoctor.capture.async_flags import Flag
 from nandoctor.errors import NanDoctorError
+from nandoctor.torch_compat import read_loss_scale
 
 
 class DeepSpeedEngine:
@@ -77,6 +79,14 @@ class DeepSpeedEngine:
 
         engine.step = call
         return put_back
+
+
+def read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
+    """The loss scale, on its way from the device, and how often it was updated."""
+    if isinstance(scaler, DeepSpeedEngine):
+        return Flag(scaler.scale), scaler.count()[0]
+    scale, version = read_loss_scale(scaler)
+    return None if scale is None else Flag(scale), version
 
 
 def find_engine(model: nn.Module) -> DeepSpeedEngine | None:

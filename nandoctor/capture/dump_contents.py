@@ -112,10 +112,10 @@ def _describe_optimizer(
 
 def _describe_update(spoiled: Update) -> dict[str, Any]:
     """The update that made non-finite weights of finite gradients: by which optimizer, and of which weights."""
-    trained, gradients = spoiled.trained, spoiled.gradients
+    writer, gradients = spoiled.writer, spoiled.gradients if spoiled.writer else None
     return {
-        "optimizer": trained.writer,
-        "parameters": trained.nonfinite(),
+        "optimizer": writer,
+        "parameters": spoiled.trained.nonfinite(),
         "settings": spoiled.settings(),
         "largest_gradient": None if gradients is None else gradients.values()[0],
     }

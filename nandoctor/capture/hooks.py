@@ -7,10 +7,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
@@ -46,6 +50,42 @@ def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
             return None
 
     return call
+
+
+class Broadcast:
+    """One hook of torch's own for all recorders, which is never taken off again.
+
+    Torch keeps its global hooks in a dict, and fails in one thread's step where another thread adds or removes one.
+    """
+
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        self._register = cache(lambda: register(self))
+        self.listeners: tuple[Callable[..., Any], ...] = ()
+        self._lock = Lock()
+
+    def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
+        """Call `listener` too, until what is returned is called."""
+        with self._lock:
+            self._register()
+            self.listeners += (listener,)
+        return lambda: self._remove(listener)
+
+    def _remove(self, listener: Callable[..., Any]) -> None:
+        with self._lock:
+            self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    def __call__(self, *given: Any) -> Any:
+        """What torch calls; the other arguments of a step, where a listener has put others in their place."""
+        answer = None
+        for listener in self.listeners:
+            if (changed := listener(*given)) is not None:
+                answer, given = changed, (given[0], *changed)
+        return answer
+
+
+BEFORE_UPDATE = Broadcast(register_optimizer_step_pre_hook)
+AFTER_UPDATE = Broadcast(register_optimizer_step_post_hook)
+ON_NEW_MODULE = Broadcast(register_module_module_registration_hook)
 
 
 class Hook:

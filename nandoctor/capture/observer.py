@@ -32,6 +32,8 @@ class StateBefore(NamedTuple):
 
     random: RandomStates
     kept: Snapshot
+    keeper: StateKeeper
+    paths: tuple[str, ...]
     training: tuple[bool, ...]
     autocast: dict[str, Any]
 
@@ -49,19 +51,34 @@ class Observer:
     """Looks at a model before its forward; what does not change from step to step is found out once."""
 
     def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
-        self.model = model
-        self._keeper = StateKeeper(model, undo_nbytes)
-        self._paths = tuple(path for path, _ in model.named_modules())
-        self._modules = tuple(model.modules())
+        self.model, self._undo_nbytes = model, undo_nbytes
+        self._find_modules()
         self.device = torch.device("cpu")
         self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
-        self._weights = _places(model, parameters_of)
-        self._outer = [*self._weights[:1], *self._weights[-1:]]
-        self._first = [*self._weights, *_places(model, buffers_of)][:1]
         self._follow_device()
         self._first_shapes = self._read_shapes()
         self._stamped: list[tuple[_Place, torch.Tensor]] = []
+
+    def _find_modules(self) -> None:
+        self._keeper = StateKeeper(self.model, self._undo_nbytes)
+        self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
+        self._members = set(map(id, self._modules))
+        self._weights = _places(self.model, parameters_of)
+        self._outer = [*self._weights[:1], *self._weights[-1:]]
+        self._first = [*self._weights, *_places(self.model, buffers_of)][:1]
+        self._is_current = True
+
+    def note_module(self, module: nn.Module, *_: Any) -> None:
+        """Note that a module was put into another, here or in any model."""
+        self._is_current = self._is_current and id(module) not in self._members
+
+    def follow_modules(self) -> bool:
+        """Look at the modules anew where some were put in; True if they were."""
+        if self._is_current:
+            return False
+        self._find_modules()
+        return True
 
     def _follow_device(self) -> None:
         """Look where the model lies now: it may be moved after its recorder was made."""
@@ -79,6 +96,8 @@ class Observer:
         return StateBefore(
             random=self.generators.read(),
             kept=self._keeper.keep(),
+            keeper=self._keeper,
+            paths=self._paths,
             training=tuple(map(attrgetter("training"), self._modules)),
             autocast=read_autocast(self.device.type),
         )
@@ -130,20 +149,23 @@ class Observer:
 
         `weights` are those that were written since, as they were.
         """
-        copies, lost = self._keeper.state(before.kept)
+        copies, lost = before.keeper.state(before.kept)
         kept = {**weights, **copies}
         tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         state = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         contents = {
             "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
             "shards": describe_shards(state),
-            "buffers": [name for name in self._keeper.buffers if name in state],
-            "training": dict(zip(self._paths, before.training, strict=True)),
+            "buffers": [name for name in before.keeper.buffers if name in state],
+            "training": dict(zip(before.paths, before.training, strict=True)),
             "rng": before.random.to_plain(),
             "mixed_precision": describe_mixed_precision(self.model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
-        return contents, [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        if not weights and not (self._is_current and before.keeper is self._keeper):
+            notes.append("the modules of the step: the loop has put others in their places since")
+        return contents, notes
 
 
 def _places(model: nn.Module, registry_of: Callable[[nn.Module], dict[str, Any]]) -> list[_Place]:

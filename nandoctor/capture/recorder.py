@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
-from nandoctor.capture.hooks import attach, never_harm, scout_autocast
+from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, ON_NEW_MODULE, attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
@@ -321,12 +320,13 @@ class Recorder(RecorderSettings):
 
     def _attach(self) -> None:
         tracker = self._tracker
+        self._handles.callback(ON_NEW_MODULE.add(self._observer.note_module))
         if self._engine is not None:
             before, after = never_harm(tracker.before_update), never_harm(tracker.after_engine_step)
             self._handles.callback(self._engine.wrap_step(before, after))
         else:
-            self._handles.callback(register_optimizer_step_pre_hook(never_harm(tracker.before_step)).remove)
-            self._handles.callback(register_optimizer_step_post_hook(never_harm(tracker.after_step)).remove)
+            self._handles.callback(BEFORE_UPDATE.add(never_harm(tracker.before_step)))
+            self._handles.callback(AFTER_UPDATE.add(never_harm(tracker.after_step)))
         if not self.method:
             attach(self._called, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
             return

@@ -354,7 +354,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         return f"the loss of {loss} is {number(result.spike)} times the median of the losses before it"
     if result.reason == "update":
         assert step.spoiled is not None
-        writer = step.spoiled.trained.writer or "the training loop itself"
+        writer = step.spoiled.writer or "the training loop itself"
         finite = "the loss is" if step.spoiled.gradients is None and step.scale is None else "loss and gradients are"
         return f"{finite} finite, and the update by {writer} left non-finite weights"
     known = "" if result.skip_counts else ", where steps have passed before"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
-from nandoctor.capture.deepspeed import DeepSpeedEngine
+from nandoctor.capture.deepspeed import DeepSpeedEngine, read_scale
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, held, pack_call
@@ -20,7 +20,7 @@ from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, TrainingLoop, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
-from nandoctor.torch_compat import read_loss_scale
+from nandoctor.torch_compat import is_transforming
 
 LOG = logging.getLogger("nandoctor")
 _MAX_CALLS = 16
@@ -36,7 +36,8 @@ class StepTracker:
     is called. `epoch` and `next_step` number what begins next, and so does `count`, where an engine numbers its updates
     and their micro-batches.
     `unwatched_eval`: the last forward was of the model in eval mode, and no step. A loop that was seen to write weights
-    between two steps without an optimizer (SAM, a descent by hand) has them copied before each forward.
+    between two steps without an optimizer (SAM, a descent by hand) has them copied before each forward, and so has any
+    until an optimizer is seen to do it.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class StepTracker:
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
-        self._accumulates = self._writes_unseen = False
+        self._accumulates = False
+        self._writes_unseen, self._writes_seen = True, False  # until an optimizer is seen to be the first to write
         self._num_quiet = 0
         self._process = os.getpid()
 
@@ -87,7 +89,7 @@ class StepTracker:
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
-        scale, version = _read_scale(self._scaler)
+        scale, version = read_scale(self._scaler)
         number, micro_batch = self._last
         if self._count is not None:
             number, micro_batch = self._count()
@@ -124,7 +126,7 @@ class StepTracker:
         self._forget_if_forked()
         step, self.current = self.current, following
         if step is not None and step.flags:
-            scale, version = _read_scale(self._scaler)
+            scale, version = read_scale(self._scaler)
             if version != step.scale_version and scale is not None and step.scale is not None:
                 # Where an optimizer was not called, the scaler has waited for the gradients by now.
                 was_left_out = not step.updates or len(step.updates) < len(self.optimizers)
@@ -141,7 +143,8 @@ class StepTracker:
         """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
             self._num_quiet += 1
-            if self._writes_unseen and self._num_quiet > _MAX_QUIET:
+            by_optimizer = step.num_updates and not self._writes_seen
+            if self._writes_unseen and (by_optimizer or self._num_quiet > _MAX_QUIET):
                 self._writes_unseen, self._all = False, None
             return
         self._num_quiet = 0
@@ -151,8 +154,8 @@ class StepTracker:
             trained = self._find_all()
             weights = self._flag_of(trained.weights(), over_ranks=False)
             step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, groups=(), weights=weights))
-        if not self._writes_unseen:
-            self._writes_unseen, self._all = True, None
+        if not (self._writes_unseen and self._writes_seen):
+            self._writes_unseen, self._writes_seen, self._all = True, True, None
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step."""
@@ -170,8 +173,13 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
+            if self._observer.follow_modules():
+                self._name_parameters()
+                self._all = None
+                self._trained.clear()
             step.before = self._observer.look()
-            step.weights = self._find_all().keep() if self._writes_unseen else None
+            copies = self._writes_unseen and not is_transforming()  # what is made within torch.func cannot leave it
+            step.weights = self._find_all().keep() if copies else None
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
@@ -215,7 +223,7 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            step.stamp = self._observer.stamp(values=not self.optimizers)
+            step.stamp = self._observer.stamp(values=self._writes_unseen or not self.optimizers)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
@@ -385,11 +393,3 @@ class StepTracker:
             self.current = None
             self._on_stop()
             raise
-
-
-def _read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
-    """The loss scale, on its way from the device, and how often it was updated."""
-    if isinstance(scaler, DeepSpeedEngine):
-        return Flag(scaler.scale), scaler.count()[0]
-    scale, version = read_loss_scale(scaler)
-    return None if scale is None else Flag(scale), version

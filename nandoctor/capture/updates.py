@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.async_flags import Flag, all_finite
 from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import is_sharded, local_part
@@ -39,6 +39,13 @@ class Update:
     undo: Mapping[str, torch.Tensor] | None
     groups: Sequence[Mapping[str, Any]]
     weights: Flag | None = None
+
+    @property
+    def writer(self) -> str:
+        """The class of the optimizer; "" for the training loop itself, which may also write before the update."""
+        if isinstance(self.trained.optimizer, TrainingLoop) or not all_finite((self.undo or {}).values()):
+            return ""
+        return type(self.trained.optimizer).__name__
 
     def settings(self) -> dict[str, float]:
         """The numbers among the settings of the groups: of each the first that is non-finite, else the last."""
@@ -90,11 +97,6 @@ class TrainedParameters:
         self.names = tuple(self.names[place] for place in joint.places)
         self.parameters = [self.parameters[place] for place in joint.places]
         return joint
-
-    @property
-    def writer(self) -> str:
-        """The class of the optimizer; "" for the training loop itself."""
-        return "" if isinstance(self.optimizer, TrainingLoop) else type(self.optimizer).__name__
 
     @property
     def is_current(self) -> bool:

@@ -1,4 +1,4 @@
-"""nonfinite-update: the optimizer turns finite gradients into non-finite weights.
+"""nonfinite-update: an update by the optimizer, or by the training loop itself, makes non-finite weights.
 
 What it is
     Forward, loss and gradients of the step are finite, and the weights are not once the optimizer has written them.
@@ -24,7 +24,7 @@ from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import are, number, part_of
 
-TITLE = "The optimizer's update makes non-finite weights"
+TITLE = "An update makes non-finite weights"
 PHASES = ("update",)
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trainings import Gambler, Segmenter, loss_of, make_batch, make_model, train
 
 import nandoctor
 from nandoctor import NanDoctorError, NonFiniteTrainingError, Recorder
+from nandoctor.capture.hooks import BEFORE_UPDATE
 from nandoctor.dumps.reader import read_dump
 
 each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -246,16 +248,25 @@ def test_it_stops_and_says_where_the_file_is_and_what_to_type(tmp_path, caplog):
 
 
 def test_hooks_are_gone_when_it_is_closed(tmp_path):
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-    before = dict(hooks)
+    before = BEFORE_UPDATE.listeners
     model = make_model()
     with Recorder(model, folder=tmp_path):
         assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
-        assert len(hooks) == len(before) + 1
+        assert len(BEFORE_UPDATE.listeners) == len(before) + 1
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert hooks == before
+    assert BEFORE_UPDATE.listeners == before
+
+
+def test_a_recorder_is_made_while_another_thread_steps(tmp_path):
+    """Torch iterates over its global hooks then; here one of these stands for the other thread."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    handle = register_optimizer_step_pre_hook(lambda *_: Recorder(make_model(), folder=tmp_path).close())
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):

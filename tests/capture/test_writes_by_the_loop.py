@@ -110,14 +110,47 @@ def test_a_perturbation_that_divides_by_zero_is_found(tmp_path, caplog):
     assert "the loss is finite, and the update by the training loop itself left non-finite weights" in caplog.text
 
 
-def test_weights_written_after_the_forward_are_told(tmp_path):
+def test_the_first_write_of_a_loop_may_spoil(tmp_path):
     model = Norm()
     with Recorder(model, folder=tmp_path, loss=loss_of) as recorder:
-        for x, y in make_batches():
+        for x, y in make_batches()[:2]:
             recorder.watch(loss_of(model(x), (x, y)), (x, y))
-            model.enter.weight.data = model.enter.weight.data * 2
-            path = recorder.save()
-            break
+            model.enter.weight.data.div_(0.0)
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["step"], dump.scalars["reason"]) == (0, "update")
+    assert all(tensor.isfinite().all() for tensor in dump.state.values())
+
+
+def test_a_loop_is_not_taken_for_its_optimizer(tmp_path):
+    """The row of the table that it divides by zero is in no batch, so losses and gradients stay finite."""
+    model = nn.Embedding(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, folder=tmp_path, builder="model.py:make") as recorder:
+        for number in range(4):
+            loss = model(torch.tensor([1, 2])).square().sum()
+            recorder.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.weight.data[0] /= number != 1
+    dump = read_dump(recorder.written[0])
+    assert (dump.scalars["reason"], dump.scalars["step"]) == ("update", 2)
+    headline = nandoctor.replay(recorder.written[0], model=nn.Embedding(4, 2), fixes=False).report.cause.headline
+    assert headline == "The training loop itself makes weight non-finite"
+
+
+def test_weights_written_after_the_forward_are_told(tmp_path):
+    model = Norm()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, folder=tmp_path, loss=loss_of) as recorder:
+        for x, y in make_batches()[:2]:
+            loss = loss_of(model(x), (x, y))
+            recorder.watch(loss, (x, y))
+            loss.backward()
+            optimizer.step()
+        recorder.watch(loss_of(model(x), (x, y)), (x, y))
+        model.enter.weight.data = model.enter.weight.data * 2
+        path = recorder.save()
     told = ("the weights of the step: the loop has written others since its forward, without an optimizer",)
     assert read_dump(path).missing == told
 
@@ -226,7 +259,12 @@ def train(model, recorder, *, failing, write):
     return before
 
 
-@pytest.mark.parametrize("write", [descend, descend_in_data, replace_parameters])
+def exchange_a_layer(model):
+    descend_in_data(model)
+    model[2] = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("write", [descend, descend_in_data, replace_parameters, exchange_a_layer])
 @pytest.mark.parametrize("prepare", [freeze_the_ends, take_a_checkpoint, fill_lazily])
 def test_weights_are_clean_whichever_the_loop_trains(tmp_path, prepare, write):
     model = make_net()
