@@ -262,6 +262,11 @@ UNFILLED = _names("empty empty_like empty_strided empty_permuted new_empty new_e
 """Ops that give memory as it lies there; what fills it need not be an op: torch.tensor() writes to it directly."""
 SELECTIONS = _names("where masked_fill masked_scatter masked_select nan_to_num index")
 """Ops that take some elements of a tensor and leave others, whose gradient is then zero."""
+SEES_NAN = _names(
+    "isnan isfinite isinf isposinf isneginf isreal nan_to_num nansum nanmean nanmedian nanquantile fmax fmin"
+)
+"""Ops that are there for tensors with NaN in them."""
+COMPARISONS = _names("gt ge lt le eq ne greater greater_equal less less_equal not_equal isclose")
 LIMITS = CLAMPS | MAXIMA | MINIMA | _names("relu")
 """Ops that replace what is past a limit, and select by the value itself."""
 

@@ -54,8 +54,9 @@ from nandoctor.evidence.trace import OpCall, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import keep
 from nandoctor.fixes.budget import TrialBudget
+from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.variations import find_doubts, surrogate_loss, takes_gradients
+from nandoctor.fixes.variations import surrogate_loss, takes_gradients
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
@@ -142,10 +143,9 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     replayed = reproduce(preparation)
     replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
-    how = f"Replayed as {replayed.step.description} in {replayed.name}."
-    notes = (how, *dict.fromkeys(preparation.notes))
+    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *dict.fromkeys(preparation.notes))
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
-    step = None if replayed.step.progress.interrupted else replayed.step
+    step = None if replayed.step.progress.interrupted else findings.exposed or replayed.step
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
 
 
@@ -251,10 +251,10 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
             if isinstance(error, LossError) or is_out_of_memory(error.__cause__):
                 raise
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
-    elif findings.verdict == "healthy" and findings.trace.finite:
-        findings = replace(findings, gaps=find_doubts(replayed.step))
-    slots = measure_slots(replayed.step.second_moments, replayed.step.model, replayed.step.low)
-    recorded = replayed.step.recorded
+    if findings.verdict == "healthy" and findings.trace.finite:
+        findings = look_for_hidden(replayed.step, findings)
+    step, recorded = replayed.step, replayed.step.recorded
+    slots = measure_slots(step.second_moments, step.model, step.low)
     findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
     return _with_gaps(findings, replayed)
 

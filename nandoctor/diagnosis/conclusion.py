@@ -123,6 +123,7 @@ class Findings:
     `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
     parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
     numbers. `gaps` are what could not be looked at. `fp32` is what the reference gave, with gradients, for a search.
+    `exposed` is the step that returns the non-finite values as well, where its own output is finite.
     """
 
     trace: Trace
@@ -136,6 +137,7 @@ class Findings:
     notes: tuple[str, ...] = ()
     gaps: tuple[Gap, ...] = ()
     fp32: Any = None
+    exposed: Any = None
 
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
@@ -171,7 +173,7 @@ def without_backward(findings: Findings) -> Findings:
     return replace(findings, verdict=verdict, notes=(*findings.notes, note))
 
 
-_MASK = "mask-constant-overflow"
+MASK = "mask-constant-overflow"
 
 _Found = tuple[int, Diagnosis, Suspect | None]
 """The order of the op that made or took the value, and what is said of it."""
@@ -239,7 +241,7 @@ def _conclude_traced(
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
     # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
     # is to blame before it.
-    found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == _MASK, item[0]))
+    found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == MASK, item[0]))
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
     involved = (place for place in places if place.value.producer in producers)

@@ -88,7 +88,7 @@ class _State:
         self._waiting: deque[tuple[Any, int]] = deque()
         self._left = _MOST_VALUES
         self._add((*model.parameters(), *model.buffers(), *model.modules()), _DEPTH)
-        for scope in _scopes_of(model):
+        for scope in scopes_of(model):
             self._add_scope(scope)
         while self._waiting:  # no recursion: modules may refer to one another in a chain of any length
             self._keep(*self._waiting.popleft())
@@ -163,7 +163,7 @@ def _is(value: Any, *kinds: Any) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _scopes_of(model: nn.Module) -> Iterator[Any]:
+def scopes_of(model: nn.Module) -> Iterator[Any]:
     """The classes of the model that are not torch's, and the files they are from; never the interactive session."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_the_model(kind)}
     yield from kinds

@@ -181,7 +181,8 @@ class Replayed:
         if trace.finite and trace.backward:
             return _FP32 / _BACKWARD
         if trace.finite:  # without a loss the gradients of a stand-in are asked for
-            return _FP32 + _BACKWARD * (closely if has_loss else float(self.step.training))
+            inside = 0.0 if has_loss else closely
+            return _FP32 + inside + _BACKWARD * (closely if has_loss else float(self.step.training))
         again = 0.0 if trace.ops else closely
         return again + _FP32 * closely + (_BACKWARD * closely if has_loss else 0.0)
 

@@ -79,7 +79,7 @@ def test_a_branch_that_leads_nowhere_is_healthy(examine):
             self.probe = louder(nn.Linear(8, 8), 6e4)
 
         def forward(self, x):
-            self.seen = self.probe(x) * 6e4
+            self.probe(x) * 6e4
             return x
 
     assert blamed(examine(Between(Curious()), {"x": 10 * normal(5, 8)})) == HEALTHY

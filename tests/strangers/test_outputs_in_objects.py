@@ -76,14 +76,17 @@ def test_nothing_is_healthy_that_was_not_read(examine, name):
     assert "cannot be looked into" in report.headline
 
 
-def test_what_a_model_keeps_to_itself_was_not_looked_at(examine):
+def test_what_a_model_keeps_to_itself_is_looked_at(examine):
     class Keeping(nn.Linear):
         def forward(self, x):
-            self.kept = super().forward(x) * 1e6
+            self.kept = super().forward(x) * self.factor
 
+    Keeping.factor = 1.0
     report = examine(Keeping(8, 8), BATCH)
     assert report.verdict == "cannot-tell"
     assert "returned no floating-point values" in report.headline
+    Keeping.factor = 1e6
+    assert blamed(examine(Keeping(8, 8), BATCH))[:3] == ("precision", "", "mul")
     heard = examine(Keeping(8, 8), BATCH, call=lambda model, batch: (model(batch["x"]), model.kept))
     assert blamed(heard)[:3] == ("precision", "", "mul")
 

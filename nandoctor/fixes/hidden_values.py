@@ -1,0 +1,162 @@
+"""A step whose output is finite, and that made NaN all the same: what became of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.causes.base import writes_infinity
+from nandoctor.diagnosis.conclusion import MASK, Findings, Gap, conclude
+from nandoctor.diagnosis.origin import trace_back
+from nandoctor.diagnosis.verdict import judge
+from nandoctor.errors import LossError, ModelError
+from nandoctor.evidence.report import Reproduction
+from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.fixes.variations import find_doubts
+from nandoctor.ops import COMPARISONS, SEES_NAN
+from nandoctor.replaying.exposed_step import Exposing, Taken
+from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
+from nandoctor.text import are, file_line, join_first
+from nandoctor.torch_compat import tree_leaves
+from nandoctor.tracing.tensor_tree import walk_tensors
+
+_MOST_TAKERS = 8
+_TO_PYTHON = "item"
+
+
+def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
+    """The findings of a step whose output is finite, with what it keeps that is not, and what that decided in it.
+
+    Infinities and NaN that the code wrote down are meant, and so is what a selection removes that does not depend on
+    it. Where there are none the gradients of a stand-in are looked at, if the loss is not known.
+    """
+    with suppress(LossError, ModelError):  # what ran once may not run with what is watched here
+        trace = findings.trace if findings.trace.ops else step.run(watch=CLOSELY).trace
+        if any(map(_may_hide, trace.ops)) or not all(stats.finite for stats in trace.batch):
+            findings = _look(step, findings)
+    if findings.exposed is not None or step.loss is not None:
+        return findings
+    return replace(findings, gaps=(*find_doubts(step), *findings.gaps))
+
+
+def _may_hide(op: OpCall) -> bool:
+    return op.analysis is not None and op.analysis.kinds != ("-inf",) and not writes_infinity(op)
+
+
+def _look(step: FailingStep, findings: Findings) -> Findings:
+    exposing = Exposing(step=step)
+    whole = exposing.exposed.run(watch=CLOSELY).trace
+    reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
+    hidden = {stats.path: stats.producer for stats in whole.output if not stats.finite}
+    kept = [path for path, made in hidden.items() if path.startswith("kept.") and _is_unmeant(made, whole, reference)]
+    taken = {
+        path: site
+        for path, site in exposing.sites.items()
+        if path in hidden and site.op not in SEES_NAN
+        if _is_unmeant(hidden[path], whole, reference, compared=site.op in COMPARISONS)
+    }
+    decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path)]
+    chosen = frozenset((*kept, *decided))
+    if not chosen:
+        lost = (made for path, made in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
+        return replace(findings, gaps=(*findings.gaps, *_doubt_lost((*lost, *_unseen(whole)), whole, reference)))
+    shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
+    conclusion = conclude(shown, shown_reference, step.low)
+    verdict = judge(shown, shown_reference, conclusion, Reproduction(grade="no-reference"))
+    causes = {diagnosis.cause.code for diagnosis in conclusion.diagnoses if diagnosis.cause is not None}
+    if verdict == "healthy" or causes == {MASK}:
+        return findings
+    return replace(
+        findings,
+        trace=shown,
+        reference=shown_reference,
+        verdict="silent" if verdict == "precision" and not kept else verdict,
+        conclusion=conclusion,
+        ops=shown.ops,
+        notes=(*findings.notes, _describe(kept, [taken[path] for path in decided])),
+        fp32=None,
+        exposed=Exposing(step=step, only=chosen).exposed,
+    )
+
+
+def _showing(trace: Trace, chosen: Set[str]) -> Trace:
+    """The trace with what is hidden in these places alone."""
+    is_shown = (stats.path in chosen or not stats.path.startswith(("kept.", "taken.")) for stats in trace.output)
+    return replace(trace, output=tuple(itertools.compress(trace.output, is_shown)))
+
+
+def _is_unmeant(made: int | None, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
+    """Tell whether a traced op made the non-finite values that the op `made` gave, other than a mask or a marker.
+
+    What was `compared`, and came with the batch or the model, was there to be left out.
+    """
+    if made is None:
+        return False
+    found = trace_back(trace.ops, reference, [made])
+    sources = [source.op for source in found.sources if source.op.analysis and source.op.analysis.kinds != ("-inf",)]
+    if sources:
+        return not all(any(math.isnan(value) for _, value in op.scalars) for op in sources)
+    return not compared and any(tensor.origin != "unknown" for _, tensor in found.outside)
+
+
+def _decides(step: FailingStep, path: str) -> bool:
+    """Tell whether the step gives another output, or loss, with other numbers for what is non-finite there."""
+    made: list[object] = []
+    for way in range(3):
+        replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
+        try:
+            outcome = replaced.exposed.run(watch=Watch(stage="closer look", statistics="none"))
+        except (LossError, ModelError):  # as an index it is out of range
+            return True
+        made.append(_list_values(outcome))
+        if outcome.trace.raised is not None or made[0] != made[-1]:
+            return True
+    return False
+
+
+def _list_values(outcome: Outcome) -> list[object]:
+    """All numbers that a run gave, to be compared; a NaN among them equals none."""
+    tensors = [tensor for _, tensor in walk_tensors((outcome.output, outcome.loss))]
+    plain = [leaf for leaf in tree_leaves(outcome.output) if isinstance(leaf, bool | int | float | str)]
+    return [[(tuple(tensor.shape), tensor.detach().cpu().flatten().tolist()) for tensor in tensors], plain]
+
+
+def _unseen(trace: Trace) -> tuple[int, ...]:
+    """The ops whose non-finite values no op took and that are not in the output."""
+    shown = {stats.producer for stats in trace.output}
+    return tuple(order for order in trace.handed_out if order not in shown)
+
+
+def _doubt_lost(made: Iterable[int | None], trace: Trace, reference: Trace) -> Iterator[Gap]:
+    """What is not known of the first NaN that an op made and none took."""
+    for order in made:
+        if order is not None and _is_unmeant(order, trace, reference):
+            sources = [source.op for source in trace_back(trace.ops, reference, [order]).sources]
+            for op in sources[:1] if any("nan" in op.analysis.kinds for op in sources if op.analysis) else ():
+                line = f" ({file_line(op.source.file, op.source.line)})" if op.source is not None else ""
+                yield Gap(
+                    text=f"The output is finite, but {op.op}{line} makes NaN that no later operation takes. It may "
+                    "have left torch, for a number of Python or numpy.",
+                    remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
+                    "what becomes of it.",
+                )
+                return
+
+
+def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
+    """Where the failure is, as a sentence."""
+    if kept:
+        names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
+        return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
+    places = [
+        f"{item.op} ({file_line(item.source.file, item.source.line)})" if item.source is not None else item.op
+        for item in decided
+    ]
+    return (
+        f"What the step returns is finite, and depends on what is not: {join_first(list(dict.fromkeys(places)), 3)} "
+        "makes numbers of it."
+    )

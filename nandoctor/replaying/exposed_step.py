@@ -1,0 +1,154 @@
+"""A step that returns beside its output what else a NaN can hide in, so that it is looked at as the output is.
+
+That is what the forward leaves in the model's attributes, in containers and in the files that its classes are written
+in, and what went into an op that gave whole numbers, truth values, or finite numbers alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nandoctor.evidence.trace import SourceLine
+from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
+from nandoctor.replaying.kept_state import scopes_of
+from nandoctor.replaying.runner import Batch, FailingStep
+from nandoctor.torch_compat import plain_torch, tree_leaves, version_of
+from nandoctor.tracing.dispatch_hook import Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
+from nandoctor.tracing.tensor_tree import walk_tensors
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HANDS_ON = MOVES | SELECTIONS | UNFILLED
+_NOT_VALUES = (ModuleType, FunctionType, type, nn.Module)
+
+
+class Exposed(NamedTuple):
+    """What the model returned; by their names what it left behind, and what ops took that hid it."""
+
+    output: Any
+    kept: dict[str, torch.Tensor]
+    taken: dict[str, torch.Tensor]
+
+
+class Taken(NamedTuple):
+    """An argument of an op, and where the op stands."""
+
+    op: str
+    argument: str
+    source: SourceLine | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Exposing:
+    """Makes `step` return an `Exposed`.
+
+    It holds the tensors of these paths `only`, whatever their values; where that is None all that changed, and all that
+    an op took which hid what is non-finite in it. `sites` tells of the latter, by their paths in the output. What the
+    op took that is called `replaced` becomes numbers first, in the `way` that `_replace` tells of.
+    """
+
+    step: FailingStep
+    only: frozenset[str] | None = None
+    replaced: str = ""
+    way: int = 0
+    sites: dict[str, Taken] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _taken: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> FailingStep:
+        """The step with what it exposes in its output, and none of that in its loss."""
+        return replace(self.step, forward=self._forward, loss=None if self.step.loss is None else self._loss)
+
+    def _forward(self, batch: Batch) -> Exposed:
+        self._counts, self._taken = Counter(), {}
+        before = {path: (tensor, version_of(tensor)) for path, tensor in _list_state(self.step.model)}
+        with intercepting(self._look):
+            output = self.step.forward(batch)
+        kept = {}
+        for path, tensor in _list_state(self.step.model):
+            is_wanted = (
+                _is_new(tensor, *before.get(path, (None, 0))) if self.only is None else f"kept.{path}" in self.only
+            )
+            if is_wanted:
+                kept[path] = tensor
+        return Exposed(output, kept, self._taken)
+
+    def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:
+        assert self.step.loss is not None
+        with intercepting(self._look):
+            return self.step.loss(made.output, batch)
+
+    def _look(self, call: Invocation, proceed: Proceed) -> Any:
+        number = self._counts[call.name]
+        self._counts[call.name] += 1
+        names = {f"{call.name}_{number}_{argument}": (argument, tensor) for argument, tensor in call.tensors()}
+        if self.replaced in names:
+            argument, tensor = names[self.replaced]
+            return proceed(call.with_argument(argument, _replace(tensor, self.way)))
+        made = proceed(call)
+        for name, (argument, tensor) in names.items() if call.name not in _HANDS_ON else ():
+            if f"taken.{name}" in self.only if self.only is not None else _hides(call, tensor, made):
+                self._taken[name] = tensor
+                self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
+        return made
+
+
+def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
+    """Tell whether the op made whole numbers of what is non-finite in its argument, or finite ones of a NaN."""
+    leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
+    numbers = numbers_in(taken)
+    if numbers is None or all_finite(taken):
+        return False
+    # `x != x` is the oldest way to ask for NaN.
+    if len(floats) < len(leaves) or not leaves:
+        return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
+    return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
+
+
+def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
+    """The tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
+
+    Where several are non-finite no two get the same, and another of them the largest in each `way`, so that the result
+    is another where their order matters. In the last all NaN are large.
+    """
+    steps = torch.linspace(0, 1, tensor.numel(), device=tensor.device)
+    steps = (steps.flip(0) if way == 1 else steps).view(tensor.shape)
+    large, any_number = (3e4 + 3e4 * steps).to(tensor.dtype), (1.2e5 * steps - 6e4).to(tensor.dtype)
+    finite = torch.where(torch.isinf(tensor), large.copysign(tensor), tensor)
+    return torch.where(torch.isnan(tensor), large if way == 2 else any_number, finite)
+
+
+def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | None) -> bool:
+    """Tell whether this is another tensor than there was before the forward, or was written to since."""
+    if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+        return True
+    is_same = before is tensor and version == version_of(tensor)
+    return not is_same and (before is tensor or not torch.allclose(before, tensor, 0, 0, equal_nan=True))
+
+
+def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating-point tensors, each once, that the model holds beside its weights and buffers, with their places."""
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    owners = [(name, vars(module)) for name, module in model.named_modules()]
+    owners += [(str(scope.__name__), vars(scope)) for scope in scopes_of(model)]
+    with plain_torch():
+        for owner, names in owners:
+            values = {
+                name: value
+                for name, value in list(names.items())
+                if name not in _OF_EVERY_MODULE and not name.startswith("__") and not isinstance(value, _NOT_VALUES)
+            }
+            for path, tensor in walk_tensors(values):
+                if id(tensor) not in seen and format_of(tensor.dtype) is not None:
+                    seen.add(id(tensor))
+                    yield f"{owner}.{path}".removeprefix("."), tensor

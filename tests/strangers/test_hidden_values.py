@@ -1,0 +1,125 @@
+"""A finite output beside NaN that a later step reads, or that chose what the output is; and what only looks like it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from visits import blamed, normal
+
+BATCH = {"x": normal(4, 4)}
+NAN = ("numerics", "", "div", "division-by-zero")
+
+
+class Hiding(nn.Module):
+    """A layer, a table of five rows, places to keep things in, and anything that uses them."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.memory, self.log, self.then = {}, [], then
+
+    def forward(self, x):
+        return self.then(self, self.layer(x))
+
+
+def nan(h):
+    return (h - h) / (h - h)
+
+
+def kept_in_a_dict(model, h):
+    model.memory["h"] = nan(h)
+    return h
+
+
+def kept_in_a_list(model, h):
+    model.log.append(nan(h).detach())
+    return h
+
+
+def chosen_by_argmax(model, h):
+    return model.table(nan(h).argmax(-1))
+
+
+def chosen_among_infinities(model, h):
+    return model.table((h / (h - h)).argmax(-1))
+
+
+def chosen_by_topk(model, h):
+    return model.table(nan(h).topk(2).indices).sum(1)
+
+
+def made_whole_numbers(model, h):
+    return model.table(nan(h).to(int).clamp(0, 4))
+
+
+def compared(_model, h):
+    return torch.where(nan(h) > 0, h, -h)
+
+
+def asked_by_python(_model, h):
+    return 2 * h if nan(h).mean().item() > 0 else h
+
+
+SICK = [
+    *(kept_in_a_dict, kept_in_a_list, chosen_by_argmax, chosen_among_infinities, chosen_by_topk),
+    *(made_whole_numbers, compared, asked_by_python),
+]
+
+
+@pytest.mark.parametrize("then", SICK, ids=lambda then: then.__name__)
+def test_what_hides_is_found(examine, then):
+    report = examine(Hiding(then), BATCH)
+    assert blamed(report) == NAN
+    assert any(note.startswith("What the step returns is finite") for note in report.notes)
+
+
+def masked(model, h):
+    model.memory["mask"] = torch.full((4, 4), -math.inf).triu(1)
+    model.memory["smallest"], model.memory["missing"] = torch.tensor(math.inf), torch.full((3,), math.nan)
+    return (h + model.memory["mask"]).softmax(-1)
+
+
+def checked_beside(_model, h):
+    ratio = nan(h)
+    return torch.where(torch.isfinite(ratio) & (ratio > 0), h, -h)
+
+
+def guarded(_model, h):
+    return h if not torch.isfinite(nan(h)).all() else 2 * h
+
+
+def logarithms_of_zero(model, h):
+    return model.table(torch.log(h.relu()).argmax(-1))
+
+
+def infinite_and_compared(_model, h):
+    return torch.where(h / (h - h) > 2, h, -h)
+
+
+SOUND = [masked, checked_beside, guarded, logarithms_of_zero, infinite_and_compared]
+
+
+@pytest.mark.parametrize("then", SOUND, ids=lambda then: then.__name__)
+def test_what_is_meant_is_healthy(examine, then):
+    assert blamed(examine(Hiding(then), BATCH)) == ("healthy",)
+
+
+def test_a_choice_that_only_fp16_spoils_is_silent(examine):
+    def route(model, h):
+        return model.table((h.half() * 6e4 * 100).argmax(-1))
+
+    report = examine(Hiding(route), BATCH)
+    assert blamed(report) == ("silent", "", "mul", "elementwise-overflow")
+
+
+def test_nan_that_leaves_torch_clears_nothing(examine):
+    def measure(model, h):
+        model.memory["mean"] = nan(h).mean().item()
+        return h
+
+    report = examine(Hiding(measure), BATCH)
+    assert report.verdict == "cannot-tell"
+    assert "div (" in report.headline
