@@ -20,8 +20,7 @@ from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
 from nandoctor.replaying.kept_state import scopes_of
 from nandoctor.replaying.runner import Batch, FailingStep
 from nandoctor.torch_compat import plain_torch, tree_leaves, version_of
-from nandoctor.tracing.dispatch_hook import Proceed, find_place, intercepting, to_source
-from nandoctor.tracing.op_call import Invocation
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 
