@@ -27,6 +27,8 @@ class ReadyPython:
         self._modules = modules
 
     def __enter__(self):
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("output", "errors")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, __file__, *self._modules]
         self._server = subprocess.Popen(
@@ -36,18 +38,25 @@ class ReadyPython:
 
     def __exit__(self, *error):
         self._server.communicate()
+        self._folder.cleanup()
 
     def run(self, program, *arguments, cwd, environment=None, merged=False):
         """What the script or package gives in the folder; `merged`, what it says on either stream is in `stdout`."""
-        with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
-            task = {"program": str(program), "arguments": list(map(str, arguments)), "cwd": str(cwd)}
-            task["environment"] = {**os.environ, **(environment or {})}
-            task["files"] = [os.devnull, output.name, output.name if merged else errors.name]
-            self._server.stdin.write(json.dumps(task) + "\n")
-            self._server.stdin.flush()
-            code = int(self._server.stdout.readline())
-            printed, said = (file.read().decode("utf-8") for file in (output, errors))
-        return subprocess.CompletedProcess([program, *arguments], code, printed, said)
+        self.start(program, *arguments, cwd=cwd, environment=environment, merged=merged)
+        return self.finish()
+
+    def start(self, program, *arguments, cwd, environment=None, merged=False):
+        for path in self._files:
+            path.write_bytes(b"")
+        files = [os.devnull, str(self._files[0]), str(self._files[0 if merged else 1])]
+        task = {"program": str(program), "arguments": list(map(str, arguments)), "cwd": str(cwd), "files": files}
+        task["environment"] = {**os.environ, **(environment or {})}
+        self._server.stdin.write(json.dumps(task) + "\n")
+        self._server.stdin.flush()
+
+    def finish(self):
+        code = int(self._server.stdout.readline())
+        return subprocess.CompletedProcess([], code, *(path.read_text(encoding="utf-8") for path in self._files))
 
 
 def serve():

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from ready_python import ReadyPython
 
 import nandoctor
 from nandoctor.capture.source_info import class_of
 from nandoctor.dumps.reader import read_dump
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 
@@ -100,22 +95,29 @@ if __name__ == "__main__":
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
-def train(folder, way):
+@pytest.fixture(scope="module")
+def ranks():
+    """Two, which have what FSDP2 and an optimizer import."""
+    modules = ("nandoctor.pipeline", "torch.distributed.fsdp", "torch._dynamo")
+    with ReadyPython(*modules) as one, ReadyPython(*modules) as other:
+        yield one, other
+
+
+def train(ranks, folder, way):
     """What each of two ranks printed."""
     script = folder / f"train_{way}.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, str(script), str(rank), way] for rank in (0, 1)]
-    running = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder) for c in commands]
-    return [process.communicate(timeout=300)[0].strip() for process in running]
+    for rank, python in enumerate(ranks):
+        python.start(script, rank, way, cwd=folder)
+    return [python.finish().stdout.strip() for python in ranks]
 
 
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["on", "mixed", "half", "copies"])
-def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way):
+def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ranks):
     monkeypatch.chdir(tmp_path)
-    said = train(tmp_path, way)
+    said = train(ranks, tmp_path, way)
     stopped = "The recorder stopped the training at step 3: 1 non-finite step."
     assert [text.splitlines()[-1] for text in said] == [stopped] * 2
     report = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False).report
@@ -128,9 +130,11 @@ def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way):
 
 @needs_gloo
 @pytest.mark.slow
-def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch):
+def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
-    assert train(tmp_path, "gradients") == ["The recorder stopped the training at step 3: 1 non-finite step."] * 2
+    assert (
+        train(ranks, tmp_path, "gradients") == ["The recorder stopped the training at step 3: 1 non-finite step."] * 2
+    )
     case = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False)
     assert case.report.reproduction.grade == "exact"
     assert (case.report.origin.phase, case.report.origin.op) == ("backward", "sqrt")
@@ -138,8 +142,8 @@ def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch):
 
 @needs_gloo
 @pytest.mark.slow
-def test_recording_changes_no_bit(tmp_path):
-    on, off = train(tmp_path, "on"), train(tmp_path, "off")
+def test_recording_changes_no_bit(tmp_path, ranks):
+    on, off = train(ranks, tmp_path, "on"), train(ranks, tmp_path, "off")
     assert on[0].splitlines()[0] == off[0]
 
 
