@@ -11,10 +11,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,9 +118,9 @@ def _print_by_size() -> None:
 def _measure_added(model: nn.Module, num_blocks: int, arguments: Mapping[str, Any]) -> str:
     x, target = torch.randn(4, 8), torch.randint(8, (4,))
     inner = max(1, STEPS_A_ROUND // num_blocks)
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:  # a recorder that is left open would be in all later figures
         plain = _make_step(deepcopy(model), x, target, "fp32")
-        recorded = _make_step(deepcopy(model), x, target, "fp32", folder=Path(folder), arguments=arguments)
+        recorded = _make_step(deepcopy(model), x, target, "fp32", stack=stack, arguments=arguments)
         rows = [[_time(step, x.device, inner) for step in (plain, recorded)] for _ in range(ROUNDS + WARM_UP)]
     rows = rows[WARM_UP:]
     added = statistics.median(with_it - without for without, with_it in rows)
@@ -130,9 +129,9 @@ def _measure_added(model: nn.Module, num_blocks: int, arguments: Mapping[str, An
 
 
 def _measure(model: nn.Module, x: torch.Tensor, target: torch.Tensor, way: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
         plain, again = (_make_step(deepcopy(model), x, target, way) for _ in range(2))
-        recorded = _make_step(deepcopy(model), x, target, way, folder=Path(folder))
+        recorded = _make_step(deepcopy(model), x, target, way, stack=stack)
         times = [[_time(step, x.device) for step in (plain, recorded, again)] for _ in range(ROUNDS + WARM_UP)]
         counted = ""
         if x.device.type == "cuda":
@@ -149,17 +148,18 @@ def _make_step(
     x: torch.Tensor,
     target: torch.Tensor,
     way: str,
-    folder: Path | None = None,
+    stack: ExitStack | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Callable[[], None]:
-    """A training step of this model; with a recorder where it has a folder to write to."""
+    """A training step of this model; with a recorder where a stack is given to close it."""
     device, amp = x.device, way != "fp32"
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in way)
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
     recorder = None
-    if folder:
+    if stack is not None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         options = {"scaler": scaler if amp else None, "loss": loss_of, "arguments": arguments}
-        recorder = nandoctor.Recorder(model, folder=folder, **options)
+        recorder = stack.enter_context(nandoctor.Recorder(model, folder=folder, **options))
 
     def step() -> None:
         with torch.autocast(device.type, torch.float16) if amp else nullcontext():
