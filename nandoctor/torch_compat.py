@@ -354,6 +354,12 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
+def run_backward_in_modes(loss: Tensor) -> None:
+    """Run the backward pass of a scalar with the function modes that are on, which a plain `backward()` suspends."""
+    run = _find("torch.autograd.graph._engine_run_backward")
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def is_custom_node(node: Any) -> bool:
     """Tell whether a graph node belongs to a `torch.autograd.Function` written in Python."""
     return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))

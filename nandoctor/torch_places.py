@@ -36,6 +36,8 @@ NEEDED: dict[str, str] = {
     "torch._C._functorch.get_unwrapped": "models that use torch.func",
     "torch._C._are_functorch_transforms_active": "models that use torch.func",
     "torch._C._DisableFuncTorch": "models that use torch.func",
+    # Tensor.backward and torch.autograd.backward are functions of torch, which a function mode is suspended in.
+    "torch.autograd.graph._engine_run_backward": "widening what a Function's own backward computes in half precision",
     # `torch._C.DisableTorchFunctionSubclass`, the documented half, leaves function modes such as DeviceContext on.
     "torch._C.DisableTorchFunctionSubclass": "keeping the state of models with tensors of a subclass",
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",

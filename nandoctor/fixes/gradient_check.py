@@ -8,7 +8,7 @@ Too low a scale shows as an error: small gradients are then rounded to zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Literal
 
@@ -67,8 +67,11 @@ class GradientCheck:
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
         return (*larger, grown, step.loss_scale)
 
-    def judge(self, change: Change, made: Result, scale: float | None) -> Said:
-        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's."""
+    def judge(self, change: Change, made: Result, scale: float | None, *, in_backward: bool = False) -> Said:
+        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's.
+
+        With `in_backward` the change is of code that computes them: it is no measure of what they should be.
+        """
         of = "a stand-in loss" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
             return "not-checked", "no weight has a gradient"
@@ -86,7 +89,8 @@ class GradientCheck:
                 return "failed", told + aside
         if scale < 1 and self._loses_small_gradients(scale):
             return "failed", f"{told}, where those of the samples that were fine are rounded away"
-        error, allowed = self._error(change, made, grain=FP16.smallest_subnormal / scale)
+        references = self._references(None if in_backward else change, made)
+        error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
         told += "" if norm or before.finite else " (all are 0, so this batch teaches nothing)"
         return "passed" if error is None or error <= allowed else "failed", told + aside
@@ -137,31 +141,22 @@ class GradientCheck:
             (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel()), default=0.0
         )
 
-    def _error(self, change: Change, made: Result, *, grain: float) -> tuple[float | None, float]:
-        """How far the gradients are off the nearest sound ones, and how far they may be."""
-        errors = []
-        for reference, allowed in self._references(change, made):
-            errors.append(gradient_error(made, reference, grain=grain))
-            if errors[-1] <= allowed:
-                return errors[-1], allowed
-        return min(errors, default=None), GRADIENT_TOLERANCE
-
-    def _references(self, change: Change, made: Result) -> Iterator[tuple[Result, float]]:
+    def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
         """What the gradients are compared with in turn, and what they may be off by.
 
-        fp32 and float64 of the unchanged step, and what fp32 loses there in fp16's coarser units; the same change in
+        fp32 and float64 of the unchanged step, and what fp32 loses there in fp16's coarser units; the same `change` in
         fp32, where it makes the gradients no larger; at last what fp16 loses in the samples that were fine.
         """
-        sound = self._trials.sound_reference((change,))
+        sound = self._trials.sound_reference(() if change is None else (change,))
         if sound.finite:
             yield sound, GRADIENT_TOLERANCE
             exact = self._trials.exact()
             if exact.finite:
                 yield exact, GRADIENT_TOLERANCE
                 yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
-        changed = self._trials.reference(change)
+        changed = None if change is None else self._trials.reference(change)
         no_larger = not sound.finite or gradient_norm(made) <= _LARGER * gradient_norm(sound)
-        if changed.finite and no_larger:
+        if changed is not None and changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)
@@ -181,6 +176,16 @@ class GradientCheck:
         scale = self._trials.step.loss_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
+
+
+def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain: float) -> tuple[float | None, float]:
+    """How far gradients are off the nearest of their references, and how far they may be."""
+    errors = []
+    for reference, allowed in references:
+        errors.append(gradient_error(made, reference, grain=grain))
+        if errors[-1] <= allowed:
+            return errors[-1], allowed
+    return min(errors, default=None), GRADIENT_TOLERANCE
 
 
 def _describe_error(error: float | None, allowed: float) -> str:

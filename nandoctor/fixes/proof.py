@@ -83,7 +83,7 @@ class Verifier:
         criteria: list[tuple[str, Callable[[], Said]]] = [
             ("output", lambda: self._judge_output(judgement, made, change)),
             ("loss", lambda: self._judge_loss(made)),
-            ("gradients", lambda: self._gradients.judge(change, made, scale)),
+            ("gradients", lambda: self._gradients.judge(change, made, scale, in_backward=written.in_backward)),
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
@@ -91,6 +91,8 @@ class Verifier:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
         if written.past_bound is not None:
             criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
+        elif written.in_backward and not self._trials.sound_reference(()).finite:
+            criteria.append(("backward", lambda: ("failed", "no sound gradients to compare those of the code with")))
         mended = change if isinstance(change, SourcePatch) and not only_widens(edit) else None
         judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
         criteria.append(("samples to blame alone", partial(self._judge_alone, change, judge_varied)))
@@ -133,17 +135,20 @@ class Verifier:
 
     @cached_property
     def _smaller(self) -> tuple[float, Trials] | None:
-        """The largest of a few factors for the inputs that leaves float64 finite."""
+        """The largest of a few factors for the inputs that leaves float64 finite, its gradients too if one does."""
         if not self._trials.numerics or self._trials.exact().finite:
             return None
+        found = None
         for factor in _FACTORS:
             batch = scaled(self._trials.step.batch, self._trials.step.used, factor)
             trials = self._trials.on(replace(self._trials.step, batch=batch)) if batch is not None else None
             if trials is None:
                 return None
-            if trials.exact().values_finite:
-                return factor, trials
-        return None
+            if trials.exact().values_finite and (found is None or trials.exact().finite):
+                found = factor, trials
+            if trials.exact().finite:
+                break
+        return found
 
     def _judge_loss(self, made: Result) -> Said:
         loss = made.values.get("loss")
@@ -177,13 +182,14 @@ class Verifier:
         trials = self._trials
         if trials.numerics and not trials.exact().finite:
             if self._smaller is None:
-                return "not-checked", "float64 overflows too"
+                return _unknown(written, "float64 overflows too")
             _, trials = self._smaller
-        exact = trials.exact(written.unchanged)
-        made = compare(trials.reference(written.changed), exact)
-        if not exact.ran or not made.values:
-            return "not-checked", "the step cannot be run in float64 with such exponents"
-        usual = compare(exact, trials.exact()).values
+        runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
+        changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)
+        made = compare(changed, exact)
+        if not exact.ran or not made.values or (written.in_backward and not exact.gradients_finite):
+            return _unknown(written, "the step cannot be run in float64 with such exponents")
+        usual = compare(exact, before).values
         off = max(
             float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
             for name, found in made.values.items()
@@ -372,6 +378,11 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
+
+
+def _unknown(written: PastBound, reason: str) -> Said:
+    """What is not known of exponents past a bound: where the gradients are computed of them, nothing else judges."""
+    return "failed" if written.in_backward else "not-checked", reason
 
 
 def _not_run(name: str) -> Check:

@@ -56,10 +56,14 @@ OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastBound:
-    """A patch that clamps exponents, and one that does not, both with all of them between the bound and the largest."""
+    """A patch that clamps exponents, and one that does not, both with all of them between the bound and the largest.
+
+    `in_backward`: the exponents are in code of a backward pass, so that the gradients show what is made of them.
+    """
 
     changed: SourcePatch
     unchanged: SourcePatch
+    in_backward: bool
 
 
 class SourceWriter:
@@ -93,7 +97,14 @@ class SourceWriter:
         bounded = [edit for edit in edits if bound_of(edit) is not None]
         changed = self.write(edits, "past bound") if bounded else None
         unchanged = self.write(bounded, "past bound alone") if bounded else None
-        return PastBound(changed=changed, unchanged=unchanged) if changed and unchanged else None
+        if not changed or not unchanged:
+            return None
+        return PastBound(changed=changed, unchanged=unchanged, in_backward=self.in_backward(bounded))
+
+    def in_backward(self, edits: Sequence[SingleEdit]) -> bool:
+        """Tell whether one of the edits is in code that the forward does not run: a Function's backward by hand."""
+        sites = [edit.site.source for edit in edits if isinstance(edit, ClampArgument | GuardArgument | SetArgument)]
+        return not {op.source for op in self._ops if op.phase != "backward"}.issuperset(sites)
 
     def _write_one(self, edit: SingleEdit) -> None:
         if isinstance(edit, SetArgument):

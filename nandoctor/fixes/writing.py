@@ -56,7 +56,8 @@ class WrittenChange:
 
     `settings` are the loss scale and the dtype of autocast, where the change is one of them. `at_edge` is the patch
     with the arguments that it keeps within a domain put on the edge, `past_bound` those with exponents past the bound
-    that it sets; None where it keeps none so.
+    that it sets; None where it keeps none so. `in_backward`: it changes how gradients are computed, by code of the
+    backward pass, so that they are values and not derivatives of what it makes.
     """
 
     kind: ChangeKind
@@ -66,6 +67,7 @@ class WrittenChange:
     settings: FixSettings | None = None
     at_edge: SourcePatch | None = None
     past_bound: PastBound | None = None
+    in_backward: bool = False
 
 
 class ChangeWriter:
@@ -88,6 +90,7 @@ class ChangeWriter:
                 change=patch,
                 at_edge=self._source.at_edge(singles),
                 past_bound=self._source.past_bound(singles),
+                in_backward=self._source.in_backward(singles),
             )
         settings = _settings_of(singles)
         if settings is not None:

@@ -25,7 +25,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
-from nandoctor.torch_compat import is_running_norm, schema_of, tree_leaves, tree_map
+from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schema_of, tree_leaves, tree_map
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
@@ -62,9 +62,9 @@ def run_backward(
         if is_large(model):
             released = ReleasedGradients(model, keep=keep, loss_scale=loss_scale)
             with released.watching():
-                (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+                run_backward_in_modes(loss * loss_scale)
             return released.nonfinite(), released.kept
-        (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+        run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
         return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made.items()} if keep else None

@@ -1,0 +1,61 @@
+"""A Function's own backward: its gradients are values that float64 judges, and not derivatives of what a fix makes."""
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
+from nandoctor.replaying.module_state import run_backward
+
+
+class HandLogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.logsumexp(x.float(), -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        powers = x.float().exp()
+        return gradient[:, None] * powers / powers.sum(-1, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight)
+
+    def forward(self, x):
+        return HandLogSumExp.apply(self.read(x))
+
+
+@pytest.mark.slow
+def test_a_clamp_in_a_backward_is_judged_by_the_gradients(tmp_path):
+    x = torch.tensor([[120.0, 90.0], [0.5, -2.0]])  # clamped at 80 both have a share of one half
+    torch.save({"state_dict": Net().state_dict(), "x": x}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", model=Net, loss=lambda output, _: output.mean()).report
+    clamp = next(item for item in report.fixes if item.edit.kind == "clamp")
+    assert not clamp.verified
+    assert next(check for check in clamp.checks if check.status == "failed").name == "gradients"
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.half().float()
+
+
+def test_the_references_widen_a_backward_too():
+    model = nn.Linear(1, 1, bias=False)
+    for policy, dtype in ((REFERENCE, torch.float32), (EXACT, torch.float64)):
+        with apply_policy(policy, torch.device("cpu")):
+            loss = 1e-9 * Rounding.apply(model.to(dtype)(torch.ones(1, 1, dtype=dtype))).sum()
+            _, gradients = run_backward(model, loss, loss_scale=1.0, keep=True)
+        assert float(gradients["weight"]) > 0  # fp16 rounds 1e-9 to 0
