@@ -29,6 +29,8 @@ MOST_NOISE = 0.03
 """And never more than this share of the largest magnitude in the whole tensor."""
 BF16_TOLERANCE = 8 * TOLERANCE
 """The most that is allowed for what bf16, with 3 bits fewer than fp16, loses in this step without the failure."""
+FP32_ERROR = 10 * TOLERANCE
+"""What fp32 may be off float64 by, and still be the measure of a fix."""
 _SMALLEST_SHARE = 1e-3
 _PIECE = 1 << 16
 _LARGEST_FP32 = torch.finfo(torch.float32).max

@@ -50,8 +50,8 @@ _OTHER_FILL = 1000.0
 
 _NUM_SEEDS = 3
 _SEEDS_ALIKE = 2
-"""So many other seeds with which the step fails as well show that it does not depend on what is drawn; where it fails
-without dropout as well, one does."""
+"""So many other seeds with which the step fails as well show that it does not depend on what is drawn; that it fails
+without dropout as well does so too."""
 
 MOST_LOST = 0.5
 """Of a weight that has lost more than this share of its values nothing is left to train from."""
@@ -308,7 +308,7 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
     enough = _SEEDS_ALIKE
     for flag in (True, False):
         if (outcome := trials.varied(training=flag, seed=step.seed).look()) is not None:
-            enough = enough if flag or outcome.finite else 1
+            enough = enough if flag or outcome.finite else 0
             yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
     for setting, samples in _selections(guilty, step.num_samples):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:

@@ -32,6 +32,9 @@ _LEAST_SCALE = 256.0
 """Where no scale is known: GradScaler comes down to it within eight steps, and small gradients are still seen."""
 _MOST_NOISE = 0.5
 """The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
+_LARGEST_MADE_UP = 1e6
+"""The largest norm of gradients that only a change gives a value, over that of the samples that were fine where it is
+above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of 1, and one update spoils every weight."""
 _LARGER = 1.1
 """A change of the formula may make the gradients smaller, and no larger than this."""
 
@@ -78,8 +81,8 @@ class GradientCheck:
         if scale is None:
             return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
         norm, before = gradient_norm(made), self._trials.sound_reference(())
-        if norm > LARGEST_SQUARED and not before.finite:
-            return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, whose square overflows fp32"
+        if not before.finite and norm > self._largest_made_up:
+            return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, made up by the change"
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
@@ -160,6 +163,14 @@ class GradientCheck:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)
+
+    @cached_property
+    def _largest_made_up(self) -> float:
+        """The largest norm that is believed of gradients which are not finite without a change."""
+        if self._trials.step.loss in SURROGATES:
+            return LARGEST_SQUARED
+        fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
+        return _LARGEST_MADE_UP * max(1.0, gradient_norm(fine) if fine is not None and fine.finite else 1.0)
 
     def _loses_small_gradients(self, scale: float) -> bool:
         """Tell whether a scale that holds the largest gradient leaves nothing of the others', which a norm hides."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from typing import Literal
 
 import torch
 
 from nandoctor.evidence.edits import Edit, SourcePatch, flatten, only_widens
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
+    FP32_ERROR,
     LARGEST_SQUARED,
     MOST_NOISE,
     TOLERANCE,
@@ -54,12 +56,12 @@ _LOWERED = (256.0, 16.0)
 class Verifier:
     """Verifies written changes of one step; the runs that they are compared with are shared by all of them.
 
-    `guilty` are the samples to blame, () where they are not known; `random` tells whether the step draws numbers.
+    `guilty` are the samples to blame, () where not known; `random`: it draws; `trusts_fp32`: no float64 is asked.
     """
 
-    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool) -> None:
+    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool = False) -> None:
         self._trials, self._as_searched = trials.with_gradients, trials
-        self._guilty, self._random = guilty, random
+        self._guilty, self._random, self._trusts_fp32 = guilty, random, trusts_fp32
         samples = range(trials.step.num_samples or 0)
         self._healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
         self._gradients = GradientCheck(self._trials, healthy=self._healthy)
@@ -87,6 +89,8 @@ class Verifier:
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
+        if judgement.passes and (doubt := self._doubt_fp32(made, change)) is not None:
+            criteria.insert(1, ("float64", lambda: ("failed", doubt)))
         if written.at_edge is not None:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
         if written.past_bound is not None:
@@ -132,6 +136,16 @@ class Verifier:
         if beside.finite and beside.agrees(unsure=compare(trials.reference(), trials.exact())):
             return None
         return f"{percent(beside.max_rel_err)} off float64 with inputs of {factor:g} times the size"
+
+    def _doubt_fp32(self, made: Result, change: Change) -> str | None:
+        """Tell where fp32 is so far off float64 that to agree with it proves nothing."""
+        if self._trials.numerics or self._trusts_fp32 or selects((change,)):
+            return None
+        exact = self._as_searched.exact()
+        off = compare(self._as_searched.reference(), exact)
+        if not exact.values_finite or off.max_rel_err <= FP32_ERROR or compare(made, exact).agrees():
+            return None
+        return f"fp32 itself is {percent(off.max_rel_err)} off float64 here"
 
     @cached_property
     def _smaller(self) -> tuple[float, Trials] | None:
@@ -180,15 +194,16 @@ class Verifier:
         One score past the bound of a softmax may be the largest still; two of them would tie.
         """
         trials = self._trials
+        unknown: Literal["failed", "not-checked"] = "failed" if written.in_backward else "not-checked"
         if trials.numerics and not trials.exact().finite:
             if self._smaller is None:
-                return _unknown(written, "float64 overflows too")
+                return unknown, "float64 overflows too"
             _, trials = self._smaller
         runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
         changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)
         made = compare(changed, exact)
         if not exact.ran or not made.values or (written.in_backward and not exact.gradients_finite):
-            return _unknown(written, "the step cannot be run in float64 with such exponents")
+            return unknown, "the step cannot be run in float64 with such exponents"
         usual = compare(exact, before).values
         off = max(
             float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
@@ -378,11 +393,6 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
-
-
-def _unknown(written: PastBound, reason: str) -> Said:
-    """What is not known of exponents past a bound: where the gradients are computed of them, nothing else judges."""
-    return "failed" if written.in_backward else "not-checked", reason
 
 
 def _not_run(name: str) -> Check:

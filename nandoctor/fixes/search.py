@@ -45,6 +45,7 @@ from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
+from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first, percent, plural
@@ -191,7 +192,7 @@ class _Search:
             self._trials.with_gradients.know_reference(findings.fp32)
         self._guilty = guilty_samples(findings)
         self._writer = ChangeWriter(step.model, findings.ops)
-        self._verifier = Verifier(self._trials, guilty=self._guilty, random=findings.random)
+        self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []
         self._from_fp32_sets: list[Fix] = []
@@ -208,11 +209,17 @@ class _Search:
             affected = self._guilty or rows_hit(self._findings)
             self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
 
+    def _new_verifier(self) -> Verifier:
+        # A product that overflows in fp16 is far from where fp32 ends; a float64 run of a network of them costs most.
+        suspects = self._findings.conclusion.suspects
+        trusts_fp32 = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in suspects)
+        return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
+
     def _try_later_origins(self) -> None:
         self._later = find_later_origins(self._findings, self._trials)
         if self._guilty and not set(self._later.samples) <= set(self._guilty):
             self._guilty = tuple(sorted({*self._guilty, *self._later.samples}))
-            self._verifier = Verifier(self._trials, guilty=self._guilty, random=self._findings.random)
+            self._verifier = self._new_verifier()
         self._attempt(self._later.candidates, self._tried)
 
     def try_fp32_sets(self) -> None:

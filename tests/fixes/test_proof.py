@@ -307,3 +307,36 @@ def test_noise_is_tried_at_half_and_double_beside_fp32(tmp_path):
     found = along_with(fix.checks)
     assert found["small noise on the inputs"] == "inputs halved, samples in another order, inputs doubled"
     assert found["inputs doubled"] == "samples in another order, small noise on the inputs"
+
+
+class NearOne(HandSoftplus):
+    def forward(self, x):
+        return -torch.log(1 - torch.sigmoid(self.read(x)) + 1e-30)
+
+
+@pytest.mark.slow
+def test_a_fix_that_agrees_with_a_wrong_fp32_is_not_verified(tmp_path):
+    report = replay(tmp_path, NearOne, x=torch.tensor([[30.0, 1.0], [0.5, -2.0]]))
+    assert report.verdict == "precision"
+    assert not any(fix.verified for fix in report.fixes if fix.kind != "data")  # fp32 gives 69, float64 30
+    assert "float64" in {name for fix in report.fixes for name in failures(fix)}
+
+
+class Standardized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean(1, keepdim=True)
+        return x @ (weight / weight.std(1, keepdim=True)).T
+
+
+@pytest.mark.slow
+def test_gradients_that_a_small_divisor_makes_up_are_refused(tmp_path):
+    def loss(output, _):
+        return (output.float() - 1).square().mean()
+
+    fix = replay(tmp_path, Standardized, loss=loss, x=torch.ones(3, 2) * torch.tensor([1.0, 2.0])).fixes[0]
+    assert fix.verified
+    assert "clamp(min=1e-6)" in fix.patch  # with 1e-12 they are 1e12 times what another row's are
