@@ -35,7 +35,8 @@ class JoinOrder:
     def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The tensors joined, in new memory, or in that of an earlier answer."""
         if into is None:
-            into = [tensors[part][0].new_empty(0) for part in self._slices]
+            with torch.no_grad():
+                return [_join(tensors[part]) for part in self._slices]
         with torch.inference_mode():
             return [_join(tensors[part], out) for part, out in zip(self._slices, into, strict=True)]
 
@@ -50,7 +51,7 @@ class JoinOrder:
         with torch.inference_mode():
             for part in self._slices:
                 if there := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there, there[0].new_empty(0)))
+                    low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there))
                     bounds += (-low.item(), high.item())
         return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 
@@ -60,6 +61,12 @@ def can_join(tensor: torch.Tensor) -> bool:
     return type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() > 0
 
 
-def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """The tensors in one; autocast, which refuses fp16 under bf16, leaves alone what is written to `out`."""
-    return (torch.cat if tensors[0].dim() else torch.stack)(tensors, out=out)  # type: ignore[arg-type]
+    join = torch.cat if tensors[0].dim() else torch.stack
+    try:
+        return join(tensors, out=out)  # type: ignore[arg-type]
+    except RuntimeError:
+        if out is not None:
+            raise
+        return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]
