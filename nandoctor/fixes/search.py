@@ -211,8 +211,12 @@ class _Search:
 
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from where fp32 ends; a float64 run of a network of them costs most.
-        suspects = self._findings.conclusion.suspects
-        trusts_fp32 = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in suspects)
+        # Beside the constant of a mask fp32 loses the scores, which is meant: where all is masked float64 has them left.
+        found = self._findings.conclusion
+        is_mask = any(
+            diagnosis.cause and diagnosis.cause.code == "mask-constant-overflow" for diagnosis in found.diagnoses
+        )
+        trusts_fp32 = is_mask or all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
         return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
 
     def _try_later_origins(self) -> None:
