@@ -269,7 +269,7 @@ def _measure(step: FailingStep, asked: _Asked, *, random: bool) -> MadeChange | 
         edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
         trials = failing or Trials(step, TrialBudget(), numerics=False)
         guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
-        verifier = Verifier(trials, guilty=guilty, random=random)
+        verifier = Verifier(trials, guilty=guilty, random=random, trusts_fp32=True)
         change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
         judgement, checks = verifier.verify(change, edit)
         return MadeChange(outcome=judgement.outcome, checks=checks, beside_unchanged=failing is not None)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate
-from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.diagnosis.conclusion import MASK, Findings
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
@@ -211,11 +211,9 @@ class _Search:
 
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from where fp32 ends; a float64 run of a network of them costs most.
-        # Beside the constant of a mask fp32 loses the scores, which is meant: where all is masked float64 has them left.
+        # Beside the constant of a mask fp32 loses the scores, which is meant: of a row of masks float64 has them.
         found = self._findings.conclusion
-        is_mask = any(
-            diagnosis.cause and diagnosis.cause.code == "mask-constant-overflow" for diagnosis in found.diagnoses
-        )
+        is_mask = any(diagnosis.cause and diagnosis.cause.code == MASK for diagnosis in found.diagnoses)
         trusts_fp32 = is_mask or all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
         return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
 
