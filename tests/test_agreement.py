@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,4 @@ def test_a_fix_is_written_in_a_copy_of_the_project(tmp_path, monkeypatch):
     result = CliRunner().invoke(main, ["fix", str(dump), "--write", "--max-trials", "40"])
     assert "FIXED" in result.stdout, result.stdout
     assert (here / "net.py").read_text() != (there / "net.py").read_text()
+    del sys.modules["net"]
