@@ -15,7 +15,7 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.verdict import judge
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
 from nandoctor.replaying.exposed_step import Exposing, Taken
@@ -44,15 +44,16 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _may_hide(op: OpCall) -> bool:
-    return op.analysis is not None and op.analysis.kinds != ("-inf",) and not writes_infinity(op)
+    kinds = op.analysis.kinds if op.analysis is not None else ()
+    return "nan" in kinds or (any(kind != "-inf" for kind in kinds) and not writes_infinity(op))
 
 
 def _look(step: FailingStep, findings: Findings) -> Findings:
     exposing = Exposing(step=step)
     whole = exposing.exposed.run(watch=CLOSELY).trace
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
-    hidden = {stats.path: stats.producer for stats in whole.output if not stats.finite}
-    kept = [path for path, made in hidden.items() if path.startswith("kept.") and _is_unmeant(made, whole, reference)]
+    hidden = {stats.path: stats for stats in whole.output if not stats.finite}
+    kept = [path for path, held in hidden.items() if path.startswith("kept.") and _is_unmeant(held, whole, reference)]
     taken = {
         path: site
         for path, site in exposing.sites.items()
@@ -62,7 +63,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path)]
     chosen = frozenset((*kept, *decided))
     if not chosen:
-        lost = (made for path, made in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
+        lost = (held for path, held in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
         return replace(findings, gaps=(*findings.gaps, *_doubt_lost((*lost, *_unseen(whole)), whole, reference)))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
     conclusion = conclude(shown, shown_reference, step.low)
@@ -89,15 +90,17 @@ def _showing(trace: Trace, chosen: Set[str]) -> Trace:
     return replace(trace, output=tuple(itertools.compress(trace.output, is_shown)))
 
 
-def _is_unmeant(made: int | None, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
-    """Tell whether a traced op made the non-finite values that the op `made` gave, other than a mask or a marker.
+def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
+    """Tell whether a traced op made the non-finite values of a tensor, other than a mask or a marker.
 
-    What was `compared`, and came with the batch or the model, was there to be left out.
+    What was `compared`, and came with the batch or the model, was there to be left out. A -inf is a mask as long as it
+    is no NaN: 0 times the log of 0 is one.
     """
-    if made is None:
+    if held.producer is None:
         return False
-    found = trace_back(trace.ops, reference, [made])
-    sources = [source.op for source in found.sources if source.op.analysis and source.op.analysis.kinds != ("-inf",)]
+    found = trace_back(trace.ops, reference, [held.producer])
+    masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
+    sources = [source.op for source in found.sources if source.op.analysis and source.op.analysis.kinds != masks]
     if sources:
         return not all(any(math.isnan(value) for _, value in op.scalars) for op in sources)
     return not compared and any(tensor.origin != "unknown" for _, tensor in found.outside)
@@ -125,17 +128,19 @@ def _list_values(outcome: Outcome) -> list[object]:
     return [[(tuple(tensor.shape), tensor.detach().cpu().flatten().tolist()) for tensor in tensors], plain]
 
 
-def _unseen(trace: Trace) -> tuple[int, ...]:
-    """The ops whose non-finite values no op took and that are not in the output."""
-    shown = {stats.producer for stats in trace.output}
-    return tuple(order for order in trace.handed_out if order not in shown)
+def _unseen(trace: Trace) -> Iterator[TensorStats]:
+    """The non-finite values that no op took and that are not in the output."""
+    unseen = {*trace.handed_out} - {stats.producer for stats in trace.output}
+    for op in trace.ops:
+        if op.order in unseen:
+            yield from (replace(stats, producer=op.order) for stats in op.outputs if not stats.finite)
 
 
-def _doubt_lost(made: Iterable[int | None], trace: Trace, reference: Trace) -> Iterator[Gap]:
+def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
     """What is not known of the first NaN that an op made and none took."""
-    for order in made:
-        if order is not None and _is_unmeant(order, trace, reference):
-            sources = [source.op for source in trace_back(trace.ops, reference, [order]).sources]
+    for held in lost:
+        if held.producer is not None and _is_unmeant(held, trace, reference):
+            sources = [source.op for source in trace_back(trace.ops, reference, [held.producer]).sources]
             for op in sources[:1] if any("nan" in op.analysis.kinds for op in sources if op.analysis) else ():
                 line = f" ({file_line(op.source.file, op.source.line)})" if op.source is not None else ""
                 yield Gap(

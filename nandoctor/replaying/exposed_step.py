@@ -1,7 +1,7 @@
 """A step that returns beside its output what else a NaN can hide in, so that it is looked at as the output is.
 
-That is what the forward leaves in the model's attributes, in containers and in the files that its classes are written
-in, and what went into an op that gave whole numbers, truth values, or finite numbers alone.
+That is what the forward leaves in the model's weights and attributes, in containers and in the files that its classes
+are written in, and what went into an op that gave whole numbers, truth values, or finite numbers alone.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class Exposing:
             )
             if is_wanted:
                 kept[path] = tensor
+        for path, weight in self.step.model.named_parameters():
+            if not all_finite(weight) if self.only is None else f"kept.{path}" in self.only:
+                kept[path] = weight
         return Exposed(output, kept, self._taken)
 
     def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:

@@ -69,6 +69,30 @@ SICK = [
 ]
 
 
+def kept_entropy(model, h):
+    zero = 0 * h.detach()
+    model.memory["entropy"] = (zero * zero.log()).sum()
+    return h
+
+
+def decided_by_entropy(_model, h):
+    zero = 0 * h.detach()
+    return 2 * h if (zero * zero.log()).sum() > 0 else h
+
+
+def test_nan_of_a_mere_minus_infinity_is_none_that_is_meant(examine):
+    for then in kept_entropy, decided_by_entropy:
+        assert blamed(examine(Hiding(then), BATCH)) == ("numerics", "", "log", "log-of-zero")
+
+
+def test_a_weight_that_the_forward_spoils_is_found(examine):
+    def spoil(model, h):
+        model.table.weight.data = nan(h).mean() * model.table.weight.data
+        return h
+
+    assert blamed(examine(Hiding(spoil), BATCH)) == NAN
+
+
 @pytest.mark.parametrize("then", SICK, ids=lambda then: then.__name__)
 def test_what_hides_is_found(examine, then):
     report = examine(Hiding(then), BATCH)
