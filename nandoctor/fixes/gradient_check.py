@@ -8,10 +8,16 @@ Too low a scale shows as an error: small gradients are then rounded to zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
@@ -19,6 +25,7 @@ from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.replaying.runner import Change
 from nandoctor.text import number, percent
+from nandoctor.torch_compat import tree_map
 
 Said = tuple[Literal["passed", "failed", "not-checked"], str]
 """A status, and the sentence that gives its reason; an aside comes after a semicolon, where a screen has no room."""
@@ -33,8 +40,11 @@ _LEAST_SCALE = 256.0
 _MOST_NOISE = 0.5
 """The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
 _LARGEST_MADE_UP = 1e6
-"""The largest norm of gradients that only a change gives a value, over that of the samples that were fine where it is
-above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of 1, and one update spoils every weight."""
+"""The largest norm of gradients that only a change gives a value, over that of the samples that were fine, or that the
+loss hands to an ordinary output, where one is above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of
+1, and one update spoils every weight."""
+_ORDINARY = 0.5
+"""A value of an output for which losses of probabilities, of logits and of distances are all smooth."""
 _LARGER = 1.1
 """A change of the formula may make the gradients smaller, and no larger than this."""
 
@@ -170,7 +180,27 @@ class GradientCheck:
         if self._trials.step.loss in SURROGATES:
             return LARGEST_SQUARED
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
-        return _LARGEST_MADE_UP * max(1.0, gradient_norm(fine) if fine is not None and fine.finite else 1.0)
+        usual = gradient_norm(fine) if fine is not None and fine.finite else self._steepness()
+        return min(_LARGEST_MADE_UP * max(1.0, usual), LARGEST_SQUARED)
+
+    def _steepness(self) -> float:
+        """The norm of the gradient that the loss hands to an output of ordinary numbers, 1 where it cannot be told."""
+        step, leaves = self._trials.step, list[torch.Tensor]()
+
+        def make_ordinary(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                return leaf
+            leaves.append(torch.full_like(leaf, _ORDINARY, dtype=torch.float32, requires_grad=True))
+            return leaves[-1]
+
+        with suppress(LossError, ModelError, RuntimeError):
+            output = tree_map(make_ordinary, step.run(REFERENCE).output)
+            loss = step.loss(output, step.batch) if step.loss is not None else None
+            if loss is not None and loss.requires_grad:
+                made = torch.autograd.grad(loss, leaves, allow_unused=True)
+                norm = float(sum(gradient.double().square().sum() for gradient in made if gradient is not None)) ** 0.5
+                return norm if math.isfinite(norm) else 1.0
+        return 1.0
 
     def _loses_small_gradients(self, scale: float) -> bool:
         """Tell whether a scale that holds the largest gradient leaves nothing of the others', which a norm hides."""
