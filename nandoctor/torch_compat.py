@@ -333,6 +333,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The registry of a module's own children."""
+    return module._modules
+
+
 def loads_plainly(module: nn.Module) -> bool:
     """Tell whether `load_state_dict` only copies tensors here: no method of the module's own, and no hooks."""
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nandoctor.capture.environment import read_autocast
@@ -85,7 +84,6 @@ class Broadcast:
 
 BEFORE_UPDATE = Broadcast(register_optimizer_step_pre_hook)
 AFTER_UPDATE = Broadcast(register_optimizer_step_post_hook)
-ON_NEW_MODULE = Broadcast(register_module_module_registration_hook)
 
 
 class Hook:

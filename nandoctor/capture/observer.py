@@ -19,9 +19,10 @@ from nandoctor.capture.environment import Generators, RandomStates, read_autocas
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
 from nandoctor.capture.updates import UNDO_NBYTES, has_room
-from nandoctor.torch_compat import buffers_of, is_running_norm, parameters_of, version_of, versions_of
+from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, version_of, versions_of
 
 Tensors = tuple[torch.Tensor | None, ...]
+Weights = list[torch.Tensor | None]
 NUM_SAMPLED = 64
 _Place = tuple[str, dict[str, Any], str]
 """A tensor's path in the model, its module's registry, and its name there."""
@@ -33,6 +34,7 @@ class StateBefore(NamedTuple):
     random: RandomStates
     kept: Snapshot
     keeper: StateKeeper
+    owners: list[tuple[str, int]]
     paths: tuple[str, ...]
     training: tuple[bool, ...]
     autocast: dict[str, Any]
@@ -40,9 +42,10 @@ class StateBefore(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class WeightStamp:
-    """Some weights of a model, where they lie, how often each was written, and maybe a few values of each."""
+    """Some weights of a model, where they lie, how often each was written, and a few values maybe; `held` are all."""
 
     weights: list[tuple[_Place, torch.Tensor]]
+    held: Weights
     places: list[tuple[int, int | None]]
     values: list[torch.Tensor]
 
@@ -52,6 +55,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
         self.model, self._undo_nbytes = model, undo_nbytes
+        self._owners: list[tuple[str, int]] = []
         self._find_modules()
         self.device = torch.device("cpu")
         self.generators = Generators(self.device)
@@ -60,25 +64,28 @@ class Observer:
         self._first_shapes = self._read_shapes()
         self._stamped: list[tuple[_Place, torch.Tensor]] = []
 
-    def _find_modules(self) -> None:
-        self._keeper = StateKeeper(self.model, self._undo_nbytes)
+    def _find_modules(self) -> bool:
+        """Look at the modules as they are now; True if tensors are others' than before."""
         self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
-        self._members = set(map(id, self._modules))
+        self._children = list(map(children_of, self._modules))
+        self._known_children = self._read_children()
+        owners = _owners_of(self.model)
+        if owners == self._owners:
+            return False
+        self._keeper, self._owners = StateKeeper(self.model, self._undo_nbytes), owners
         self._weights = _places(self.model, parameters_of)
+        self._places = [(registry, name) for _, registry, name in self._weights]
+        self.held = self._read_weights()
         self._outer = [*self._weights[:1], *self._weights[-1:]]
         self._first = [*self._weights, *_places(self.model, buffers_of)][:1]
-        self._is_current = True
+        return True
 
-    def note_module(self, module: nn.Module, *_: Any) -> None:
-        """Note that a module was put into another, here or in any model."""
-        self._is_current = self._is_current and id(module) not in self._members
+    def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
+        return [tuple(children.values()) for children in filter(None, self._children)]
 
     def follow_modules(self) -> bool:
-        """Look at the modules anew where some were put in; True if they were."""
-        if self._is_current:
-            return False
-        self._find_modules()
-        return True
+        """Look at the modules anew where some came, went or moved; True if tensors are others' than before."""
+        return self._read_children() != self._known_children and self._find_modules()
 
     def _follow_device(self) -> None:
         """Look where the model lies now: it may be moved after its recorder was made."""
@@ -97,6 +104,7 @@ class Observer:
             random=self.generators.read(),
             kept=self._keeper.keep(),
             keeper=self._keeper,
+            owners=self._owners,
             paths=self._paths,
             training=tuple(map(attrgetter("training"), self._modules)),
             autocast=read_autocast(self.device.type),
@@ -114,7 +122,8 @@ class Observer:
         self.autocast_inside = state
 
     def find_trained(self) -> None:
-        """Look for the first and the last weight that gradients are wanted of, of which stamps are taken."""
+        """Look for all weights, and for the first and last that gradients are wanted of, of which stamps are taken."""
+        self.held = self._read_weights()
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
         self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
 
@@ -122,19 +131,23 @@ class Observer:
         """What changes when somebody trains the weights; of a write through `.data` only `values` tell."""
         if values:
             self.find_trained()
-        return _stamp(self._stamped, values=values)
+        return _stamp(self._stamped, self._read_weights(), values=values)
 
-    def was_replaced(self, stamp: WeightStamp) -> bool:
-        """True if other parameters are in their places."""
-        return any(_is_replaced(place, weight) for place, weight in stamp.weights)
+    def _read_weights(self) -> Weights:
+        return [registry.get(name) for registry, name in self._places]
+
+    def was_replaced(self, held: Weights) -> bool:
+        """True if other parameters are in the places of those that were `held`."""
+        now = self._read_weights()
+        return len(now) != len(held) or (not all(map(is_, now, held)) and any(map(_is_replaced, now, held)))
 
     def was_written(self, stamp: WeightStamp | None) -> bool:
         """True if the weights were written or replaced since; may wait for the device where the stamp has values."""
         if stamp is None:
             return False
-        if self.was_replaced(stamp):
+        if self.was_replaced(stamp.held):
             return True
-        now = _stamp(stamp.weights, values=bool(stamp.values))
+        now = _stamp(stamp.weights, stamp.held, values=bool(stamp.values))
         return stamp.places != now.places or any(map(_differ, stamp.values, now.values))
 
     def find_reshaped(self) -> list[str]:
@@ -163,7 +176,8 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
-        if not weights and not (self._is_current and before.keeper is self._keeper):
+        moved = {path for path, _ in {*before.owners} ^ {*_owners_of(self.model)}}
+        if not moved <= kept.keys() & state.keys():
             notes.append("the modules of the step: the loop has put others in their places since")
         return contents, notes
 
@@ -174,6 +188,11 @@ def _places(model: nn.Module, registry_of: Callable[[nn.Module], dict[str, Any]]
         for path, module in model.named_modules()
         for name in registry_of(module)
     ]
+
+
+def _owners_of(model: nn.Module) -> list[tuple[str, int]]:
+    """The path of each tensor, and whose it is."""
+    return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in _places(model, of)]
 
 
 def _is_frozen(held: torch.Tensor | None) -> bool:
@@ -187,16 +206,15 @@ def _is_trained(place: _Place) -> bool:
     return isinstance(held, nn.Parameter) and held.requires_grad and can_join(held) and not held.is_meta
 
 
-def _is_replaced(place: _Place, weight: torch.Tensor) -> bool:
-    """True where the module has another weight of its own there, or none."""
-    _, registry, name = place
-    held = registry.get(name)
-    return held is not weight and not _is_borrowed(held)
+def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    """True where the module has another weight of its own, or none."""
+    return now is not before and not _is_borrowed(now) and not _is_borrowed(before)
 
 
-def _stamp(weights: list[tuple[_Place, torch.Tensor]], *, values: bool) -> WeightStamp:
+def _stamp(weights: list[tuple[_Place, torch.Tensor]], held: Weights, *, values: bool) -> WeightStamp:
     return WeightStamp(
         weights=weights,
+        held=held,
         places=[(weight.data_ptr(), version_of(weight)) for _, weight in weights],
         values=[_take_few(weight) for _, weight in weights] if values else [],
     )

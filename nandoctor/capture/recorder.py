@@ -16,7 +16,7 @@ from torch import nn
 from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
-from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, ON_NEW_MODULE, attach, never_harm, scout_autocast
+from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, attach, never_harm, scout_autocast
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
@@ -320,7 +320,6 @@ class Recorder(RecorderSettings):
 
     def _attach(self) -> None:
         tracker = self._tracker
-        self._handles.callback(ON_NEW_MODULE.add(self._observer.note_module))
         if self._engine is not None:
             before, after = never_harm(tracker.before_update), never_harm(tracker.after_engine_step)
             self._handles.callback(self._engine.wrap_step(before, after))

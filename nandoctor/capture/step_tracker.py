@@ -62,6 +62,7 @@ class StepTracker:
         self._names: dict[int, str] = {}
         self._probe: nn.Parameter | None = None
         self._name_parameters()
+        self._held = observer.held  # when all below were found, which a replaced weight makes out of date
         self._sharded = any(map(is_sharded, observer.model.parameters()))
         self._trained: dict[int, TrainedParameters] = {}
         self._all: TrainedParameters | None = None
@@ -85,7 +86,7 @@ class StepTracker:
     @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
         """Those that train a parameter of the model, in the order of their first steps."""
-        return [trained.optimizer for trained in self._trained.values() if trained.names]
+        return [t.optimizer for t in self._trained.values() if t.names and t.optimizer is not None]
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
@@ -144,16 +145,16 @@ class StepTracker:
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
             self._num_quiet += 1
             by_optimizer = step.num_updates and not self._writes_seen
-            if self._writes_unseen and (by_optimizer or self._num_quiet > _MAX_QUIET):
+            if self._writes_unseen and (by_optimizer or (step.num_updates and self._num_quiet > _MAX_QUIET)):
                 self._writes_unseen, self._all = False, None
             return
         self._num_quiet = 0
-        if self._observer.was_replaced(step.stamp):
+        if self._observer.was_replaced(step.stamp.held):
             self._all = None
         if step.weights is not None and not step.decided:
             trained = self._find_all()
             weights = self._flag_of(trained.weights(), over_ranks=False)
-            step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, groups=(), weights=weights))
+            step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, weights=weights))
         if not (self._writes_unseen and self._writes_seen):
             self._writes_unseen, self._writes_seen, self._all = True, True, None
 
@@ -173,9 +174,9 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            if self._observer.follow_modules():
+            if self._observer.follow_modules() or self._observer.was_replaced(self._held):
                 self._name_parameters()
-                self._all = None
+                self._held, self._all = self._observer.held, None
                 self._trained.clear()
             step.before = self._observer.look()
             copies = self._writes_unseen and not is_transforming()  # what is made within torch.func cannot leave it
@@ -294,6 +295,7 @@ class StepTracker:
             step.updates.append(
                 Update(
                     trained=trained,
+                    optimizer=optimizer,
                     gradients=gradients,
                     undo=trained.keep(),
                     groups=list(map(dict, optimizer.param_groups)),
@@ -317,7 +319,7 @@ class StepTracker:
         step = self.current
         if step is None or step.decided:
             return
-        update = next((u for u in step.updates if u.trained.optimizer is optimizer), None)
+        update = next((u for u in step.updates if u.optimizer is optimizer), None)
         if update is None:
             return
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
@@ -327,7 +329,7 @@ class StepTracker:
     def after_engine_step(self, engine: DeepSpeedEngine) -> None:
         """Note what an engine says of its update, which has the gradients for itself; then as `after_step`."""
         step = self.current
-        update = None if step is None else next((u for u in step.updates if u.trained.optimizer is engine), None)
+        update = None if step is None else next((u for u in step.updates if u.optimizer is engine), None)
         if step is not None and update is not None:
             step.skipped = engine.scales and engine.skipped
             norm = None if engine.scales else engine.gradient_norm
@@ -365,10 +367,11 @@ class StepTracker:
     def _find_trained(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
         """What the optimizer trains of this model; found once, and again when it was given more."""
         trained = self._trained.get(id(optimizer))
-        if trained is None or not trained.is_current or trained.optimizer is not optimizer:
+        if trained is None or trained.optimizer is not optimizer or not trained.is_current:
             self._name_parameters()
             trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
-            self._trained[id(optimizer)] = trained
+            others = {key: other for key, other in self._trained.items() if other.optimizer is not None}
+            self._trained = {**others, id(optimizer): trained}
         return trained
 
     def _find_all(self) -> TrainedParameters:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,15 +38,16 @@ class Update:
     trained: TrainedParameters
     gradients: Flag | None
     undo: Mapping[str, torch.Tensor] | None
-    groups: Sequence[Mapping[str, Any]]
+    optimizer: Any = None
+    groups: Sequence[Mapping[str, Any]] = ()
     weights: Flag | None = None
 
     @property
     def writer(self) -> str:
         """The class of the optimizer; "" for the training loop itself, which may also write before the update."""
-        if isinstance(self.trained.optimizer, TrainingLoop) or not all_finite((self.undo or {}).values()):
+        if self.optimizer is None or not all_finite((self.undo or {}).values()):
             return ""
-        return type(self.trained.optimizer).__name__
+        return type(self.optimizer).__name__
 
     def settings(self) -> dict[str, float]:
         """The numbers among the settings of the groups: of each the first that is non-finite, else the last."""
@@ -76,7 +78,7 @@ class TrainedParameters:
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str], undo_nbytes: int) -> None:
-        self.optimizer = optimizer
+        self._optimizer = ref(optimizer) if isinstance(optimizer, Optimizer) else lambda: optimizer
         self._given = _outline(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
         owned = [(names[id(p)], p) for p in given if id(p) in names and not _is_only_stored(p)]
@@ -97,6 +99,11 @@ class TrainedParameters:
         self.names = tuple(self.names[place] for place in joint.places)
         self.parameters = [self.parameters[place] for place in joint.places]
         return joint
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, None once the loop has dropped it: one is made for each task of a meta-learner."""
+        return self._optimizer()
 
     @property
     def is_current(self) -> bool:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,23 @@ def test_kills_leave_no_broken_file(tmp_path):
     assert halves > NUM_KILLS / 4  # killed while it wrote
     assert read > NUM_KILLS / 4
     assert left == 0
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["model's", "other's"])
+def test_dropped_optimizers_are_not_kept(tmp_path, is_own):
+    """A meta-learner makes one for each task; each was held, with its state and a copy of the weights."""
+    model, held = nn.Linear(4, 1), []
+    with Recorder(model, folder=tmp_path) as recorder:
+        for _ in range(6):
+            trained = model if is_own else nn.Linear(4, 1)
+            recorder.watch(model(torch.ones(2, 4)).sum())
+            trained(torch.ones(2, 4)).sum().backward()
+            optimizer = torch.optim.Adam(trained.parameters())
+            optimizer.step()
+            held.append(weakref.ref(optimizer))
+        del optimizer
+        gc.collect()
+        assert sum(optimizer() is not None for optimizer in held) <= 1
 
 
 @pytest.mark.slow

@@ -264,7 +264,21 @@ def exchange_a_layer(model):
     model[2] = nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("write", [descend, descend_in_data, replace_parameters, exchange_a_layer])
+def replace_one(model):
+    model[2].weight = nn.Parameter((model[2].weight - 0.01 * model[2].weight.grad).detach())
+
+
+def insert_a_layer(model):
+    """As a list of modules does it, with no word to torch."""
+    descend_in_data(model)
+    if len(model) == 5:
+        model.insert(2, nn.Linear(8, 8))
+
+
+WRITES = [descend, descend_in_data, replace_parameters, replace_one, exchange_a_layer, insert_a_layer]
+
+
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("prepare", [freeze_the_ends, take_a_checkpoint, fill_lazily])
 def test_weights_are_clean_whichever_the_loop_trains(tmp_path, prepare, write):
     model = make_net()
@@ -282,6 +296,30 @@ def test_weights_are_clean_whichever_the_loop_trains(tmp_path, prepare, write):
     before = train(model, recorder, failing=3, write=write_trained)
     dump = read_dump(recorder.written[0])
     assert (dump.scalars["step"], dump.missing) == (3, ())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dump.state.items())
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_weights_between_those_that_stay(tmp_path, monkeypatch, has_optimizer):
+    monkeypatch.setattr("nandoctor.capture.step_tracker._MAX_QUIET", 2)
+    make_flags_late(monkeypatch)
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01) if has_optimizer else None
+
+    def write(model):
+        if optimizer is None:
+            model[2].weight.data.sub_(0.01 * model[2].weight.grad)
+            model.zero_grad()
+            return
+        optimizer.step()
+        given, old = optimizer.param_groups[0]["params"], model[2].weight
+        replace_one(model)
+        given[[parameter is old for parameter in given].index(True)] = model[2].weight
+
+    before = train(model, Recorder(model, folder=tmp_path, builder="model.py:make"), failing=6, write=write)
+    (path,) = tmp_path.iterdir()
+    dump = read_dump(path)
+    assert (dump.scalars["step"], dump.missing) == (6, ())
     assert all(torch.equal(tensor, before[name]) for name, tensor in dump.state.items())
 
 
