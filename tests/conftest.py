@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 # The models are tiny and there is a process per core: a second thread costs more than it brings, here and in
@@ -19,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from ready_python import ReadyPython
 
 import nandoctor
+from nandoctor.evidence.report import Report
+from nandoctor.evidence.serialization import from_plain, to_plain
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,9 +30,17 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, suppres
 settings.load_profile("repeatable")
 
 
+SLOW_TO_IMPORT = {
+    "test_lightning_callback.py",
+    "test_module_database.py",
+    "test_trainer_callback.py",
+    "test_transformers.py",
+}
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Leave torch's own test tools, seconds to import in every process, to the runs that use them."""
-    if collection_path.name == "test_module_database.py" and config.option.markexpr == "not slow":
+    """Leave what takes seconds to import in every process to the runs that use it: all in these files is slow."""
+    if collection_path.name in SLOW_TO_IMPORT and config.option.markexpr == "not slow":
         return True
     return None
 
@@ -101,9 +112,23 @@ def run_nandoctor(own_configuration):
 
 
 @pytest.fixture(scope="session")
-def sample_reports():
-    """The report of each sample dump, by name, replayed once with no option at all."""
+def sample_reports(tmp_path_factory):
+    """The report of each sample dump, by name, replayed once with no option at all.
+
+    Processes that run the tests together share them: every second begins at the other end.
+    """
+    process, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
+    folder = folder.parent if process else folder
+    samples = sorted((ROOT / "sample_dumps").glob("*.pth"), reverse=bool(process) and int(process[2:]) % 2 == 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "path", list(sys.path))
-        return {path.stem: nandoctor.replay(path).report for path in sorted(Path("sample_dumps").glob("*.pth"))}
+        reports = {}
+        for sample in samples:
+            made = folder / f"{sample.stem}.report"
+            if not made.exists():
+                unfinished = folder / f"{sample.stem}.{process}"
+                unfinished.write_text(json.dumps(to_plain(nandoctor.replay(sample.relative_to(ROOT)).report)))
+                unfinished.replace(made)
+            reports[sample.stem] = from_plain(Report, json.loads(made.read_text()))
+        return reports

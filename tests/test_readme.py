@@ -82,7 +82,7 @@ def run_in_shell(command, folder):
     )  # fmt: skip
 
 
-MANY_COMMANDS = ("README.md", "tutorial.md", "index.md", "recipes.md", "fixing.md")
+MANY_COMMANDS = ("README.md", "tutorial.md", "index.md", "recipes.md", "fixing.md", "report.md")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from nandoctor.capture.lightning import RecorderCallback  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 class Lit(lightning.LightningModule):
     def __init__(self, width: int = 4, dropout: float = 0.5) -> None:

@@ -181,6 +181,7 @@ def test_a_loss_that_is_no_scalar_tensor(tmp_path, loss):
     assert read_dump(recorder.written[0]).scalars["reason"] == "loss"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_does_not_write_what_was_pending(tmp_path):
     script = f"""

@@ -18,6 +18,8 @@ pytest.importorskip("accelerate")
 
 from nandoctor.capture.transformers import RecorderCallback  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def no_accelerator_before():

@@ -15,6 +15,8 @@ pytest.importorskip("transformers")
 
 from models.zoo import MODELS, middle_layer
 
+pytestmark = pytest.mark.slow
+
 
 def write_dump(path, model, spec, *, training):
     """The dump of one step under CUDA's autocast, from the seeds that a replay starts with."""
@@ -28,11 +30,7 @@ def write_dump(path, model, spec, *, training):
     torch.save({"state_dict": model.state_dict(), **arrays}, path)
 
 
-QUICK = ("BERT",)
-"""The one that is replayed in every run of the tests."""
-
-
-@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.fixture(params=MODELS)
 def spec(request):
     return MODELS[request.param]
 

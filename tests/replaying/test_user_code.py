@@ -137,6 +137,7 @@ def run_cli(spec, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, input="typed\n")
 
 
+@pytest.mark.slow
 def test_noise_of_a_model_does_not_soil_json(project):
     lines = textwrap.indent(NOISE, " " * 8).strip()
     done = run_cli(project(NET.format(line=lines)), "--json", "--no-fixes")

@@ -64,9 +64,15 @@ def test_a_file_of_somebody_else_stays(folder, name):
     result = run("replay", "-o", name, *REPLAY[1:])
     assert (result.exit_code, Path(name).read_text()) == (2, "mine")
     assert "did not write it: name another file, or add --force" in " ".join(result.stderr.split())
-    assert run(*REPLAY, "-o", name, "--force").exit_code == 0
-    assert run(*REPLAY, "-o", name).exit_code == 0  # it is nandoctor's own now
+    Path(name).unlink()
+    assert run(*REPLAY, "-o", name).exit_code == 0
     assert is_replaceable(Path(name))
+
+
+def test_a_file_of_ones_own_is_replaced(folder):
+    Path("report.json").write_text("mine")
+    assert run(*REPLAY, "-o", "report.json", "--force").exit_code == 0
+    assert run(*REPLAY, "-o", "report.json").exit_code == 0  # it is nandoctor's own now
 
 
 def test_a_plot_does_not_replace_what_it_is_drawn_from(folder):
