@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import writes_infinity
 from nandoctor.diagnosis.conclusion import MASK, Findings, Gap, conclude
@@ -108,24 +110,27 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: 
 
 def _decides(step: FailingStep, path: str) -> bool:
     """Tell whether the step gives another output, or loss, with other numbers for what is non-finite there."""
-    made: list[object] = []
+    first = None
     for way in range(3):
         replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
         try:
             outcome = replaced.exposed.run(watch=Watch(stage="closer look", statistics="none"))
         except (LossError, ModelError):  # as an index it is out of range
             return True
-        made.append(_list_values(outcome))
-        if outcome.trace.raised is not None or made[0] != made[-1]:
+        first = first or outcome
+        if outcome.trace.raised is not None or not _is_same(first, outcome):
             return True
     return False
 
 
-def _list_values(outcome: Outcome) -> list[object]:
-    """All numbers that a run gave, to be compared; a NaN among them equals none."""
-    tensors = [tensor for _, tensor in walk_tensors((outcome.output, outcome.loss))]
-    plain = [leaf for leaf in tree_leaves(outcome.output) if isinstance(leaf, bool | int | float | str)]
-    return [[(tuple(tensor.shape), tensor.detach().cpu().flatten().tolist()) for tensor in tensors], plain]
+def _is_same(one: Outcome, other: Outcome) -> bool:
+    """Tell whether two runs gave the same numbers, all of them numbers."""
+    tensors, others = ([leaf for _, leaf in walk_tensors((made.output, made.loss))] for made in (one, other))
+    plain, plain_others = (
+        [leaf for leaf in tree_leaves(made.output) if isinstance(leaf, bool | int | float | str)]
+        for made in (one, other)
+    )
+    return plain == plain_others and len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
 def _unseen(trace: Trace) -> Iterator[TensorStats]:

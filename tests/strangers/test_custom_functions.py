@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -219,11 +221,13 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_command_line_runs_scripts_as_python(tmp_path, run_nandoctor):
+def test_the_command_line_runs_scripts_as_python(tmp_path):
+    """In a process of its own: torch reads when it is loaded whether scripts are compiled."""
     (tmp_path / "net.py").write_text(SCRIPT, encoding="utf-8")
     state = {"head.weight": torch.ones(4, 4), "head.bias": torch.ones(4)}
     torch.save({"state_dict": state, "x": torch.ones(2, 4)}, tmp_path / "dump.pth")
-    done = run_nandoctor("replay", "dump.pth", "--model", "net.py:Net", "--json", cwd=tmp_path)
+    command = [sys.executable, "-m", "nandoctor", "replay", "dump.pth", "--model", "net.py:Net", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     report = json.loads(done.stdout)
     source = report["origin"]["source"]
     assert (source["line"], source["column"], source["text"]) == (7, 11, "return x / x.abs().max()")
