@@ -7,7 +7,7 @@ are written in, and what went into an op that gave whole numbers, truth values, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -72,17 +72,19 @@ class Exposing:
         before = {path: (tensor, version_of(tensor)) for path, tensor in _list_state(self.step.model)}
         with intercepting(self._look):
             output = self.step.forward(batch)
-        kept = {}
-        for path, tensor in _list_state(self.step.model):
-            is_wanted = (
-                _is_new(tensor, *before.get(path, (None, 0))) if self.only is None else f"kept.{path}" in self.only
-            )
-            if is_wanted:
-                kept[path] = tensor
+        kept = {
+            path: tensor
+            for path, tensor in _list_state(self.step.model)
+            if self._shows(f"kept.{path}", _is_new, tensor, *before.get(path, (None, 0)))
+        }
         for path, weight in self.step.model.named_parameters():
-            if not all_finite(weight) if self.only is None else f"kept.{path}" in self.only:
+            if self._shows(f"kept.{path}", _is_nonfinite, weight):
                 kept[path] = weight
         return Exposed(output, kept, self._taken)
+
+    def _shows(self, path: str, could_hide: Callable[..., bool], *given: Any) -> bool:
+        """Tell whether a place is exposed: one of those asked for, else wherever something could hide."""
+        return path in self.only if self.only is not None else could_hide(*given)
 
     def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:
         assert self.step.loss is not None
@@ -98,10 +100,14 @@ class Exposing:
             return proceed(call.with_argument(argument, _replace(tensor, self.way)))
         made = proceed(call)
         for name, (argument, tensor) in names.items() if call.name not in _HANDS_ON else ():
-            if f"taken.{name}" in self.only if self.only is not None else _hides(call, tensor, made):
+            if self._shows(f"taken.{name}", _hides, call, tensor, made):
                 self._taken[name] = tensor
                 self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
         return made
+
+
+def _is_nonfinite(weight: torch.Tensor) -> bool:
+    return not all_finite(weight)
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
