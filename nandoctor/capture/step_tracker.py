@@ -144,8 +144,8 @@ class StepTracker:
         """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
             self._num_quiet += 1
-            by_optimizer = step.num_updates and not self._writes_seen
-            if self._writes_unseen and (by_optimizer or (step.num_updates and self._num_quiet > _MAX_QUIET)):
+            is_settled = not self._writes_seen or self._num_quiet > _MAX_QUIET
+            if self._writes_unseen and step.num_updates and is_settled:
                 self._writes_unseen, self._all = False, None
             return
         self._num_quiet = 0
