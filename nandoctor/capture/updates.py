@@ -136,7 +136,8 @@ class TrainedParameters:
         if self._joint is not None:
             self._joint.copy(self.parameters, self._copies)
         else:
-            copy_tensors(self._copies, list(map(local_part, self.parameters)))
+            with torch.no_grad():
+                copy_tensors(self._copies, list(map(local_part, self.parameters)))
         return self._undo
 
     def _make_copies(self, undo_nbytes: int) -> list[torch.Tensor] | None:
