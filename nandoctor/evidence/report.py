@@ -285,13 +285,9 @@ class Fp32Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Set:
-    """A set of modules that, kept in fp32, makes the step pass, and of which none can be left out.
-
-    `minimal` tells that every member was left out once, and the failure came back each time.
-    """
+    """A set of modules that, kept in fp32, makes the step pass: every member was left out once, and it failed again."""
 
     modules: tuple[Fp32Module, ...]
-    minimal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

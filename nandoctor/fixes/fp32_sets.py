@@ -65,8 +65,9 @@ def search_fp32_sets(
                 break  # whatever else is in fp32, without it the product passes the limit again
     except BudgetSpent:
         complete = False
+    recorded = ((Fp32Module(module=member.module, children=member.children) for member in kept) for kept in found)
     search = Fp32SetSearch(
-        sets=tuple(_record_set(kept) for kept in found),
+        sets=tuple(Fp32Set(modules=tuple(modules)) for modules in recorded),
         num_modules=len(members),
         num_probes=count(),
         complete=complete,
@@ -100,11 +101,6 @@ def _exceeds(member: KeepModule, findings: Findings) -> bool:
     calls = [call for call in findings.reference.calls if call.module == member.module]
     taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
     return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
-
-
-def _record_set(kept: Kept) -> Fp32Set:
-    members = (Fp32Module(module=member.module, children=member.children) for member in kept)
-    return Fp32Set(modules=tuple(members), minimal=True)
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:

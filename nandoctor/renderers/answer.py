@@ -59,20 +59,17 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
         place = printable(f"{excerpt.path}:{excerpt.line}")
         path = Path(excerpt.file)
         link = path.as_uri() if path.is_absolute() else ""
+    facts = [Fact(label=report.verdict, text=describe_verdict(report))]
+    if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
+        facts.append(Fact(label="replay", text=describe_reproduction(report.reproduction)))
     return Answer(
         headline=printable(report.headline),
         place=place,
         link=link,
         where=printable(_describe_where(report)),
         code=() if excerpt is None else tuple(_code_lines(excerpt, _remark(report), context, width)),
-        facts=tuple(_answer_facts(report)),
+        facts=tuple(facts),
     )
-
-
-def _answer_facts(report: Report) -> Iterator[Fact]:
-    yield Fact(label=report.verdict, text=describe_verdict(report))
-    if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
-        yield Fact(label="replay", text=describe_reproduction(report.reproduction))
 
 
 def describe_verdict(report: Report) -> str:

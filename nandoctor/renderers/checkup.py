@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, RenderableType
-from rich.text import Text
+from rich.console import Console
 
 from nandoctor.diagnosis.ranges import by_headroom
-from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange
 from nandoctor.evidence.formats import FP16
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.table import common_path
 from nandoctor.renderers.templating import render
 from nandoctor.text import bits_text, number, percent, plural
@@ -43,22 +42,15 @@ def checkup_page(checkup: Checkup) -> str:
 
 def print_checkup(checkup: Checkup, console: Console) -> None:
     """Print for the last checkpoint the layers with the least headroom, then where the run is heading."""
-    print_parts(_parts(checkup), console)
-
-
-def _parts(checkup: Checkup) -> Iterator[RenderableType]:
     last = checkup.steps[-1]
-    yield literal(describe_step(last), "bold")
-    yield Text()
-    yield labelled(list_facts(last))
-    yield Text()
-    yield _table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS])
-    if len(checkup.steps) > 1:
-        yield Text()
-        yield labelled(_trend_facts(checkup))
-    notes = [("note", text) for text in (*checkup.notes, RANGE_ONLY)]
-    yield Text()
-    yield labelled(notes)
+    sections = spaced(
+        [literal(describe_step(last), "bold")],
+        [labelled(list_facts(last))],
+        [_table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS])],
+        [labelled(_trend_facts(checkup))] if len(checkup.steps) > 1 else [],
+        [labelled(("note", text) for text in (*checkup.notes, RANGE_ONLY))],
+    )
+    print_parts(sections, console)
 
 
 def describe_step(checked: CheckedStep) -> str:
@@ -120,10 +112,7 @@ def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
     if len(checkup.crossings) > _MAX_CROSSINGS:
         yield "", f"{len(checkup.crossings) - _MAX_CROSSINGS} more grow (--json)"
     if checkup.crossings:
-        yield (
-            "",
-            "extrapolated by a least-squares line of log2(largest magnitude) over the step",
-        )
+        yield "", "extrapolated by a least-squares line of log2(largest magnitude) over the step"
 
 
 def describe_crossing(crossing: Crossing) -> str:
@@ -154,14 +143,9 @@ def _table(layers: Sequence[LayerRange]) -> FittedTable:
         fits = [found.fit_in(shown) for found in values]
         cells = [literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits]
         columns.append(Column(heading=shown.label, cells=cells, right=True, spare=place))
-    lost = Column(heading="to 0 in fp16", cells=[_lost(found) for found in values], right=True, spare=9)
-    return FittedTable([*columns, lost])
+    flushed = [percent(share) if (share := found.fit_in(FP16).flushed_share) else "-" for found in values]
+    return FittedTable([*columns, Column(heading="to 0 in fp16", cells=flushed, right=True, spare=9)])
 
 
 def _name(layer: LayerRange) -> str:
     return layer.module or f"({layer.type})"
-
-
-def _lost(values: ValueRange) -> str:
-    share = values.fit_in(FP16).flushed_share
-    return percent(share) if share else "-"

@@ -56,6 +56,12 @@ def print_parts(parts: Iterable[RenderableType], console: Console, *, crop: bool
         console.print(Encodable(part), highlight=False, crop=crop)
 
 
+def spaced(*sections: Sequence[RenderableType]) -> Iterator[RenderableType]:
+    """The renderables of the sections that have some, a blank line between two sections."""
+    for place, section in enumerate(filter(None, sections)):
+        yield from (*[Text()] * bool(place), *section)
+
+
 def diff_style(line: str) -> str:
     """The style of a line of a diff."""
     return {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}.get(diff_kind(line), "")

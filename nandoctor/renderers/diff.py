@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nandoctor.evidence.report_diff import Change, Comparison, LayerChange
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.facts import GRADES
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
 from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
@@ -22,23 +22,22 @@ _TONES = {"fixed": GOOD, "both-finite": GOOD, "same-failure": UNCLEAR, "broken":
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the outcome, the facts that changed, and the layers that changed most."""
-    print_parts(_parts(comparison), console)
-
-
-def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     badge = Text(f" {comparison.outcome.upper()} ", style=_TONES[comparison.outcome].badge)
-    yield Text.assemble(badge, " ", literal(comparison.headline, "bold"))
-    yield Text()
-    yield labelled([("before", comparison.before), ("after", comparison.after)])
-    if comparison.changes:
-        yield Text()
-        yield labelled((change.name, describe_change(change)) for change in comparison.changes)
-    yield Text()
-    yield literal(describe_layers(comparison), "dim")
-    if comparison.layers:
-        yield _table(comparison.layers[:_MAX_LAYERS])
-    if others := list(_others(comparison)):
-        yield labelled(others)
+    changes, layers = comparison.changes, comparison.layers[:_MAX_LAYERS]
+    others = {
+        label: join_first([brief(place.label, _MAX_NAME_WIDTH) for place in places], _MAX_NAMED)
+        for label, places in (("only before", comparison.only_before), ("only after", comparison.only_after))
+        if places
+    }
+    tables: list[RenderableType] = [_table(layers)] if layers else []
+    tables += [labelled(others.items())] if others else []
+    sections = spaced(
+        [Text.assemble(badge, " ", literal(comparison.headline, "bold"))],
+        [labelled([("before", comparison.before), ("after", comparison.after)])],
+        [labelled((change.name, describe_change(change)) for change in changes)] if changes else [],
+        [literal(describe_layers(comparison), "dim"), *tables],
+    )
+    print_parts(sections, console)
 
 
 def describe_change(change: Change) -> str:
@@ -57,13 +56,6 @@ def describe_layers(comparison: Comparison) -> str:
     return f"{part_of(count, comparison.num_shared, 'call')} changed (absmax in the replay, headroom in bits){first}"
 
 
-def _others(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    for label, places in (("only before", comparison.only_before), ("only after", comparison.only_after)):
-        if places:
-            listed = join_first([brief(place.label, _MAX_NAME_WIDTH) for place in places], _MAX_NAMED)
-            yield label, listed
-
-
 def _table(changes: Sequence[LayerChange]) -> FittedTable:
     before = [_size(change.absmax_before, finite=change.finite_before) for change in changes]
     after = [_size(change.absmax_after, finite=change.finite_after) for change in changes]
@@ -76,16 +68,11 @@ def _table(changes: Sequence[LayerChange]) -> FittedTable:
         Column(heading="times", cells=times, right=True, spare=2),
         Column(heading="headroom", cells=headroom, right=True, spare=1),
     )
-    return FittedTable(columns, [_style(change) for change in changes])
+    styles = {(False, True): "green", (True, False): "red"}
+    return FittedTable(columns, [styles.get((change.finite_before, change.finite_after), "") for change in changes])
 
 
 def _size(absmax: float | None, *, finite: bool) -> str:
     if not finite:
         return "NaN/Inf"
     return "-" if absmax is None else number(absmax)
-
-
-def _style(change: LayerChange) -> str:
-    if change.finite_before == change.finite_after:
-        return ""
-    return "green" if change.finite_after else "red"

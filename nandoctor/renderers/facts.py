@@ -67,7 +67,7 @@ def evidence_facts(report: Report) -> list[Fact]:
         facts.append(Fact(label="origin", text=describe_origin(report.origin)))
     if report.first_nonfinite is not None:
         facts += _first_facts(report.first_nonfinite, report)
-    return [*facts, *_spread_facts(report), *_state_facts(report), *_run_facts(report)]
+    return [*facts, *_spread_facts(report), *_run_facts(report)]
 
 
 def detail_facts(report: Report) -> list[Fact]:
@@ -145,6 +145,9 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
         yield Fact(label="gradients", text=f"non-finite: {join_first(names, _MAX_LISTED)}")
     if report.also:
         yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
+    for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
+        if arrays:
+            yield Fact(label=label, text=_list_arrays(arrays))
 
 
 def describe_origin(origin: Origin) -> str:
@@ -234,13 +237,6 @@ def _at_path(tensors: Sequence[TensorStats], path: str) -> TensorStats | None:
     return next((stats for stats in tensors if stats.path == path), None)
 
 
-def _state_facts(report: Report) -> Iterator[Fact]:
-    if report.dump.bad_weights:
-        yield Fact(label="weights", text=_list_arrays(report.dump.bad_weights))
-    if report.dump.bad_buffers:
-        yield Fact(label="buffers", text=_list_arrays(report.dump.bad_buffers))
-
-
 def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
     texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
     return f"non-finite: {join_first(texts, _MAX_LISTED)}"
@@ -283,12 +279,10 @@ def list_operands(origin: Origin) -> list[tuple[str, str]]:
         text = find_operand(expression, op, stats.path, alone=False)
         name = text or place_of_operand(op, stats.path, alone=alone) or "incoming gradient"
         operands.append((name, describe_tensor(replace(stats, path=""))))
-    result = (
-        [("outgoing gradient" if backward else "result", describe_tensor(origin.output))]
-        if origin.output is not None
-        else []
-    )
-    return [*dict.fromkeys(operands), *result]  # x * x reads one tensor
+    operands = [*dict.fromkeys(operands)]  # x * x reads one tensor
+    if origin.output is not None:
+        operands.append(("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
+    return operands
 
 
 def describe_tensor(stats: TensorStats) -> str:

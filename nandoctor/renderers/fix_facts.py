@@ -13,7 +13,7 @@ from typing import Literal
 
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Fp32Set, Report, StepSetting, TrialOutcome
+from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.constant_facts import TableLine, describe_use
 from nandoctor.renderers.facts import Fact, short_name
@@ -101,10 +101,8 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     failed = next((check for check in fix.checks if check.status == "failed"), None)
     if error is not None and error > _VISIBLE_ERROR and (failed is None or failed.name == "output"):
         exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
-        return (
-            "off",
-            f"finite, but {percent(error)} off {'float64' if exact and report.verdict == 'numerics' else 'fp32'}",
-        )
+        reference = "float64" if exact and report.verdict == "numerics" else "fp32"
+        return "off", f"finite, but {percent(error)} off {reference}"
     if failed is not None:
         return "failed", f"failed: {_describe_check(failed)}"
     return "off", "finite when tried, but not written as code"
@@ -251,7 +249,9 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
     where = " on this batch alone" if first.kind == "data" else ""
-    alternatives = tuple(Fact(label="or", text=_describe_alternatives(others)) for _ in others[:1])
+    beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
+    beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
+    alternatives = [Fact(label="or", text="; ".join(beside))] if others else []
     untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
     refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
     patch, left = _shorten_patch(first)
@@ -272,12 +272,6 @@ def no_fix_heading(report: Report) -> str:
 def why_facts(report: Report) -> Iterator[Fact]:
     """Why there is no verified fix."""
     yield from (Fact(label="why", text=printable(note)) for note in report.search_notes)
-
-
-def _describe_alternatives(others: Sequence[ShownFix]) -> str:
-    shown = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
-    more = len(others) - len(shown)
-    return f"{'; '.join(shown)}{f'; {more} more in the report' if more else ''}"
 
 
 def trial_facts(report: Report) -> list[Fact]:
@@ -301,16 +295,10 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
         return
     verified = any(fix.verified and fix.kind in ("source", "snippet") for fix in report.fixes)
     enough = "enough" if verified else "finite then, though not verified as a fix"
-    doubts = [] if all(found.minimal for found in search.sets) else ["perhaps more than needed"]
-    doubts += [] if search.complete else ["the search was cut short"]
-    sets = "; or ".join(map(_describe_set, search.sets))
-    doubt = f" ({'; '.join(doubts)})" if doubts else ""
-    yield Fact(label="keep in fp32", text=f"{enough}: {sets}{doubt}")
-
-
-def _describe_set(found: Fp32Set) -> str:
-    names = join_first([_describe_member(module) for module in found.modules], _MAX_LISTED)
-    return f"{names} together" if len(found.modules) > 1 else names
+    doubt = "" if search.complete else " (the search was cut short)"
+    members = [[_describe_member(module) for module in found.modules] for found in search.sets]
+    sets = [f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}" for names in members]
+    yield Fact(label="keep in fp32", text=f"{enough}: {'; or '.join(sets)}{doubt}")
 
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
@@ -353,7 +341,11 @@ def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
     if trials and not groups:
         yield Fact(label="variations", text="the step fails in all of them")
     told = [trial for trial in trials if trial.group in groups]
-    sound = [f"{describe_setting(trial.setting)}{_distance(trial.outcome)}" for trial in told if trial.outcome.finite]
+    sound = []
+    for trial in (trial for trial in told if trial.outcome.finite):
+        error = trial.outcome.max_rel_err or 0.0
+        off = f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
+        sound.append(f"{describe_setting(trial.setting)}{off}")
     failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
     if sound:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
@@ -371,11 +363,6 @@ def describe_setting(setting: StepSetting) -> str:
     if setting.without is not None:
         return f"without {samples_text(setting.without)}"
     return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
-
-
-def _distance(outcome: TrialOutcome) -> str:
-    error = outcome.max_rel_err or 0.0
-    return f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
 
 
 def list_variations(report: Report) -> list[TableLine]:

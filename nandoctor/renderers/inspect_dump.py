@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.text import brief, byte_size, plural, shape_text, shorten
 
 _LAYOUTS = {
@@ -24,29 +23,22 @@ _MIN_NAME_WIDTH = 14
 
 def print_inspection(summary: DumpSummary, console: Console) -> None:
     """Print what the file holds, what of it is non-finite, and what a full replay would miss."""
-    print_parts(_parts(summary), console)
-
-
-def _parts(summary: DumpSummary) -> Iterator[RenderableType]:
-    yield literal(summary.path, "bold")
-    yield labelled(_outline(summary))
-    tables = (
-        ("arrays", summary.arrays),
-        ("non-finite weights", summary.bad_weights),
-        ("non-finite buffers", summary.bad_buffers),
-    )
-    for title, arrays in tables:
-        if arrays:
-            yield Text()
-            yield _table(title, arrays[:_MAX_ROWS])
-        if len(arrays) > _MAX_ROWS:
-            yield literal(f"and {len(arrays) - _MAX_ROWS} more")
+    tables = {
+        "arrays": summary.arrays,
+        "non-finite weights": summary.bad_weights,
+        "non-finite buffers": summary.bad_buffers,
+    }
     remarks = [*(("note", text) for text in summary.notes), *(("missing", text) for text in summary.missing)]
-    if remarks:
-        yield Text()
-        yield labelled(remarks[:_MAX_ROWS])
-    if len(remarks) > _MAX_ROWS:
-        yield literal(f"and {len(remarks) - _MAX_ROWS} more")
+    sections = spaced(
+        [literal(summary.path, "bold"), labelled(_outline(summary))],
+        *(_cut(_table(title, arrays[:_MAX_ROWS]), arrays) for title, arrays in tables.items() if arrays),
+        _cut(labelled(remarks[:_MAX_ROWS]), remarks) if remarks else [],
+    )
+    print_parts(sections, console)
+
+
+def _cut(shown: RenderableType, rows: Sequence[object]) -> list[RenderableType]:
+    return [shown, *([literal(f"and {len(rows) - _MAX_ROWS} more")] if len(rows) > _MAX_ROWS else [])]
 
 
 def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:

@@ -57,10 +57,11 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _answer(report: Report) -> Iterator[str]:
     answer = make_answer(report)
-    yield f"### {_sentence(answer.headline)}"
+    parts = split_code(answer.headline)
+    yield f"### {''.join(f'`{part}`' if is_code else escape(part) for part, is_code in parts)}"
     if answer.place or answer.where:
-        parts = [f"**{escape(answer.place)}**"] * bool(answer.place) + [escape(answer.where)] * bool(answer.where)
-        yield from ("", ", ".join(parts))
+        places = [f"**{escape(answer.place)}**"] * bool(answer.place) + [escape(answer.where)] * bool(answer.where)
+        yield from ("", ", ".join(places))
     if answer.code:
         yield ""
         yield from _fenced([line.whole for line in answer.code], "text")
@@ -84,11 +85,6 @@ def _fixes(report: Report) -> Iterator[str]:
 def escape(text: str) -> str:
     """The text as it is: no markup, no mention, no link to another issue."""
     return _SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS))
-
-
-def _sentence(text: str) -> str:
-    """A sentence whose code stays code."""
-    return "".join(f"`{part}`" if is_code else escape(part) for part, is_code in split_code(text))
 
 
 def _facts(facts: Sequence[Fact]) -> Iterator[str]:

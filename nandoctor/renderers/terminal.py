@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -88,7 +88,10 @@ def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType
     if table is not None and any(row.unholdable for row in table.rows):
         left_out |= {"too large"}
     evidence = [*evidence_facts(report), *trial_facts(report)]
-    last = [*detail_facts(report), *_capped(note_facts(report)), *next_facts(report, page=not has_page)]
+    notes = note_facts(report)
+    if more := len(notes) - _MAX_NOTES if len(notes) > _MAX_NOTES else 0:
+        notes[_MAX_NOTES:] = [Fact(label="note", text=f"{more} more in the report (-o report.json)")]
+    last = [*detail_facts(report), *notes, *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:
         evidence, last = [], [*evidence, *last]
@@ -115,12 +118,6 @@ def _names_the_layer(report: Report) -> bool:
     return not solved or (origin is not None and origin.place.key == first.place.key)
 
 
-def _capped(notes: Sequence[Fact]) -> Iterator[Fact]:
-    yield from notes[:_MAX_NOTES]
-    if len(notes) > _MAX_NOTES:
-        yield Fact(label="note", text=f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")
-
-
 def _layers(layers: LayerTable) -> FittedTable:
     rows = layers.rows
     name, kind, *numbers, headroom = layers.headings
@@ -140,13 +137,7 @@ def _layers(layers: LayerTable) -> FittedTable:
         ),
         Column(heading=headroom, cells=[_headroom(row) for row in rows]),
     )
-    return FittedTable(columns, [_row_style(row) for row in rows])
-
-
-def _row_style(row: TableRow) -> str:
-    if row.first_nonfinite:
-        return "bold red"
-    return "" if row.finite else "red"
+    return FittedTable(columns, ["bold red" if row.first_nonfinite else "" if row.finite else "red" for row in rows])
 
 
 def _headroom(row: TableRow) -> Text:

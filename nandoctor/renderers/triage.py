@@ -7,12 +7,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
-from rich.text import Text
+from rich.console import Console
 
 from nandoctor.evidence.serialization import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts
+from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.save import MARK
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
@@ -39,24 +38,15 @@ def triage_lines(triage: Triage) -> str:
 
 def print_triage(triage: Triage, console: Console) -> None:
     """Print the groups, what fixes them, what recurs, what could not be analysed, and where the rest is."""
-    print_parts(_parts(triage), console)
-
-
-def _parts(triage: Triage) -> Iterator[RenderableType]:
-    yield literal(describe_triage(triage), "bold")
-    if triage.groups:
-        yield Text()
-        yield _table(triage.groups)
-    facts = [*_fix_facts(triage.groups), *_recurring_facts(triage)]
-    if facts:
-        yield Text()
-        yield labelled(facts)
-    missing = list(_missing_facts(triage.dumps))
-    if missing:
-        yield Text()
-        yield labelled(missing)
-    yield Text()
-    yield labelled([("page", os.path.join(triage.folder, "index.html"))])  # noqa: PTH118  (as the user wrote it)
+    facts, missing = list(_group_facts(triage)), list(_missing_facts(triage.dumps))
+    sections = spaced(
+        [literal(describe_triage(triage), "bold")],
+        [_table(triage.groups)] if triage.groups else [],
+        [labelled(facts)] if facts else [],
+        [labelled(missing)] if missing else [],
+        [labelled([("page", os.path.join(triage.folder, "index.html"))])],  # noqa: PTH118  (as the user wrote it)
+    )
+    print_parts(sections, console)
 
 
 def describe_triage(triage: Triage) -> str:
@@ -141,21 +131,17 @@ def _listed(values: Sequence[object]) -> str:
     return brief(join_first([str(value) for value in values], _MAX_NAMED), 20) if values else "-"
 
 
-def _fix_facts(groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
-    for number, group in enumerate(groups, 1):
+def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
+    """What fixes each group, and which samples recur."""
+    for number, group in enumerate(triage.groups, 1):
         verified = [fix for fix in group.fixes if fix.verified]
         if verified:
             yield f"group {number}", f"{verified[0].title} (verified on {group.representative})"
         elif group.fixes:
-            yield (
-                f"group {number}",
-                f"none of {plural(len(group.fixes), 'change')} tried on {group.representative} held",
-            )
+            changes = plural(len(group.fixes), "change")
+            yield f"group {number}", f"none of {changes} tried on {group.representative} held"
         elif group.fix_note:
             yield f"group {number}", group.fix_note
-
-
-def _recurring_facts(triage: Triage) -> Iterator[tuple[str, str]]:
     for found in triage.recurring:
         share = percent(found.num_dumps / found.num_known)
         yield "data", f"{name_sample(found)} is among the failing samples of {share} of the dumps: look at it first"
@@ -164,14 +150,11 @@ def _recurring_facts(triage: Triage) -> Iterator[tuple[str, str]]:
 def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
     rows = fold_reasons(results)
     for outcome, reason, paths in rows[:_MAX_LISTED]:
-        yield outcome, f"{join_first(paths, 1) if len(paths) < 3 else _counted(paths)}: {reason}"
+        many = join_words([paths[0], f"{len(paths) - 1:,} more"])
+        yield outcome, f"{join_first(paths, 1) if len(paths) < 3 else many}: {reason}"
     if len(rows) > _MAX_LISTED:
         left = sum(len(paths) for _, _, paths in rows[_MAX_LISTED:])
         yield "", f"{left:,} more, with other reasons, on the page"
-
-
-def _counted(paths: Sequence[str]) -> str:
-    return join_words([paths[0], f"{len(paths) - 1:,} more"])
 
 
 def triage_page(triage: Triage) -> str:

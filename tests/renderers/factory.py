@@ -410,7 +410,7 @@ def fixable():
             Counterfactual(group="mode", setting=StepSetting(training=False), outcome=failing),
         ),
         fp32_sets=Fp32SetSearch(
-            sets=(Fp32Set(modules=(Fp32Module(module="encoder.blocks.2.attention", children=False),), minimal=True),),
+            sets=(Fp32Set(modules=(Fp32Module(module="encoder.blocks.2.attention", children=False),)),),
             num_modules=26,
             num_probes=11,
             complete=True,

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.evidence.report import Report
 from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
@@ -57,17 +57,12 @@ def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
 
 def _histogram(pair: LayerPair) -> Histogram:
     for row in (pair.fp32, pair.autocast):
-        counts = _count(row)
+        counts: Counter[int] = Counter()
+        for stats in row.outputs if row is not None else ():
+            counts.update(dict(stats.counts.exponents) if stats.counts is not None else {})
         if counts:
             return counts
     return {}
-
-
-def _count(row: LayerRow | None) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for stats in row.outputs if row is not None else ():
-        counts.update(dict(stats.counts.exponents) if stats.counts is not None else {})
-    return counts
 
 
 def _find_limits(histograms: Sequence[Histogram], low: FloatFormat) -> tuple[int, int]:

@@ -223,10 +223,15 @@ def write_legend(figure: Figure, marks: Sequence[Artist], what: str, *, narrow: 
 
 def name_layers(axes: Axes, layers: Layers, shown: range) -> None:
     """Name the layers at the indices `shown`: each of them, or where they are too many the blocks they lie in."""
-    if len(shown) > MAX_BARS:
-        _write(axes, _choose(layers), layers.first_nonfinite)
-    else:
-        _write(axes, [(index, layers.pairs[index].label) for index in shown], layers.first_nonfinite)
+    each = [(index, layers.pairs[index].label) for index in shown]
+    named = _choose(layers) if len(shown) > MAX_BARS else each
+    # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
+    names = [brief(name, _NAME_WIDTH) for _, name in named]
+    axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
+    axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
+    for (index, _), label in zip(named, axes.get_xticklabels(), strict=True):
+        if index == layers.first_nonfinite:
+            label.set(color=NONFINITE_COLOR, weight="bold")
 
 
 def _choose(layers: Layers) -> list[tuple[int, str]]:
@@ -253,20 +258,9 @@ def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
     return starts
 
 
-def _write(axes: Axes, named: list[tuple[int, str]], first_nonfinite: int | None) -> None:
-    names = [brief(name, _NAME_WIDTH) for _, name in named]
-    # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
-    axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
-    axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
-    for (index, _), label in zip(named, axes.get_xticklabels(), strict=True):
-        if index == first_nonfinite:
-            label.set(color=NONFINITE_COLOR, weight="bold")
-
-
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _REFERENCE = re.compile(r"#([\w-]+)")
 _READABLE_PX = 10.0
-_FONTS = "DejaVu Sans, Verdana, Geneva, sans-serif"
 
 
 def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:

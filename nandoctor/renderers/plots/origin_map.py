@@ -95,7 +95,8 @@ def _fits(picture: Picture, origin: Origin) -> bool:
 def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -> None:
     counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
-    lengths = [_cell_lengths(size, cells) for size, cells in zip((height, width), counts.shape, strict=True)]
+    cells_of = zip((height, width), counts.shape, strict=True)
+    lengths = [np.bincount(np.arange(size) * cells // size, minlength=cells) for size, cells in cells_of]
     depth = _share_of_samples(origin, grid) * grid.numel / max(height * width, 1)
     shares = counts / (np.outer(*lengths) * depth)  # of all that a cell has in the affected samples
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
@@ -127,10 +128,6 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
     samples = origin.elements.samples or ()
     told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
     return len(samples) / shape[0] if told else 1.0
-
-
-def _cell_lengths(size: int, num_cells: int) -> NDArray[np.int64]:
-    return np.bincount(np.arange(size) * num_cells // size, minlength=num_cells)
 
 
 def picture_levels(picture: Picture) -> NDArray[np.uint8]:
