@@ -47,9 +47,8 @@ from nandoctor.diagnosis.verdict import (
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
-from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Diagnosis, EpsUse, Report, Reproduction
+from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import keep
@@ -173,6 +172,8 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
     runs = summarize_runs(trace, reference, step.low)
+    # The headline is about the cause's own expression, else the origin's.
+    source = None if first is None else (first.cause and first.cause.source) or first.origin.source
     return Report(
         verdict=verdict,
         headline=write_headline(verdict, trace, shown, findings.gaps),
@@ -197,16 +198,8 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *(() if findings.random else describe_error_source(runs.autocast.modules)),  # formats draw unlike numbers
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=step.loss is not None),
-        excerpt=_read_excerpt(first),
+        excerpt=None if source is None else read_excerpt(source),
     )
-
-
-def _read_excerpt(first: Diagnosis | None) -> Excerpt | None:
-    """The source that the headline is about: the cause's own expression, else the origin's."""
-    if first is None:
-        return None
-    source = (first.cause.source if first.cause is not None else None) or first.origin.source
-    return None if source is None else read_excerpt(source)
 
 
 def describe_environment(device: torch.device) -> Environment:

@@ -78,7 +78,9 @@ class Generators:
         generator = numpy_random.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return None
-        if self._numpy_words.have_changed(generator, _find_words_of_numpy) or self._holds_back:
+        # 624 words and the place among them, as numpy's MT19937 keeps them.
+        changed = self._numpy_words.have_changed(generator, lambda it: (it.ctypes.state_address, 625 * 4))
+        if changed or self._holds_back:
             self._numpy = np.random.get_state()
             self._holds_back = self._holds_back or bool(self._numpy[3])
         return self._numpy
@@ -110,11 +112,6 @@ class _Words:
             return False
         self._seen = bytearray(self._words)
         return True
-
-
-def _find_words_of_numpy(generator: np.random.MT19937) -> tuple[int, int]:
-    """624 words and the place among them, as numpy's MT19937 keeps them."""
-    return generator.ctypes.state_address, 625 * 4
 
 
 def _find_words_of_python(generator: random.Random) -> tuple[int, int]:

@@ -117,10 +117,6 @@ class Observer:
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
-    def note_autocast(self, state: dict[str, Any]) -> None:
-        """Keep the autocast that was found within the model's call."""
-        self.autocast_inside = state
-
     def find_trained(self) -> None:
         """Look for all weights, and for the first and last that gradients are wanted of, of which stamps are taken."""
         self.held = self._read_weights()
@@ -195,10 +191,6 @@ def _owners_of(model: nn.Module) -> list[tuple[str, int]]:
     return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in _places(model, of)]
 
 
-def _is_frozen(held: torch.Tensor | None) -> bool:
-    return held is not None and not held.requires_grad
-
-
 def _is_trained(place: _Place) -> bool:
     """True of a weight that gradients are wanted of and whose values can be read."""
     _, registry, name = place
@@ -247,10 +239,6 @@ class SnapshotPlan:
         self._order = JoinOrder([there[index] for index in joined])
         self._joined = [joined[place] for place in self._order.places]
         self._sources, self._watched = ([there[index] for index in group] for group in (self._joined, self.watched))
-
-    def is_for(self, tensors: Tensors) -> bool:
-        """True of the same tensors."""
-        return all(map(is_, tensors, self.tensors))
 
     def take(self) -> Snapshot:
         """The tensors as they are now."""
@@ -337,7 +325,8 @@ class StateKeeper:
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
         buffers = _places(model, buffers_of)
-        frozen = [place for place in _places(model, parameters_of) if _is_frozen(place[1][place[2]])]
+        held = [(place, place[1][place[2]]) for place in _places(model, parameters_of)]
+        frozen = [place for place, parameter in held if parameter is not None and not parameter.requires_grad]
         places = [*buffers, *frozen]
         self._names = [path for path, *_ in places]
         self.buffers = tuple(self._names[: len(buffers)])
@@ -367,7 +356,14 @@ class StateKeeper:
         if last is not None and last.plan.checks:  # the loop may have written since the forward
             last.compare()
             changed += last.changed()
-        if last is None or checks or changed or last.plan.checks or last.plan.is_first or not last.plan.is_for(tensors):
+        if (
+            last is None
+            or checks
+            or changed
+            or last.plan.checks
+            or last.plan.is_first
+            or not all(map(is_, tensors, last.plan.tensors))
+        ):
             self._written.update(changed)
             large = self._frozen if checks and not self._has_room(tensors, self._frozen) else frozenset()
             copied = self._written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -330,30 +330,26 @@ class Recorder(RecorderSettings):
             attach(self._called, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
             return
         for name, child in self._observer.model.named_children():
-            attach(child, None, never_harm(self._keep_inside(name)), self._handles)
+            attach(child, None, never_harm(functools.partial(self._keep_inside, name)), self._handles)
 
-    def _keep_inside(self, name: str) -> Callable[..., None]:
-        def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            step = self._tracker.current
-            if step is not None and step.calls and torch.is_grad_enabled():
-                step.inside[name] = pack(output, f"output.{name}")
-
-        return keep
+    def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        step = self._tracker.current
+        if step is not None and step.calls and torch.is_grad_enabled():
+            step.inside[name] = pack(output, f"output.{name}")
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._tracker.before_forward(module, args, kwargs) and not self._scouted:
-            self._scout()
-
-    def _scout(self) -> None:
-        """Look for autocast within a forward that somebody wrapped (Accelerate does), the first time it runs."""
-        model, step = self._observer.model, self._tracker.current
+        """Begin a step; the first time, look for autocast within a forward that somebody wrapped (Accelerate does)."""
+        if not self._tracker.before_forward(module, args, kwargs) or self._scouted:
+            return
+        model, step, observer = self._observer.model, self._tracker.current, self._observer
         assert step is not None
         assert step.before is not None
         if step.before.autocast["enabled"] or "forward" not in vars(model):
             return
         self._scouted = True
         children = [module for module in model.modules() if module is not model]
-        self._handles.push(scout_autocast(children, self._observer.note_autocast, self._observer.device.type))
+        note = functools.partial(setattr, observer, "autocast_inside")
+        self._handles.push(scout_autocast(children, note, observer.device.type))
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)

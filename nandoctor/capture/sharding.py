@@ -106,7 +106,8 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
     ignore are not sharded, and not cast.
     """
     policies = {path: policy for path, module in model.named_modules() if (policy := fsdp_policy(module)) is not None}
-    owned = [(name, _owner(name, policies)) for name, p in model.named_parameters() if _is_cast(p)] if policies else []
+    sharded = [(name, p) for name, p in model.named_parameters() if is_sharded(p)] if policies else []
+    owned = [(name, _owner(name, policies)) for name, p in sharded if p.is_floating_point()]
     cast = {
         "parameters": {name: policies[path].param_dtype for name, path in owned if path is not None},
         "inputs": {path: policy.param_dtype for path, policy in policies.items() if policy.cast_forward_inputs},
@@ -114,10 +115,6 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
         "gradients": {path: policy.reduce_dtype for path, policy in policies.items()},
     }
     return {what: {name: dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
-
-
-def _is_cast(parameter: nn.Parameter) -> bool:
-    return is_sharded(parameter) and parameter.is_floating_point()
 
 
 def _owner(name: str, paths: Collection[str]) -> str | None:

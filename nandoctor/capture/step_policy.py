@@ -317,21 +317,17 @@ class StepPolicy:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
-        self._tell(path, contents["event"])
+        if self._on_save is not None:
+            try:
+                self._on_save(path, contents["event"])
+            except Exception as error:
+                LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
         if any(packed.hidden for packed in step.calls):
             return path, (
                 f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
                 "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
             )
         return path, say_next(path, written, self._replay_flags() + _flags_for(step, result, contents))
-
-    def _tell(self, path: Path, event: Mapping[str, Any]) -> None:
-        if self._on_save is None:
-            return
-        try:
-            self._on_save(path, event)
-        except Exception as error:
-            LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
 
 
 def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:

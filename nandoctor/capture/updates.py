@@ -81,7 +81,9 @@ class TrainedParameters:
         self._optimizer = ref(optimizer) if isinstance(optimizer, Optimizer) else lambda: optimizer
         self._given = _outline(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        owned = [(names[id(p)], p) for p in given if id(p) in names and not _is_only_stored(p)]
+        # No update writes a lazy parameter that nothing has filled, nor floats of one byte.
+        written = (p for p in given if not is_lazy(p) and not (p.is_floating_point() and p.element_size() == 1))
+        owned = [(names[id(p)], p) for p in written if id(p) in names]
         found = largest_magnitude([parameter for _, parameter in owned])
         if found is not None and not bool(found.isfinite()):
             owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
@@ -191,11 +193,6 @@ def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
     """True of dense real tensors on a CPU, which need no sorting at each step."""
     return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
-
-
-def _is_only_stored(tensor: torch.Tensor) -> bool:
-    """True of what no update writes: a lazy parameter that nothing has filled, and floats of one byte."""
-    return is_lazy(tensor) or (tensor.is_floating_point() and tensor.element_size() == 1)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

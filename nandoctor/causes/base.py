@@ -109,6 +109,11 @@ class Finding(_AnalysedOp):
         return self.analysis.overflowed
 
     @property
+    def is_past_float64(self) -> bool:
+        """True where finite operands gave infinities and no NaN, as a sum or a product past float64's limit does."""
+        return not self.had_inf_input and "nan" not in self.analysis.kinds
+
+    @property
     def reference_is_finite(self) -> bool:
         """True where fp32 gave finite values at this very op."""
         return self.reference_op is not None and self.reference_op.outputs_finite

@@ -33,7 +33,8 @@ def diagnose(finding: Finding) -> Account | None:
     """Any other op whose exact value is finite and does not fit, be it that float64 does not hold it either."""
     if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
-    if not finding.overflowed and not _is_past_float64(finding):
+    has_no_pole = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)
+    if not (finding.overflowed or (has_no_pole and finding.is_past_float64)):
         return None
     there = {operand.name: operand.at_worst for operand in finding.analysis.operands if operand.at_worst is not None}
     evidence = tuple(
@@ -44,9 +45,3 @@ def diagnose(finding: Finding) -> Account | None:
     constants = ", ".join(f"{name} {constant(value)}" for name, value in finding.op.scalars)
     made_by = f"{finding.op.op} of {made_of or 'its inputs'}{f' ({constants})' if constants else ''}"
     return explain_overflow(finding, made_by, evidence)
-
-
-def _is_past_float64(finding: Finding) -> bool:
-    """Tell whether finite operands gave infinities where the op has no pole."""
-    is_plain = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)
-    return is_plain and not finding.had_inf_input and "nan" not in finding.analysis.kinds

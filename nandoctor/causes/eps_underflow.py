@@ -53,7 +53,6 @@ from nandoctor.ops import (
     SINGULAR_INPUTS,
     SUBTRACTIONS,
     SUMS,
-    Domain,
 )
 from nandoctor.text import constant, number, plural
 
@@ -94,16 +93,13 @@ class _Lost(NamedTuple):
 
 
 def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost) -> str:
-    _, eps, dtype = found
-    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(_beside(found, finding))}"
+    place, eps, dtype = found
+    # What absorbed it: 1 for a bound just beside it, else the largest that the op gave.
+    larger = 1.0 if found in _gaps_beside_one(place, finding) else place.outputs[0].absmax or 1.0
+    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
     return f"{constant(eps)} {lost} in {dtype}, so {owner(singular)} {at_singularity(singular, finding.analysis.kinds)}"
-
-
-def _beside(lost: _Lost, finding: Finding | GradientFinding) -> float:
-    """The magnitude that absorbed the constant: 1 for a bound just beside it, else the largest that the op gave."""
-    return 1.0 if lost in _gaps_beside_one(lost.place, finding) else lost.place.outputs[0].absmax or 1.0
 
 
 def _explain(what: str, lost: _Lost, evidence: tuple[Evidence, ...], *, headline: str) -> Account:
@@ -142,16 +138,13 @@ def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Ite
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
     """The ops whose values are subtracted from others to make `tensor`, or by the singular op itself: log1p(-p)."""
-    ends = [tensor] if singular.op in LOGARITHMS and _is_infinite_at_one(DOMAINS[singular.op]) else []
+    # Logarithms that are infinite at 1 or -1, as log1p and logit are, subtract by themselves.
+    domain = DOMAINS[singular.op] if singular.op in LOGARITHMS else None
+    ends = [tensor] if domain is not None and 1.0 in (abs(domain.low), abs(domain.high)) else []
     for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON):
         ends += op.inputs if op.op in SUBTRACTIONS else ()
     for end in ends:
         yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_HANDING_ON))
-
-
-def _is_infinite_at_one(domain: Domain) -> bool:
-    """Tell whether the logarithm is infinite at 1 or -1, as log1p and logit are: it subtracts by itself."""
-    return 1.0 in (abs(domain.low), abs(domain.high))
 
 
 def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:

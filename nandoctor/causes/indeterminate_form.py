@@ -138,10 +138,8 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
         for tensor in _infinite_inputs(finding):
             assert tensor.stats is not None
             assert finding.forward is not None
-            limits = (
-                tensor.stats.dtype.max,
-                1e4,
-            )  # the first changes nothing else, but may be too large for what follows
+            # The first changes nothing else, but may be too large for what follows.
+            limits = (tensor.stats.dtype.max, 1e4)
             yield clamp_candidate(finding.forward, tensor.name, [(-limit, limit) for limit in limits])
         return
     for name, value in finding.op.scalars:

@@ -24,7 +24,7 @@ from nandoctor.causes.base import Candidate, Finding, clamp_candidate, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import Operand, OpTensor
+from nandoctor.evidence.trace import OpTensor
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
@@ -84,7 +84,9 @@ def _headline(finding: Finding, masking: float) -> str:
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
-    if finding.op.op in SCALINGS and not any(_is_indicator(operand) for operand in finding.analysis.operands):
+    # What is scaled is a mask of zeros and ones, or of something between.
+    masks = [item for item in finding.analysis.operands if item.shape and item.min is not None and item.min >= 0]
+    if finding.op.op in SCALINGS and not any((mask.max or 0.0) <= 1 for mask in masks):
         return []
     return written + [
         tensor.stats.min
@@ -99,11 +101,6 @@ def _is_mask(tensor: OpTensor) -> bool:
     assert stats is not None
     same = stats.p05 == stats.absmax and stats.median == stats.absmax
     return stats.min is not None and stats.min <= _VERY_NEGATIVE and (stats.max or 0.0) <= 0 and same
-
-
-def _is_indicator(operand: Operand) -> bool:
-    """A mask of zeros and ones, or of something between."""
-    return bool(operand.shape) and operand.min is not None and operand.min >= 0 and (operand.max or 0.0) <= 1
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

@@ -30,7 +30,8 @@ PHASES = ("forward",)
 def diagnose(finding: Finding) -> Account | None:
     """A reduction whose exact value is finite and does not fit."""
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
-    if not summing or not (finding.overflowed or _is_beyond_float64(finding)):
+    # Of finite terms only long products pass the limit of float64.
+    if not summing or not (finding.overflowed or (finding.op.op in SERIAL_PRODUCTS and finding.is_past_float64)):
         return None
     length = finding.analysis.length
     terms: tuple[Evidence, ...] = ()
@@ -38,11 +39,6 @@ def diagnose(finding: Finding) -> Account | None:
         terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
     return explain_overflow(finding, f"The {finding.op.op}{over}", terms)
-
-
-def _is_beyond_float64(finding: Finding) -> bool:
-    """Tell whether finite terms make an infinity even in float64, as only long products do."""
-    return finding.op.op in SERIAL_PRODUCTS and not finding.had_inf_input and "nan" not in finding.analysis.kinds
 
 
 def _sums_with_ones(finding: Finding) -> bool:

@@ -339,27 +339,25 @@ def _key(finding: Finding) -> _Key:
     place = finding.place
     if finding.verdict in NOTHING_FOUND:
         return (finding.verdict,)
-    where = (place.file, place.line) if place.file else (place.type, _without_numbers(place.module))
+    repeated = ".".join("*" if part.isdigit() else part for part in place.module.split("."))
+    where = (place.file, place.line) if place.file else (place.type, repeated)
     return finding.verdict, finding.cause, *where
 
 
-def _without_numbers(module: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
 def _make_group(results: Sequence[DumpResult]) -> Group:
-    findings = [result.finding for result in results if result.finding is not None]
+    found = [(result, result.finding) for result in results if result.finding is not None]
+    findings = [finding for _, finding in found]
     moments = [result.when for result in results if result.when is not None]
-    best = min(results, key=_fitness)
-    assert best.finding is not None
+    # The same wherever and however often the dumps are replayed.
+    representative, best = min(found, key=lambda pair: _GRADES.index(pair[1].grade))
     steps = [moment.step for moment in moments if moment.step is not None]
     written = sorted(moment.written for moment in moments if moment.written is not None)
     return Group(
-        verdict=best.finding.verdict,
-        cause=best.finding.cause,
-        title=best.finding.title,
-        headline=best.finding.headline,
-        place=best.finding.place,
+        verdict=best.verdict,
+        cause=best.cause,
+        title=best.title,
+        headline=best.headline,
+        place=best.place,
         paths=tuple(result.path for result in results),
         modules=tuple(dict.fromkeys(finding.place.module for finding in findings)),
         steps=(min(steps), max(steps)) if steps else None,
@@ -368,14 +366,8 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         runs=tuple(sorted({moment.run for moment in moments})),
         written=(written[0], written[-1]) if written else None,
         recurring=find_recurring(results),
-        representative=best.path,
+        representative=representative.path,
     )
-
-
-def _fitness(result: DumpResult) -> int:
-    """The lower the better, and the same wherever and however often the dumps are replayed."""
-    assert result.finding is not None
-    return _GRADES.index(result.finding.grade)
 
 
 def _in_training_order(result: DumpResult) -> tuple[str, int, str]:

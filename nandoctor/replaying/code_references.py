@@ -62,8 +62,9 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
-            kind = _import_config(reference, reference.config, dump, provenance)
-            return _build_from_config(found, kind, reference)
+            kind = reference.config
+            own = _import_source(kind, dump, provenance) if kind.file else _import_installed(reference, kind.spec, dump)
+            return _build_from_config(found, own, reference)
         made: nn.Module = found(**{**reference.arguments, **more})
         return made
 
@@ -168,10 +169,6 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
         raise _undecided(reference, dump, why)
     directory, spec = _from_file(reference, source.path)
     return find_attribute(spec, directory=directory)
-
-
-def _import_config(model: Reference, config: Reference, dump: Path, provenance: Provenance) -> Any:
-    return _import_source(config, dump, provenance) if config.file else _import_installed(model, config.spec, dump)
 
 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
@@ -304,8 +301,13 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
         method = ""  # the recorded call is not made
     allowed = _OWN_METHODS if dump.provenance.own else ("",)
     knows_method = method in allowed or settings.method == method
-    if not knows_method or not (has_model or recorded is None or dump.provenance.own):
-        raise _unapproved(dump)
+    if recorded is not None and not (knows_method and (has_model or dump.provenance.own)):
+        rows = [f"  {label:<11} {text}" for label, text in code_rows(recorded)]
+        why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
+        raise UnapprovedCodeError(
+            f"This dump asks to run code{why}. Nothing was run.\n\n" + "\n".join(rows),
+            remedy=f"  To run it   {approving_command(dump.path, recorded)}",
+        )
 
 
 def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
@@ -337,13 +339,3 @@ def state_to_load(dump: Dump) -> tuple[Mapping[str, torch.Tensor], list[str]]:
         f"_extra_state ({plural(len(extra), 'module')}) was not handed to the model: the dump is not your recorder's."
     )
     return {name: tensor for name, tensor in dump.state.items() if name not in extra}, [note]
-
-
-def _unapproved(dump: Dump) -> UnapprovedCodeError:
-    assert dump.recorded is not None
-    rows = [f"  {label:<11} {text}" for label, text in code_rows(dump.recorded)]
-    why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
-    return UnapprovedCodeError(
-        f"This dump asks to run code{why}. Nothing was run.\n\n" + "\n".join(rows),
-        remedy=f"  To run it   {approving_command(dump.path, dump.recorded)}",
-    )

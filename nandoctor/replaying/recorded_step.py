@@ -6,7 +6,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
@@ -30,6 +30,7 @@ _wanting: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 """Of a saved input that gradients were wanted of, what the last call was given for it."""
 
 _from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
+"""True in a run in which each call starts from the generators' states that the dump has for it."""
 
 
 def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
@@ -71,16 +72,6 @@ def _wanting_gradients(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with unobserved():
         return tensor.detach().requires_grad_().clone()  # no leaf, for a model may write to what it is given
-
-
-@contextmanager
-def from_saved_states() -> Iterator[None]:
-    """While this is open, each call starts from the generators' states that the dump has for it."""
-    token = _from_saved_states.set(True)
-    try:
-        yield
-    finally:
-        _from_saved_states.reset(token)
 
 
 def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -226,8 +217,11 @@ def seeded(
             if recorded is not None and recorded.random is not None:
                 restore_host_generators(recorded.random)
         before = _generator_states(device)
-        with from_saved_states() if seed is None else nullcontext():
+        token = _from_saved_states.set(seed is None)
+        try:
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
+        finally:
+            _from_saved_states.reset(token)
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:

@@ -262,10 +262,20 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
     with in_mode(step.model, step.training, step.recorded.training if step.recorded is not None else {}):
-        with _as_changed(run) as draws:
+        with (
+            restored(step.model, traced=run.watch.ops) as state,
+            printed_changes(run.printed, step.model, step.loss),
+            state_widened(state, run.policy),
+            seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
+        ):
             observers = Observers(step, run.watch, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
-            with _under_policy(run, observers):
+            with (
+                recorded_backends(step.recorded, step.device),
+                apply_policy(run.policy, step.device),
+                drawn_in_fp32() if run.policy is EXACT else nullcontext(),
+                interventions.intervene(run.edits, step.model, step.device, observers.modules.owner),
+            ):
                 result = _execute(run, batch, observers)
                 output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
             with plain_torch():
@@ -305,31 +315,6 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     if isinstance(result.raised, KeyboardInterrupt):
         raise RunInterrupted(step, made) from result.raised
     return made, result.raised
-
-
-@contextmanager
-def _as_changed(run: _Run) -> Iterator[Callable[[], bool]]:
-    """The model as changed, widened and seeded, and put back after it; gives what tells whether numbers were drawn."""
-    step = run.step
-    with (
-        restored(step.model, traced=run.watch.ops) as state,
-        printed_changes(run.printed, step.model, step.loss),
-        state_widened(state, run.policy),
-        seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
-    ):
-        yield draws
-
-
-@contextmanager
-def _under_policy(run: _Run, observers: Observers) -> Iterator[None]:
-    step = run.step
-    with (
-        recorded_backends(step.recorded, step.device),
-        apply_policy(run.policy, step.device),
-        drawn_in_fp32() if run.policy is EXACT else nullcontext(),
-        interventions.intervene(run.edits, step.model, step.device, observers.modules.owner),
-    ):
-        yield
 
 
 def _execute(run: _Run, batch: Batch, observers: Observers) -> _Result:

@@ -82,10 +82,13 @@ def prepare(
         step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
+    # The user's word, else what the recorder saw, else both.
+    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
+    training = settings.mode == "train" if settings.mode else recorded
     return Preparation(
         dump=dump,
         steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
-        modes=_modes(dump, settings),
+        modes=(True, False) if training is None else (training,),
         seeds=(first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))),
         policies=policies,
         outputs=outputs,
@@ -145,20 +148,16 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
                 remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
                 f"scalar; output is {returned}.",
             ) from error
-        return _as_scalar(value)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value
+        is_tensor = isinstance(value, torch.Tensor)
+        what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        raise LossError(
+            f"The loss function returned {what}.",
+            remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
+        )
 
     return compute
-
-
-def _as_scalar(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value
-    is_tensor = isinstance(value, torch.Tensor)
-    what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-    raise LossError(
-        f"The loss function returned {what}.",
-        remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
-    )
 
 
 def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: RunProgress) -> None:
@@ -325,14 +324,6 @@ def _in_weights_format(step: FailingStep, dump: Dump, settings: Settings) -> Fai
     dtype = torch_dtype(low)
     inputs = {name: step.batch[name] for name in step.used if step.batch[name].dtype is torch.float32}
     return replace(step, batch={**step.batch, **{name: array.to(dtype) for name, array in inputs.items()}})
-
-
-def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
-    """The user's word, else what the recorder saw, else both."""
-    if settings.mode:
-        return (settings.mode == "train",)
-    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
-    return (True, False) if recorded is None else (recorded,)
 
 
 def find_device(name: str) -> torch.device:

@@ -18,7 +18,6 @@ import torch
 
 from nandoctor.minimal_sets import minimise
 from nandoctor.repro_scripts.program import Program, ValueKind, kinds_of
-from nandoctor.torch_compat import tree_leaves
 
 _MAX_RUNS = 1500
 _MAX_SLOTS = 6
@@ -105,7 +104,9 @@ class _Shrinking:
 
     def _narrow(self, program: Program, slots: tuple[Dimension, ...], finest: int) -> Program:
         """Slice the dimensions `slots` together to the fewest of ever smaller shares, down to 1 / `finest`."""
-        for change in (_sliced, *([_sliced_with_sizes] if _names_size(program, _extent(program, slots)) else [])):
+        size = _extent(program, slots)
+        is_named = any(type(value) is int and value == size for value in program.arguments())
+        for change in (_sliced, _sliced_with_sizes) if is_named else (_sliced,):
             share = 2
             while (size := _extent(program, slots)) > 1 and share <= min(2 * size, finest):
                 program = self._keep_fewest(program, partial(change, program, slots), size, share)
@@ -134,7 +135,8 @@ class _Shrinking:
 
     def _simplify_all(self, program: Program) -> Program:
         """One magnitude for each leaf that is not constant yet, all at once: what they give may hang on their signs."""
-        varied = {name: _magnitude(leaf) for name, leaf in program.leaves.items() if _varies(leaf)}
+        largest = {name: float(leaf.abs().max()) for name, leaf in program.leaves.items() if _varies(leaf)}
+        varied = {name: torch.full_like(program.leaves[name], _round(value, 2)) for name, value in largest.items()}
         first = next(iter(varied), "")
         for name in (first, ""):
             constant = {other: -values if other == name else values for other, values in varied.items()}
@@ -187,12 +189,6 @@ def _with_fitting_gradient(program: Program, start: float) -> Program:
     return program.with_leaves(**{program.gradient: gradient})
 
 
-def _names_size(program: Program, size: int) -> bool:
-    """Whether the size stands among the whole numbers of an op's arguments."""
-    values = (value for node in program.nodes for value in tree_leaves((node.args, dict(node.kwargs))))
-    return any(type(value) is int and value == size for value in values)
-
-
 def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:
     """The same, and the size wherever it stands in a list of whole numbers: a shape to view, to normalise over."""
     size = _extent(program, slots)
@@ -239,11 +235,6 @@ def _varies(leaf: torch.Tensor) -> bool:
     """Tell whether a leaf of numbers is finite, and more than one value."""
     values = leaf.flatten()
     return leaf.is_floating_point() and bool(torch.isfinite(leaf).all()) and bool((values[1:] != values[:-1]).any())
-
-
-def _magnitude(leaf: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a leaf for all of it, to two digits."""
-    return torch.full_like(leaf, _round(float(leaf.abs().max()), 2))
 
 
 def _largest_alone(leaf: torch.Tensor) -> Iterator[torch.Tensor]:

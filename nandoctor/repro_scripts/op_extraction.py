@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,16 +169,13 @@ def _cannot_write(what: str) -> NanDoctorError:
 
 
 def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
-    def arrive(item: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(values: torch.Tensor) -> None:
-            if gradient.values is None:
-                gradient.item, gradient.values = item, values.detach().cpu().clone()
-
-        return on_gradient
+    def on_gradient(item: int, values: torch.Tensor) -> None:
+        if gradient.values is None:
+            gradient.item, gradient.values = item, values.detach().cpu().clone()
 
     for item, tensor in enumerate(given):
         if tensor.requires_grad:
-            tensor.register_hook(arrive(item))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(on_gradient, item))  # type: ignore[no-untyped-call]
 
 
 class _Assembly:
@@ -202,7 +200,8 @@ class _Assembly:
             assert gradient.values is not None
             name = self._free_name("grad")
             self._leaves[name] = gradient.values
-        item = gradient.item if gradient is not None else _unwritable_item(last)
+        nonfinite = (i for i, made in enumerate(last.given) if made.is_floating_point() and kinds_of((made,)))
+        item = gradient.item if gradient is not None else next(nonfinite, 0)
         return Program(
             nodes=nodes,
             result=Ref(name=nodes[-1].name, item=item if len(last.given) > 1 else None),
@@ -232,18 +231,15 @@ class _Assembly:
         if isinstance(value, (list, tuple)):
             items = (self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value))
             return list(items)
-        if type(value) in (int, float) and name in _CONSTANTS and self._may_be_to_blame(value):
+        is_constant = type(value) in (int, float) and name in _CONSTANTS
+        # Too small or too large, it may be to blame.
+        if is_constant and (0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max):
             return self._number("eps" if abs(value) <= LARGEST_EPS else "constant", float(value))
         return _on_cpu(value)
 
-    def _may_be_to_blame(self, value: float) -> bool:
-        return 0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max
-
     def _number(self, name: str, value: float) -> Ref:
-        for known, number in self._numbers.items():
-            if number == value:
-                return Ref(name=known)
-        name = self._free_name(name)
+        known = next((known for known, number in self._numbers.items() if number == value), None)
+        name = known or self._free_name(name)
         self._numbers[name] = value
         return Ref(name=name)
 
@@ -282,11 +278,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
-
-
-def _unwritable_item(piece: _Piece) -> int:
-    nonfinite = (item for item, tensor in enumerate(piece.given) if tensor.is_floating_point() and kinds_of((tensor,)))
-    return next(nonfinite, 0)
 
 
 def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:

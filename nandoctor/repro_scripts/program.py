@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal
@@ -117,6 +116,10 @@ class Program:
         """The shape of what the last op gives, which the gradient has to have."""
         return self._result_in(self._run_nodes(self.leaves, self.low)).shape
 
+    def arguments(self) -> list[Any]:
+        """Every value among the arguments of the ops, out of their lists."""
+        return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
+
     def with_leaves(self, **leaves: torch.Tensor) -> Program:
         """The same ops on other tensors."""
         return replace(self, leaves={**self.leaves, **leaves})
@@ -138,7 +141,9 @@ class Program:
     def _run_nodes(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> dict[str, Any]:
         """Every value by its name: leaves, numbers, and what the ops give."""
         values: dict[str, Any] = {**leaves, **self.numbers}
-        with _seeded() if self.random else nullcontext():
+        with torch.random.fork_rng(devices=[], enabled=self.random):
+            if self.random:
+                torch.manual_seed(0)
             for node in self.nodes:
                 values[node.name] = node.run(values, self.low, low)
         return values
@@ -147,14 +152,6 @@ class Program:
         made: Any = values[self.result.name]
         result: torch.Tensor = made if self.result.item is None else made[self.result.item]
         return result
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """A context in which torch draws what it draws after `torch.manual_seed(0)`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def find_function(name: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +18,6 @@ from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
 from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
 from nandoctor.text import dtype_name, number
-from nandoctor.torch_compat import tree_leaves
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
 _TESTS = {"nan": "torch.isnan", "+inf": "torch.isposinf", "-inf": "torch.isneginf"}
@@ -86,6 +85,11 @@ def _case(program: Program) -> Iterator[str]:
     yield from (f"{_INDENT}{line}" for line in _ending(program, last))
 
 
+def _uses_low(program: Program) -> bool:
+    is_named = any(value is program.low for value in program.arguments())
+    return is_named or any(node.mode == "product" for node in program.nodes)
+
+
 def _ending(program: Program, last: Node) -> Iterator[str]:
     made = _Writer(program).result(last)
     is_complex = any(tensor.is_complex() for tensor in program.run())
@@ -97,11 +101,6 @@ def _ending(program: Program, last: Node) -> Iterator[str]:
     yield f"gradients = torch.autograd.grad({last.name}, [{leaves}], {incoming}, allow_unused=True)"
     flat = "torch.view_as_real(g.cfloat()).flatten()" if is_complex else "g.flatten().float()"
     yield f"return torch.cat([{flat} for g in gradients if g is not None])"
-
-
-def _uses_low(program: Program) -> bool:
-    values = (leaf for node in program.nodes for leaf in tree_leaves((node.args, dict(node.kwargs))))
-    return any(node.mode == "product" for node in program.nodes) or any(value is program.low for value in values)
 
 
 class _Writer:
@@ -122,7 +121,9 @@ class _Writer:
             made = f"{first}{copy}.{node.function.removeprefix(METHOD)}({', '.join(others)})"
         else:
             made = f"{node.function}({', '.join(arguments)})"
-        return made if self._gives_several(node) else made + self._rounding(node)
+        refs = (value for value in (*self._program.arguments(), self._program.result) if isinstance(value, Ref))
+        gives_several = any(ref.name == node.name and ref.item is not None for ref in refs)
+        return made if gives_several else made + self._rounding(node)
 
     def result(self, node: Node) -> str:
         """The last node, and which of its results is meant."""
@@ -133,12 +134,6 @@ class _Writer:
         first = node.args[0] if node.args else None
         own = f".to({self._value(first, '')}.dtype)" if isinstance(first, Ref) else ""
         return {"product": ".to(low)", "rounded": own}.get(node.mode, "")
-
-    def _gives_several(self, node: Node) -> bool:
-        program = self._program
-        values = (value for other in program.nodes for value in tree_leaves((other.args, dict(other.kwargs))))
-        refs = (value for value in (*values, program.result) if isinstance(value, Ref))
-        return any(ref.name == node.name and ref.item is not None for ref in refs)
 
     def _value(self, value: Any, cast: str) -> str:
         if isinstance(value, Ref):
@@ -167,7 +162,9 @@ def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Ite
     if mend is not None:
         yield ""
         yield f"# The nearest case that passes: {mend.words}."
-        yield f"passing = case({', '.join(_mended_arguments(program, mend))})"
+        leaves = [mend.changes.get(name, name) for name in program.leaves]
+        numbers = [f"{name}={mend.changes[name]}" for name in program.numbers if name in mend.changes]
+        yield f"passing = case({', '.join([*leaves, *numbers])})"
         yield 'print("passes:", passing[where])'
         yield "assert torch.isfinite(passing).all()"
 
@@ -193,11 +190,6 @@ def _expectation(program: Program, failure: Failure) -> str:
         largest = f"the largest {label} is {number(limit)}"
         return f"Expected: finite, up to {number(wanted, unlike=limit)}, as in fp32; {largest}."
     return f"Expected: finite, up to {number(wanted)}, as in fp32."
-
-
-def _mended_arguments(program: Program, mend: PassingCase) -> Iterable[str]:
-    leaves = [mend.changes.get(name, name) for name in program.leaves]
-    return [*leaves, *(f"{name}={mend.changes[name]}" for name in program.numbers if name in mend.changes)]
 
 
 def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
@@ -230,14 +222,11 @@ def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
             body, _TENSOR_WIDTH - 4, initial_indent="    ", subsequent_indent="    ", break_long_words=False
         )
         return f"torch.tensor(\n{rows},\n    dtype={dtype},\n)"
-    return "\n".join(
-        [full, *(f"{name}{_index(place, shape)} = {_write_number(values[place], tensor.dtype)}" for place in others)]
-    )
-
-
-def _index(place: int, shape: Sequence[int]) -> list[int]:
-    """The index of an element by its place in the flat tensor."""
-    return [int(part) for part in torch.unravel_index(torch.tensor(place), tuple(shape))]
+    indexes = ([int(part) for part in torch.unravel_index(torch.tensor(place), tensor.shape)] for place in others)
+    assigned = {
+        str(index): _write_number(values[place], tensor.dtype) for index, place in zip(indexes, others, strict=True)
+    }
+    return "\n".join([full, *(f"{name}{index} = {value}" for index, value in assigned.items())])
 
 
 def write_value(value: Any) -> str:
