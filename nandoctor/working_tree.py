@@ -6,7 +6,7 @@ The diff is applied strictly: every line of it that is context or removed has to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,9 @@ def plan_patch(diff: str, root: Path, *, allow_installed: bool = False) -> tuple
         PatchError: a file is missing or has changed since, is no text, or belongs to an installed package and
             `allow_installed` is not set.
     """
-    return tuple(_plan_file(name, lines, root, allow_installed) for name, lines in _files_in(diff))
+    _, *parts = _FILE.split(diff)
+    files = zip(parts[::2], parts[1::2], strict=True)
+    return tuple(_plan_file(name, hunks.split("\n"), root, allow_installed) for name, hunks in files)
 
 
 def encode_diff(diff: str, root: Path) -> bytes:
@@ -80,13 +82,6 @@ def restore_files(files: Sequence[PatchedFile]) -> None:
     for file in files:
         if file.path.is_file() and file.path.read_bytes() == file.after:
             write_bytes(file.before, file.path)
-
-
-def _files_in(diff: str) -> Iterator[tuple[str, list[str]]]:
-    """The path of each file below the root, and the lines of its hunks."""
-    _, *parts = _FILE.split(diff)
-    for name, hunks in zip(parts[::2], parts[1::2], strict=True):
-        yield name, hunks.split("\n")
 
 
 def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: bool) -> PatchedFile:

@@ -177,7 +177,11 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
         passes = False
         try:
             with tempfile.TemporaryDirectory() as folder:
-                told = [word for file in files for word in ("--before", str(file.path), _copy_of(file, folder))]
+                told: list[str] = []
+                for number, file in enumerate(files):  # each with a copy as it was, which it is compared with
+                    copy = Path(folder, f"before{number}.py")
+                    copy.write_bytes(file.before)
+                    told += ["--before", str(file.path), str(copy)]
                 verification = _verify_afresh([*told, *arguments], case.report.dump.path)
             passes = verification.exit_code == 0
         finally:
@@ -202,13 +206,6 @@ def _ended_by_an_exception() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _copy_of(file: PatchedFile, folder: str) -> str:
-    """A copy of the file as it was, which the changed one is compared with."""
-    copy = tempfile.mkdtemp(dir=folder) + "/before.py"
-    Path(copy).write_bytes(file.before)
-    return copy
 
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:

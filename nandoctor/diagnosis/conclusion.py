@@ -245,10 +245,12 @@ def _conclude_traced(
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
     involved = (place for place in places if place.value.producer in producers)
+    way = found_trace.way_from(start) if found else ()
+    carriers = (op for op in way[1:] if op.op not in MOVES)
     return Conclusion(
         diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
-        chain=_chain(found_trace.way_from(start)) if found else (),
+        chain=(*(_link(op, "created") for op in way[:1]), *(_link(op, "propagated") for op in carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
@@ -262,7 +264,9 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
             yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
     for op, tensor in outside.values():
         assert tensor.stats is not None
-        if not _is_stored_mask(tensor.stats):
+        counts = tensor.stats.counts
+        # An additive mask as it is stored is -inf, and zeros.
+        if counts is None or counts.kinds != ("-inf",) or tensor.stats.absmax:
             for diagnosis in diagnose_outside(_kind(op, tensor, found_trace), tensor.path, tensor.stats, trace):
                 yield op.order, diagnosis, None
 
@@ -282,11 +286,6 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
             return name == "target"
         before = taker.order
     return False
-
-
-def _is_stored_mask(stats: TensorStats) -> bool:
-    """An additive mask as it is stored: -inf, and zeros."""
-    return stats.counts is not None and stats.counts.kinds == ("-inf",) and not stats.absmax
 
 
 def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, low: FloatFormat) -> Iterator[_Found]:
@@ -331,12 +330,6 @@ def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
         if tensor.origin == "weight" and tensor.stats is not None:
             found += diagnose_outside("weight", tensor.path, tensor.stats, trace)
     return found
-
-
-def _chain(way: tuple[OpCall, ...]) -> tuple[Link, ...]:
-    """The ops from the origin to the symptom, without those that only move values."""
-    carriers = tuple(_link(op, "propagated") for op in way[1:] if op.op not in MOVES)
-    return (_link(way[0], "created"), *carriers)
 
 
 def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:

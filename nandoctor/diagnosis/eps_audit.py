@@ -77,7 +77,9 @@ def _lost_in_python(ops: Sequence[OpCall], declared: Sequence[EpsUse]) -> Iterat
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        if value is None or not is_written(op, name, ops) or (_needs_guard(op, name) and op.order not in guards):
+        # An eps only if it guards what the op gives: 1e-4 may be a step, 0.9999 a momentum.
+        needs_guard = op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
+        if value is None or not is_written(op, name, ops) or (needs_guard and op.order not in guards):
             continue
         use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
         use = _in_format(use, _format_used(op))
@@ -113,11 +115,6 @@ def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
     """Tell whether the number is one plus or minus an eps: a bound, or what Python made of `p * (1 - 1e-5)`."""
     is_bound = op.op in CLAMPS and name == "max" and number > 0
     return is_bound or (op.op in SCALINGS | SUMS and name == "other" and 0 < abs(1 - number) <= LARGEST_EPS)
-
-
-def _needs_guard(op: OpCall, name: str) -> bool:
-    """Tell whether the number is an eps only if it guards what the op gives: 1e-4 may be a step, 0.9999 a momentum."""
-    return op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
 
 
 def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:

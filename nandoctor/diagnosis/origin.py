@@ -201,7 +201,9 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         for op in sliced
     ]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
-    had_inf_input = [source for source in candidates if source.had_inf_input and _turns_to_nan(source.op)]
+    # Of ops with non-finite inputs only those are examined that make NaN of infinities.
+    examined = [(source, source.op.analysis) for source in candidates if source.had_inf_input]
+    had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
     misused = [source for source in written if writes_infinity(source.op) and feeds_product(source.op, sliced)]
     return NonfiniteTrace(
@@ -268,11 +270,6 @@ def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
         seen.add(order)
         waiting += [tensor.producer for tensor in ops[order].nonfinite_inputs if tensor.producer is not None]
     return [ops[order] for order in sorted(seen)]
-
-
-def _turns_to_nan(op: OpCall) -> bool:
-    """Tell whether infinities went in and NaN came out; of ops with non-finite inputs only such are examined."""
-    return op.analysis is not None and "nan" in op.analysis.kinds
 
 
 def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:

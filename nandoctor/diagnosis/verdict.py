@@ -19,6 +19,8 @@ from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plura
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
     """What could be non-finite in the step and was not looked at; `has_loss`: loss and backward pass were run."""
+    # A model may give its loss itself: the output's is the one that was saved then.
+    gives_loss = any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
     if trace.unread:
         yield Gap(
             text=f"The output holds what cannot be looked into: {join_first(trace.unread, 3)}. The rest is finite.",
@@ -41,7 +43,7 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
             f"{flags.num_ranks}, counted from 0), whose own step is finite.",
             remedy="Replay the file of the rank whose loss it was: `nandoctor inspect` shows nonfinite_here: True.",
         )
-    elif flags.loss is not None and not (has_loss or _returns_loss(trace)):
+    elif flags.loss is not None and not (has_loss or gives_loss):
         yield Gap(text=_describe_loss(flags.loss, reproduction), remedy=_PASS_LOSS)
     elif flags.gradients and not has_loss:
         yield Gap(
@@ -99,11 +101,6 @@ def doubt_gradients(trace: Trace) -> Gap:
 def _name_op(op: str, source: SourceLine | None) -> str:
     """The op and its line, where that is known: "div (model.py:31)"."""
     return f"{op} ({file_line(source.file, source.line)})" if source is not None else op
-
-
-def _returns_loss(trace: Trace) -> bool:
-    """Tell whether the model itself gives its loss, so that the output's is the one that was saved."""
-    return any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
 
 
 _PASS_LOSS = (
@@ -210,11 +207,9 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps:
 def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
     if place is None:
         returned = sum(call.leave is not None for call in trace.calls)
-        return (
-            f"Interrupted: nothing was non-finite {_under(trace)} in the {plural(returned, 'module call')} until then"
-        )
-    what = describe_nonfinite(place.value, trace)
-    return f"Interrupted: {_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
+        calls = plural(returned, "module call")
+        return f"Interrupted: nothing was non-finite {_under(trace)} in the {calls} until then"
+    return f"Interrupted: {_headline_of_place(trace, None, place)}"
 
 
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:

@@ -92,8 +92,10 @@ class PickledArray:
         order = self.dtype.byte_order
         if not (isinstance(order, str) and order in _BYTE_ORDERS and isinstance(self.data, bytes)):
             raise _contradiction()
-        dtype = np.dtype(f"{order}{self.dtype.code}")
-        shape = _check_shape(self.shape)
+        dtype, shape = np.dtype(f"{order}{self.dtype.code}"), self.shape
+        # 32 dimensions are numpy 1's own limit.
+        if not (isinstance(shape, tuple) and len(shape) <= 32 and all(type(n) is int and n >= 0 for n in shape)):
+            raise _contradiction()
         if math.prod(shape) * dtype.itemsize != len(self.data):
             raise _contradiction()
         in_fortran = self.fortran_order is True
@@ -102,13 +104,6 @@ class PickledArray:
         except ValueError as error:  # an empty one of sizes that no array can have
             raise _contradiction() from error
         return array
-
-
-def _check_shape(shape: object) -> tuple[int, ...]:
-    # 32 dimensions are numpy 1's own limit.
-    if isinstance(shape, tuple) and len(shape) <= 32 and all(type(size) is int and size >= 0 for size in shape):
-        return shape
-    raise _contradiction()
 
 
 def _contradiction() -> DumpError:

@@ -115,16 +115,6 @@ def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(pairs)
 
 
-def _make_array(*_: object) -> PickledArray:
-    """Stands for numpy's `_reconstruct`, called with (ndarray, (0,), b"b") before the state comes."""
-    return PickledArray()
-
-
-def _empty_bytes() -> bytes:
-    """Stands for `bytes`, which pickle calls for the content of an empty array; with a number it would fill memory."""
-    return b""
-
-
 def _encode(text: str, codec: str) -> bytes:
     """Stands for `_codecs.encode`, which pickle calls for bytes; the scan has counted a byte for each letter.
 
@@ -162,12 +152,14 @@ ENCODE, REBUILD_ANY = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
 _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.set": set,
     "builtins.complex": complex,
-    "builtins.bytes": _empty_bytes,
+    # Called for the content of an empty array; with a number it would fill memory.
+    "builtins.bytes": lambda: b"",
     ENCODE: _encode,
     "collections.OrderedDict": _make_ordered,
     "collections.Counter": Counter,
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
-    **{f"numpy.{core}.multiarray._reconstruct": _make_array for core in ("core", "_core")},
+    # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
+    **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": PickledArray for core in ("core", "_core")},
     "numpy.dtype": PickledDtype,
     "numpy.ndarray": PickledArray,

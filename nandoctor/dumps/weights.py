@@ -97,7 +97,9 @@ def _choose_file(listing: Listing) -> str:
 def _read_deepspeed(path: Path, listing: Listing) -> State:
     """The weights that ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
     if "latest" in listing.names:
-        tag = _read_tag(path / "latest")
+        regular_size(path / "latest")
+        with (path / "latest").open("rb") as file:
+            tag = file.read(200).decode("utf-8", errors="replace").strip()
         if tag in listing.names and (path / tag).is_dir():
             path, listing = path / tag, list_directory(path / tag)
     files = listing.ending("_model_states.pt")
@@ -109,12 +111,6 @@ def _read_deepspeed(path: Path, listing: Listing) -> State:
             remedy="Convert it to one state dict, with the tool of the library that trained it.",
         )
     raise stub_error(path)
-
-
-def _read_tag(path: Path) -> str:
-    regular_size(path)
-    with path.open("rb") as file:
-        return file.read(200).decode("utf-8", errors="replace").strip()
 
 
 def _read_index(path: Path) -> State:

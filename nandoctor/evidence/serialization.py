@@ -74,7 +74,7 @@ def _decode(hint: Any, data: Any, place: str) -> Any:
     if decode_generic is not None:
         return decode_generic(get_args(hint), data, place)
     if hint is FloatFormat:
-        return _decode_format(data, place)
+        return FORMATS[_decode_choice(tuple(FORMATS), data, place)]
     if hint is float:
         return _decode_float(data, place)
     if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is no count
@@ -140,12 +140,6 @@ _GENERIC_DECODERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
     tuple: _decode_tuple,
     Literal: _decode_choice,
 }
-
-
-def _decode_format(data: Any, place: str) -> FloatFormat:
-    if isinstance(data, str) and data in FORMATS:
-        return FORMATS[data]
-    raise _wrong(data, place, f"one of {', '.join(FORMATS)}")
 
 
 def _decode_float(data: Any, place: str) -> float:

@@ -161,17 +161,13 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCall:
+class ModuleCall(Place):
     """One call of one module. `enter` and `leave` are ticks of one clock that counts entries and returns together.
 
-    `module` is the dotted path, "" for the root; `call` counts the calls of this module from 0. A call that never
-    returned (the forward raised) has `leave` None. `state` holds the module's own non-finite weights and the
-    non-finite buffers that this call reads.
+    A call that never returned (the forward raised) has `leave` None. `state` holds the module's own non-finite weights
+    and the non-finite buffers that this call reads.
     """
 
-    module: str
-    type: str
-    call: int
     depth: int
     enter: int
     leave: int | None
@@ -183,11 +179,6 @@ class ModuleCall:
     def place(self) -> Place:
         """The call by its names alone."""
         return Place(module=self.module, type=self.type, call=self.call)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What tells this call from every other of the run."""
-        return (self.module, self.call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     if findings.verdict == "state":
         names = tuple(name for name, buffer in trials.step.model.named_buffers() if not torch.isfinite(buffer).all())
         yield (ResetBuffers(names=names),) if names else ()
-        lost = {name: _share_lost(weight) for name, weight in trials.step.model.named_parameters()}
+        spoiled = {name: ~torch.isfinite(weight) for name, weight in trials.step.model.named_parameters()}
+        lost = {name: int(places.sum()) / max(places.numel(), 1) for name, places in spoiled.items()}
         weights = tuple(name for name, share in lost.items() if share)
         yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
@@ -80,11 +81,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
             yield (KeepModule(module=LOSS),)
-
-
-def _share_lost(weight: torch.Tensor) -> float:
-    """The share of the values that are not finite; 0 where there are none."""
-    return 1 - int(torch.isfinite(weight).sum()) / weight.numel() if weight.numel() else 0.0
 
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:

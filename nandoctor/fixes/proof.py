@@ -107,7 +107,8 @@ class Verifier:
             checks.append(Check(name=name, status=status, text=text))
         for name in self._variations:
             failed = any(check.status == "failed" for check in checks)
-            checks.append(_not_run(name) if failed else self._check_variation(name, edit, judge_varied))
+            not_run = Check(name=name, status=_NOT_RUN[0], text=_NOT_RUN[1])
+            checks.append(not_run if failed else self._check_variation(name, edit, judge_varied))
         passes = all(check.status != "failed" for check in checks)
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
 
@@ -393,7 +394,3 @@ class Verifier:
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"
         return "failed", "output is not finite" if not made.values_finite else "gradients are not finite"
-
-
-def _not_run(name: str) -> Check:
-    return Check(name=name, status=_NOT_RUN[0], text=_NOT_RUN[1])

@@ -104,11 +104,6 @@ def _ending_gently(listener: Listener) -> Iterator[None]:
             raise
 
 
-def _notes_of_interrupt(listener: Listener, untried: Sequence[str]) -> Iterator[str]:
-    if listener.interrupted:
-        yield f"Interrupted: the search for fixes is not complete. Not or not fully tried: {', '.join(untried)}."
-
-
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
@@ -261,7 +256,8 @@ class _Search:
     def result(self) -> FixSearch:
         """What was found until now."""
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
-        ops = self._findings.ops
+        ops, untried = self._findings.ops, ", ".join(self._untried)
+        stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
         left = [] if self._listener.interrupted else self._untried
         return FixSearch(
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
@@ -269,7 +265,7 @@ class _Search:
             counterfactuals=tuple(self._varied),
             also=self._later.diagnoses,
             notes=(
-                *_notes_of_interrupt(self._listener, self._untried),
+                *([stopped] if self._listener.interrupted else []),
                 *self._later.notes,
                 *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *describe_coupling(self._varied, self._step),

@@ -252,11 +252,7 @@ class Trials:
         return self.exact() if self.numerics and not changed else self.reference(*changed)
 
     def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
-        return edits if selects(edits) or (self.numerics and not self._sound_in_fp64) else ()
-
-    @cached_property
-    def _sound_in_fp64(self) -> bool:
-        return self.exact().finite
+        return edits if selects(edits) or (self.numerics and not self.exact().finite) else ()
 
     def exact(self, *edits: Change) -> Result:
         """The step in float64: what fp32 itself is unsure of, no fix has to agree with."""

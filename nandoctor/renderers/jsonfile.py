@@ -13,7 +13,6 @@ from nandoctor.causes.registry import list_pages
 from nandoctor.errors import ReportError
 from nandoctor.evidence.report import SCHEMA, Report
 from nandoctor.evidence.serialization import describe_schema, from_plain, to_plain
-from nandoctor.renderers.save import write_text
 
 _MAX_NBYTES = 1 << 30
 _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."
@@ -32,11 +31,6 @@ def report_schema() -> dict[str, Any]:
         "examples": [page.code for page in list_pages()],
     }
     return schema
-
-
-def write_json(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the report. Raises NanDoctorError if the file cannot be written."""
-    write_text(dumps(report) + "\n", path)
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
@@ -15,7 +14,6 @@ from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import ShownFix, fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
-from nandoctor.renderers.save import MARK, write_text
 from nandoctor.renderers.table import LayerTable, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
 
@@ -23,11 +21,6 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
 _OPEN_FIXES = 2
 _FENCE = re.compile(r"`{3,}")
-
-
-def write_markdown(report: Report, path: Path) -> None:
-    """Write the report. Raises NanDoctorError if the file cannot be written."""
-    write_text(f"{report_markdown(report)}\n<!-- {MARK} -->\n", path)
 
 
 def report_markdown(report: Report) -> str:

@@ -5,10 +5,8 @@ Whatever a dump named is escaped.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from markupsafe import Markup
 
@@ -25,7 +23,6 @@ from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
-from nandoctor.renderers.save import write_text
 from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
@@ -38,11 +35,6 @@ class Plot:
     heading: str
     finding: str
     svg: Markup
-
-
-def write_page(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page. Raises NanDoctorError if the file cannot be written."""
-    write_text(report_page(report), Path(path))
 
 
 def report_page(report: Report) -> str:

@@ -23,14 +23,13 @@ _SCRIPT_MARK = "made by  nandoctor "
 """People's own scripts name nandoctor as well; this is what a script of `nandoctor repro` says of itself."""
 _LOOKED_AT = 1 << 14
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-_WRITERS = {
-    ".html": ("page", "write_page"),
-    ".md": ("markdown", "write_markdown"),
-    ".json": ("jsonfile", "write_json"),
-    **dict.fromkeys(PICTURE_ENDINGS, ("plots.figures", "write_ranges")),
+_TEXTS = {
+    ".html": ("page", "report_page", ""),
+    ".md": ("markdown", "report_markdown", f"\n<!-- {MARK} -->\n"),
+    ".json": ("jsonfile", "dumps", "\n"),
 }
-"""By ending, the module of this package and its function of a report and a path."""
-ENDINGS = tuple(_WRITERS)
+"""By ending, the module of this package, its function that makes a text of a report, and what stands after that."""
+ENDINGS = (*_TEXTS, *PICTURE_ENDINGS)
 
 
 def save_report(report: Report, path: Path) -> None:
@@ -40,8 +39,12 @@ def save_report(report: Report, path: Path) -> None:
         NanDoctorError: the ending is another one, there is nothing to draw, or the file cannot be written.
     """
     check_ending(path, ENDINGS)
-    module, function = _WRITERS[path.suffix.lower()]
-    getattr(import_module(f"nandoctor.renderers.{module}"), function)(report, path)
+    if path.suffix.lower() in PICTURE_ENDINGS:
+        figures = import_module("nandoctor.renderers.plots.figures")
+        figures.save_figure(figures.draw_ranges(report), path)
+    else:
+        module, function, end = _TEXTS[path.suffix.lower()]
+        write_text(getattr(import_module(f"nandoctor.renderers.{module}"), function)(report) + end, path)
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> None:

@@ -121,10 +121,13 @@ def intervene(
         for edit in edits:
             if isinstance(edit, SetAttribute):
                 stack.enter_context(_attribute_set(edit, model))
-            elif isinstance(edit, ZeroWeights):
-                _zero_weights(edit, model)  # the run puts weights and buffers back by itself
-            elif isinstance(edit, ResetBuffers):
-                _reset(edit, model)
+            elif isinstance(edit, ZeroWeights | ResetBuffers):  # the run puts weights and buffers back by itself
+                weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+                for name in edit.names:
+                    if isinstance(edit, ZeroWeights) and name in weights:
+                        weights[name].data = weights[name].data.nan_to_num(0.0, 0.0, 0.0)
+                    elif isinstance(edit, ResetBuffers) and name in buffers:
+                        buffers[name].data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
@@ -155,20 +158,6 @@ def _attribute_set(edit: SetAttribute, model: nn.Module) -> Iterator[None]:
     finally:
         for module in found:
             setattr(module, edit.name, edit.was)
-
-
-def _reset(edit: ResetBuffers, model: nn.Module) -> None:
-    buffers = dict(model.named_buffers())
-    with torch.no_grad():
-        for name in edit.names:
-            if name in buffers:
-                buffers[name].fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
-
-
-def _zero_weights(edit: ZeroWeights, model: nn.Module) -> None:
-    for name, weight in model.named_parameters():
-        if name in edit.names:
-            weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager

@@ -214,26 +214,19 @@ def drawn_in_fp32() -> Iterator[None]:
 def _draw(call: Invocation, proceed: Proceed) -> Any:
     if not call.is_random or call.name not in _DRAWING:
         return proceed(call)
-    if schema_of(call.op).name.endswith("_"):
-        return _draw_in_place(call, proceed)
-    by_default = _follows_default(call) and torch.get_default_dtype() is torch.float64
+    schema = schema_of(call.op)
+    if schema.name.endswith("_"):
+        target = call.args[0]
+        if not _is_wide(target):
+            return proceed(call)
+        return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
+    # What is drawn has torch's default dtype where neither a tensor nor the call says another.
+    has_dtype = any(argument.name == "dtype" for argument in schema.arguments) and call.kwargs.get("dtype") is None
+    by_default = has_dtype and next(call.tensors(), None) is None and torch.get_default_dtype() is torch.float64
     if not (by_default or any(map(_is_wide, tree_leaves((call.args, call.kwargs))))):
         return proceed(call)
     narrow = call.mapped(_narrow)
     return tree_map(_widen, proceed(narrow.with_argument("dtype", torch.float32) if by_default else narrow))
-
-
-def _draw_in_place(call: Invocation, proceed: Proceed) -> Any:
-    target = call.args[0]
-    if not _is_wide(target):
-        return proceed(call)
-    return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
-
-
-def _follows_default(call: Invocation) -> bool:
-    """Tell whether what is drawn has torch's default dtype: neither a tensor nor the call says another."""
-    has_dtype = any(argument.name == "dtype" for argument in schema_of(call.op).arguments)
-    return has_dtype and call.kwargs.get("dtype") is None and next(call.tensors(), None) is None
 
 
 def _is_wide(value: Any) -> bool:

@@ -100,7 +100,8 @@ def _is_at(source: SourceLine) -> bool:
 def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]:
     """The ops that an edit changes, each with `(call, proceed) -> output`, where `proceed` runs the op given to it."""
     if isinstance(edit, ScaleFirst):
-        yield from ((edit.product, partial(_scale_first, edit.factor)), (edit.scale, _return_first))
+        yield edit.product, partial(_scale_first, edit.factor)
+        yield edit.scale, lambda call, proceed: next(tensor for _, tensor in call.tensors())
     elif isinstance(edit, _AtSite):
         yield edit.site, partial(_CHANGES[edit.kind], edit)
 
@@ -170,10 +171,6 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:
     name, tensor = next(call.tensors())
     return proceed(call.with_argument(name, tensor * factor))
-
-
-def _return_first(call: Invocation, proceed: Proceed) -> Any:
-    return next(tensor for _, tensor in call.tensors())
 
 
 def _run_unmasked(edit: UnmaskRows, call: Invocation, proceed: Proceed) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import factory
 import pytest
 
-from nandoctor.renderers.markdown import escape, report_markdown, write_markdown
+from nandoctor.renderers.markdown import escape, report_markdown
+from nandoctor.renderers.save import save_report
 
 HOSTILE = "<script>x</script> @someone #12 |a|b| `c` [d](e) *f*\x1b\nnew\u202e"
 
@@ -58,6 +59,6 @@ def test_escaping_keeps_what_is_read():
 
 
 def test_the_file_is_utf8(tmp_path):
-    write_markdown(factory.fixable(), tmp_path / "report.md")
+    save_report(factory.fixable(), tmp_path / "report.md")
     text = report_markdown(factory.fixable())
     assert (tmp_path / "report.md").read_text(encoding="utf-8") == f"{text}\n<!-- nandoctor -->\n"

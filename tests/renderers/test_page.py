@@ -12,9 +12,10 @@ from test_notebook_card import Balanced as Fragment
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.renderers.facts import list_operands
-from nandoctor.renderers.page import report_page, write_page
+from nandoctor.renderers.page import report_page
 from nandoctor.renderers.plots.figures import figure_svg
 from nandoctor.renderers.plots.kinds import draw
+from nandoctor.renderers.save import save_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
 
@@ -169,7 +170,7 @@ def test_a_drawing_is_xml_whose_ids_are_its_own():
 
 
 def test_the_file_is_written_whole(tmp_path):
-    write_page(factory.weights_only(), tmp_path / "report.html")
+    save_report(factory.weights_only(), tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -9,7 +9,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from test_page import hostile
 
-from nandoctor.renderers.page import write_page
+from nandoctor.renderers.save import save_report
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def pages(tmp_path_factory):
         "huge": factory.precision(10_000, nonfinite_from=5_000),
     }
     for name, report in reports.items():
-        write_page(report, folder / f"{name}.html")
+        save_report(report, folder / f"{name}.html")
     return {name: folder / f"{name}.html" for name in reports}
 
 

@@ -75,11 +75,6 @@ def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
     )
 
 
-def write_ranges(report: Report, path: Path) -> None:
-    """Write the ranges plot. Raises NanDoctorError if there is nothing to draw or the file cannot be written."""
-    save_figure(draw_ranges(report), path)
-
-
 def describe_ranges(report: Report) -> str:
     """What the ranges show: the first non-finite layer and how large the values before it are, or the tightest one."""
     layers = select_layers(report)
