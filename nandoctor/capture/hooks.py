@@ -109,19 +109,15 @@ def do_nothing(*_: Any) -> None:
 
 def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
     """Call `before` and `after` around each call of the model."""
-    if compiled_call(model) is not None:
-        _wrap_compiled(model, before, after, handles)
-        return
-    if before is not None:
-        handles.callback(model.register_forward_pre_hook(Hook(_not_compiled(before)), with_kwargs=True).remove)
-    handles.callback(model.register_forward_hook(Hook(_not_compiled(after)), with_kwargs=True).remove)
-
-
-def _wrap_compiled(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
-    """A model compiled in place has its hooks in the graph; this stands around the graph."""
     compiled: Any = compiled_call(model)
+    if compiled is None:
+        if before is not None:
+            handles.callback(model.register_forward_pre_hook(Hook(_not_compiled(before)), with_kwargs=True).remove)
+        handles.callback(model.register_forward_hook(Hook(_not_compiled(after)), with_kwargs=True).remove)
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """A model compiled in place has its hooks in the graph; this stands around the graph."""
         if before is not None:
             before(model, args, kwargs)
         output = compiled(*args, **kwargs)

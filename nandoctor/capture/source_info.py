@@ -79,14 +79,17 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
     have been edited, and when Python ends it is not known any more.
     """
     if isinstance(thing, str):
-        return _describe_spec(thing)
+        location, _, name = thing.rpartition(":")
+        if not location.endswith(".py"):
+            return {"module": location, "name": name, "file": "", "sha256": ""}
+        path = Path(location).resolve()
+        return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
     module = str(getattr(thing, "__module__", ""))
-    path = _source_file(thing)
-    plain = {"module": module, "name": name, "file": "", "sha256": ""}
-    if path is not None:
-        plain |= {"file": "" if is_installed(path) else shown_path(path), "sha256": _hash(path)}
-    return plain
+    if (source := _source_file(thing)) is None:
+        return {"module": module, "name": name, "file": "", "sha256": ""}
+    file = "" if is_installed(source) else shown_path(source)
+    return {"module": module, "name": name, "file": file, "sha256": _hash(source)}
 
 
 class ProjectSources:
@@ -121,15 +124,6 @@ class ProjectSources:
         """By the files' paths relative to the working directory, as plain data."""
         self._add_new()
         return {name: {"sha256": found.sha256, "lines": found.lines} for name, found in self._hashes.items()}
-
-
-def _describe_spec(spec: str) -> dict[str, str]:
-    """The same of `package.module:attr` or `path/to/file.py:attr`."""
-    location, _, name = spec.rpartition(":")
-    if not location.endswith(".py"):
-        return {"module": location, "name": name, "file": "", "sha256": ""}
-    path = Path(location).resolve()
-    return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
 
 
 def _source_file(thing: Any) -> Path | None:

@@ -81,7 +81,20 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
     lost = next(_lost_constants(singular, finding), None)
     if lost is None:
         return None
-    return _explain(what, lost, evidence, headline=_headline(finding, singular, lost))
+    place, eps, dtype = lost
+    rounded = dtype.round(eps)
+    how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
+    return Account(
+        headline=_headline(finding, singular, lost),
+        explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated at exactly 0; in fp32 it is not.",
+        evidence=(
+            Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
+            Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),
+            *evidence,
+        ),
+        source=place.source,
+        remark=f"{constant(eps)} {'is 0' if rounded == 0 else 'is lost'} in {dtype}",
+    )
 
 
 class _Lost(NamedTuple):
@@ -100,23 +113,6 @@ def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
     return f"{constant(eps)} {lost} in {dtype}, so {owner(singular)} {at_singularity(singular, finding.analysis.kinds)}"
-
-
-def _explain(what: str, lost: _Lost, evidence: tuple[Evidence, ...], *, headline: str) -> Account:
-    place, eps, dtype = lost
-    rounded = dtype.round(eps)
-    how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
-    return Account(
-        headline=headline,
-        explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated at exactly 0; in fp32 it is not.",
-        evidence=(
-            Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
-            Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),
-            *evidence,
-        ),
-        source=place.source,
-        remark=f"{constant(eps)} {'is 0' if rounded == 0 else 'is lost'} in {dtype}",
-    )
 
 
 def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:

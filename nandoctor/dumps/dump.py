@@ -194,7 +194,17 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
 
 def _notes(dump: Dump) -> Iterator[str]:
     if dump.recorded is not None:
-        yield from _notes_of_recorder(dump.recorded, dump.provenance)
+        # What a replay would import and call, whether it asks first, and under what it runs.
+        if dump.provenance.own:
+            yield "Your own recorder wrote it, so a replay runs the code that it names."
+        else:
+            stranger = f"It was not recorded by you ({dump.provenance.detail})"
+            yield f"{stranger}: a replay asks before it runs the code that it names."
+        yield from (f"{label}: {text}" for label, text in code_rows(dump.recorded))
+        if (autocast := dump.recorded.autocast) is not None:
+            lists = ", with CUDA's op lists" if autocast.emulated else ""
+            under = f"in {autocast.dtype} on {autocast.device}{lists}"
+            yield f"Autocast was {brief(under if autocast.enabled else f'off, on {autocast.device}')}."
     if dump.state_name not in ("", "state_dict"):
         yield f"The weights are those under {dump.state_name!r}."
     for name, state in dump.other_states.items():
@@ -202,17 +212,3 @@ def _notes(dump: Dump) -> Iterator[str]:
             yield f"Non-finite weights lie under {name!r} as well: {brief_list(nonfinite)}."
     if dump.left_out:
         yield f"Not read: {brief_list(dump.left_out)}."
-
-
-def _notes_of_recorder(recorded: Recorded, provenance: Provenance) -> Iterator[str]:
-    """What a replay would import and call, whether it asks first, and under what it runs."""
-    autocast = recorded.autocast
-    if provenance.own:
-        yield "Your own recorder wrote it, so a replay runs the code that it names."
-    else:
-        yield f"It was not recorded by you ({provenance.detail}): a replay asks before it runs the code that it names."
-    yield from (f"{label}: {text}" for label, text in code_rows(recorded))
-    if autocast is not None:
-        lists = ", with CUDA's op lists" if autocast.emulated else ""
-        state = f"in {autocast.dtype} on {autocast.device}{lists}" if autocast.enabled else f"off, on {autocast.device}"
-        yield f"Autocast was {brief(state)}."

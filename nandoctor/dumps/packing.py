@@ -101,7 +101,14 @@ class _Packer:
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._take_tensor(value, name)
+            plain = unwrap(value)
+            if plain is not value and plain.shape != value.shape:
+                self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
+                self.hidden = True
+                return None
+            if value.requires_grad:
+                self.differentiable.append(len(self.tensors))
+            return self._take(plain.detach())
         if type(value) is dict and depth < MAX_DEPTH:
             return self._pack_container(value, name, depth)
         for kind in _NUMBERS_AND_TEXT:
@@ -110,16 +117,6 @@ class _Packer:
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)))
         return self._pack_container(value, name, depth) if depth < MAX_DEPTH else self._leave_out(value, name)
-
-    def _take_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        plain = unwrap(tensor)
-        if plain is not tensor and plain.shape != tensor.shape:
-            self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
-            self.hidden = True
-            return None
-        if tensor.requires_grad:
-            self.differentiable.append(len(self.tensors))
-        return self._take(plain.detach())
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors.append(tensor)

@@ -179,15 +179,12 @@ class _HostCopies:
         address = tensor.data_ptr() or id(tensor)
         place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if place not in self._by_place:
-            self._by_place[place] = self._find_equal(_compact(tensor))
+            copy = _compact(tensor)
+            same_format = self._by_format.setdefault((tuple(copy.shape), copy.dtype), [])
+            self._by_place[place] = next((other for other in same_format if torch.equal(other, copy)), copy)
+            if self._by_place[place] is copy:
+                same_format.append(copy)
         return self._by_place[place]
-
-    def _find_equal(self, tensor: torch.Tensor) -> torch.Tensor:
-        same_format = self._by_format.setdefault((tuple(tensor.shape), tensor.dtype), [])
-        equal = next((other for other in same_format if torch.equal(other, tensor)), None)
-        if equal is None:
-            same_format.append(tensor)
-        return tensor if equal is None else equal
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,12 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, FloatFormat):
         return record.name
     if dataclasses.is_dataclass(record):
-        return _record_to_plain(record)
+        plain: dict[str, Any] = {}
+        for item in dataclasses.fields(record):
+            if item.compare:
+                value = to_plain(getattr(record, item.name))
+                plain |= value if is_inlined(item) else {item.name: value}
+        return plain
     if isinstance(record, Mapping):
         return {key: to_plain(value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
@@ -40,15 +45,6 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, float) and not math.isfinite(record):
         return str(record)
     return record
-
-
-def _record_to_plain(record: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for item in dataclasses.fields(record):
-        if item.compare:
-            value = to_plain(getattr(record, item.name))
-            plain |= value if is_inlined(item) else {item.name: value}
-    return plain
 
 
 def is_inlined(item: dataclasses.Field[Any]) -> bool:
@@ -183,7 +179,12 @@ def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
     if dataclasses.is_dataclass(hint):
-        return _refer(hint, definitions)
+        # A reference to the record's definition, which is made where it is met first: records may hold each other.
+        name = cast(type, hint).__name__
+        if name not in definitions:
+            definitions[name] = {}
+            definitions[name] = _describe_record(hint, definitions)
+        return {"$ref": f"#/$defs/{name}"}
     arguments, origin = get_args(hint), get_origin(hint)
     if origin is Literal:
         return {"enum": list(arguments)}
@@ -194,14 +195,6 @@ def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": _describe(arguments[0], definitions)}
     places = [_describe(argument, definitions) for argument in arguments]
     return {"type": "array", "prefixItems": places, "minItems": len(places), "maxItems": len(places)}
-
-
-def _refer(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """A reference to the record's definition, which is made where it is met first: records may hold each other."""
-    if cls.__name__ not in definitions:
-        definitions[cls.__name__] = {}
-        definitions[cls.__name__] = _describe_record(cls, definitions)
-    return {"$ref": f"#/$defs/{cls.__name__}"}
 
 
 def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
@@ -219,14 +212,9 @@ def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             described["properties"] |= inner["properties"]
             described["required"] += inner["required"]
         elif item.compare:
-            _add_property(item, hints[item.name], described, definitions)
+            is_constant = item.name in ("kind", "schema") and isinstance(item.default, str)
+            schema = {"const": item.default} if is_constant else _describe(hints[item.name], definitions)
+            described["properties"][item.name] = schema
+            if is_constant or item.default is item.default_factory is dataclasses.MISSING:
+                described["required"].append(item.name)
     return described
-
-
-def _add_property(
-    item: dataclasses.Field[Any], hint: Any, described: dict[str, Any], definitions: dict[str, Any]
-) -> None:
-    is_constant = item.name in ("kind", "schema") and isinstance(item.default, str)
-    described["properties"][item.name] = {"const": item.default} if is_constant else _describe(hint, definitions)
-    if is_constant or item.default is item.default_factory is dataclasses.MISSING:
-        described["required"].append(item.name)

@@ -103,11 +103,12 @@ class ChangeWriter:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
         if len(modules) == len(edits):
             return Snippet(kind="snippet", text=self._modules_in_fp32([edit.module for edit in modules]))
-        if len(edits) == 1:
-            return _snippet_of(edits[0])
-        parts = [self._snippet([edit]) for edit in edits]
-        texts = [part.text for part in parts if part is not None and part.kind == "snippet"]
-        return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
+        if len(edits) > 1:
+            parts = [self._snippet([edit]) for edit in edits]
+            texts = [part.text for part in parts if part is not None and part.kind == "snippet"]
+            return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
+        write = _SNIPPETS.get(edits[0].kind)
+        return write(edits[0]) if write is not None else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
         # The names may be a stranger's: as JSON they are string literals, whatever is in them.
@@ -140,27 +141,13 @@ def _settings_of(edits: Sequence[SingleEdit]) -> FixSettings | None:
     return settings
 
 
-def _snippet_of(edit: SingleEdit) -> Snippet | None:
-    if isinstance(edit, SetAttribute):
-        return Snippet(kind="snippet", text=_set_attribute(edit))
-    if isinstance(edit, ResetBuffers):
-        return Snippet(kind="state", text=_RESET_BUFFERS)
-    if isinstance(edit, ZeroWeights):
-        return Snippet(kind="state", text=_ZERO_WEIGHTS)
-    if isinstance(edit, FillMasked):
-        array, mask = map(json.dumps, (edit.array, edit.mask))
-        return Snippet(kind="data", text=f"batch[{array}] = batch[{array}].masked_fill(batch[{mask}] == 0, 0.0)\n")
-    if isinstance(edit, KeepSamples):
-        return Snippet(kind="data", text=_keep_samples(edit), takes_samples=True)
-    return None
-
-
-def _set_attribute(edit: SetAttribute) -> str:
-    return (
+def _set_attribute(edit: SetAttribute) -> Snippet:
+    text = (
         "for module in model.modules():\n"
         f"    if type(module).__name__ == {edit.type!r} and module.{edit.name} == {constant(edit.was)}:\n"
         f"        module.{edit.name} = {constant(edit.value)}\n"
     )
+    return Snippet(kind="snippet", text=text)
 
 
 _RESET_BUFFERS = """for name, buffer in model.named_buffers():
@@ -177,14 +164,30 @@ _ZERO_WEIGHTS = """for name, weight in model.named_parameters():
 """
 
 
-def _keep_samples(edit: KeepSamples) -> str:
-    return (
+def _keep_samples(edit: KeepSamples) -> Snippet:
+    text = (
         f"kept = {list(edit.samples)}\n"
         "size = max(len(value) for value in batch.values() if value.dim())\n"
         "for name, value in batch.items():\n"
         "    if value.dim() and len(value) == size:\n"
         "        batch[name] = value[kept]\n"
     )
+    return Snippet(kind="data", text=text, takes_samples=True)
+
+
+def _fill_masked(edit: FillMasked) -> Snippet:
+    array, mask = map(json.dumps, (edit.array, edit.mask))
+    return Snippet(kind="data", text=f"batch[{array}] = batch[{array}].masked_fill(batch[{mask}] == 0, 0.0)\n")
+
+
+_SNIPPETS: dict[str, Callable[[Any], Snippet]] = {
+    "set-attribute": _set_attribute,
+    "reset-buffers": lambda _: Snippet(kind="state", text=_RESET_BUFFERS),
+    "zero-weights": lambda _: Snippet(kind="state", text=_ZERO_WEIGHTS),
+    "fill-masked": _fill_masked,
+    "keep-samples": _keep_samples,
+}
+"""By the kind of an edit, what is run in place of it; none for those that only source can make."""
 
 
 def write_title(edit: Edit) -> str:

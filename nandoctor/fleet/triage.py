@@ -240,7 +240,12 @@ class _Run:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 job, began = running.pop(future)
-                result = self._take(future, job, time.perf_counter() - began)
+                try:
+                    answer = future.result()
+                except (Exception, CancelledError) as error:
+                    died, elapsed_s = self.workers.is_death(error), time.perf_counter() - began
+                    answer = Answer(result=_describe_end(job, error, elapsed_s, died=died))
+                result = self.store.keep(answer)
                 yield result
                 yield from (replace(result, path=path) for path in twins.pop(job.key))
 
@@ -271,15 +276,6 @@ class _Run:
 
     def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
         return replace(override(read_settings(path), anchored(self.options.settings)), fixes=fixes)
-
-    def _take(self, future: Future[Answer], job: Job, elapsed_s: float) -> DumpResult:
-        """The result of a job that ended, kept in the folder."""
-        assert self.workers is not None
-        try:
-            answer = future.result()
-        except (Exception, CancelledError) as error:
-            answer = Answer(result=_describe_end(job, error, elapsed_s, died=self.workers.is_death(error)))
-        return self.store.keep(answer)
 
 
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:

@@ -107,18 +107,13 @@ def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | N
         return 0
     for index, pair in enumerate(pairs):
         if first.seen_in is not None and pair.place.key == first.seen_in.key:
-            return _first_inside(pairs, index)
+            start = index  # of that call: a container returns after all the calls inside it
+            while start > 0 and pairs[start - 1].either.depth > pair.either.depth:
+                start -= 1
+            return start
         if first.where == "output" and pair.place.key == first.place.key:
             return index
     return None
-
-
-def _first_inside(pairs: Sequence[LayerPair], index: int) -> int:
-    """Where the call at `index` began: a container returns after all the calls inside it."""
-    depth = pairs[index].either.depth
-    while index > 0 and pairs[index - 1].either.depth > depth:
-        index -= 1
-    return index
 
 
 def _repeats(pairs: Sequence[LayerPair]) -> set[int]:

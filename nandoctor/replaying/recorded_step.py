@@ -109,8 +109,15 @@ def recorded_backends(recorded: Recorded | None, device: torch.device) -> Iterat
         return
     with ExitStack() as stack:
         for name, value in recorded.backends.items():
-            if name in BACKENDS and _is_possible(name, value):
-                _set_backend(stack, name, value)
+            if name not in BACKENDS or not _is_possible(name, value):
+                continue
+            read, write = BACKENDS[name]
+            with suppress(AttributeError, RuntimeError):  # torch lacks it, or does not let it be set beside a newer one
+                before = attrgetter(read)(torch)
+                before = before() if callable(before) else before
+                if type(value) is type(before) and value != before:
+                    _write(write, value)
+                    stack.callback(_write, write, before)
         yield
 
 
@@ -119,18 +126,6 @@ def _is_possible(name: str, value: Any) -> bool:
     if name == "num_threads":  # a forked process has one, and none of its parent's
         return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
     return type(value) is bool or (name == "float32_matmul_precision" and value in ("highest", "high", "medium"))
-
-
-def _set_backend(stack: ExitStack, name: str, value: Any) -> None:
-    read, write = BACKENDS[name]
-    try:
-        before = attrgetter(read)(torch)
-        before = before() if callable(before) else before
-        if type(value) is type(before) and value != before:
-            _write(write, value)
-            stack.callback(_write, write, before)
-    except (AttributeError, RuntimeError):  # a switch that this torch lacks, or does not let be set beside a newer one
-        return
 
 
 def _write(place: str, value: Any) -> None:

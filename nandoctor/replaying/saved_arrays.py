@@ -147,7 +147,9 @@ def find_outputs(
     """
     taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
     if dump.recorded is not None and settings.output is None:
-        names = _recorded_outputs(dump.arrays)
+        # The largest array of floating-point numbers first.
+        names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
+        names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
         first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
     else:
         read = {text for function in functions for text in _texts_in(function)}
@@ -158,7 +160,9 @@ def find_outputs(
         perhaps = _unknown_nonfinite(dump.arrays, taken) if dump.recorded is None else []
         arrays = tuple((name, dump.arrays[name]) for name in perhaps)
         return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=arrays)
-    place = settings.output or (_place_of(first) if dump.recorded is not None else None)
+    # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
+    parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
+    place = settings.output or (parts.removeprefix(".") if dump.recorded is not None else None)
     return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
 
 
@@ -193,12 +197,6 @@ def _unknown_nonfinite(arrays: Mapping[str, torch.Tensor], known: Collection[str
     return [name for name in unknown if not is_finite_array(arrays[name])]
 
 
-def _recorded_outputs(arrays: Mapping[str, torch.Tensor]) -> list[str]:
-    """What the recorder saved as output, the largest array of floating-point numbers first."""
-    names = [name for name in arrays if name.partition(".")[0] == "output"]
-    return sorted(names, key=lambda name: (not arrays[name].is_floating_point(), -arrays[name].numel()))
-
-
 def is_finite_array(array: torch.Tensor) -> bool:
     """Tell whether all stored values are finite; those of integers are."""
     values = comparable_values(array)
@@ -213,12 +211,6 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | dump.losses
     named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
     return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
-
-
-def _place_of(name: str) -> str:
-    """Where in the model's output an array is that the recorder named: "output.boxes.0" is at "boxes[0]"."""
-    parts = name.split(".")[1:]
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts).removeprefix(".")
 
 
 def _texts_in(function: Callable[..., Any] | None) -> Iterator[str]:

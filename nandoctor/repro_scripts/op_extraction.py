@@ -234,14 +234,11 @@ class _Assembly:
         is_constant = type(value) in (int, float) and name in _CONSTANTS
         # Too small or too large, it may be to blame.
         if is_constant and (0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max):
-            return self._number("eps" if abs(value) <= LARGEST_EPS else "constant", float(value))
+            known = next((known for known, number in self._numbers.items() if number == value), None)
+            name = known or self._free_name("eps" if abs(value) <= LARGEST_EPS else "constant")
+            self._numbers[name] = float(value)
+            return Ref(name=name)
         return _on_cpu(value)
-
-    def _number(self, name: str, value: float) -> Ref:
-        known = next((known for known, number in self._numbers.items() if number == value), None)
-        name = known or self._free_name(name)
-        self._numbers[name] = value
-        return Ref(name=name)
 
     def _tensor(self, name: str, taken: _Taken, known: OpTensor | None) -> Ref:
         """The result of an earlier node, else a leaf, one for all who take the same tensor in the same state."""
