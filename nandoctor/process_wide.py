@@ -127,6 +127,16 @@ def _put_back(owner: Any, name: str, value: Any) -> None:
 
 
 @contextmanager
+def held(*settings: tuple[Any, str, Any]) -> Iterator[None]:
+    """A context in which each attribute, an (owner, name, value), has that value; the last is put back first."""
+    with ExitStack() as undo:
+        for owner, name, value in settings:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+@contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     """Put Python's, numpy's and torch's generators back: torch's on the CPU, and on `device` where that is CUDA's."""
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -18,7 +18,7 @@ from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF
 from nandoctor.file_memory import move_to_file
-from nandoctor.process_wide import Shared
+from nandoctor.process_wide import Shared, held
 from nandoctor.torch_compat import answers_itself, is_view, schema_of, version_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def install_kernels(device_type: str) -> Iterator[None]:
     rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
     device type follows CUDA's lists too while the context is open.
     """
-    with shared_kernels(device_type), _weight_casts.scope():
+    with shared_kernels(device_type), held((_weight_casts, "entries", {})):
         yield
 
 
@@ -281,14 +281,6 @@ class _WeightCasts(threading.local):
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = None
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        outer, self.entries = self.entries, {}
-        try:
-            yield
-        finally:
-            self.entries = outer
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight's copy in `dtype`, one for all its uses.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_enabled, set_enabled, without_autocast
 from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
@@ -45,7 +45,7 @@ def cuda_code(device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_patches)
-        stack.enter_context(_replay_on(device))
+        stack.enter_context(held((_replay, "device", device)))
         if device.type != "cuda":
             stack.enter_context(_DeviceLiterals(device))
         yield
@@ -60,15 +60,6 @@ class _Replay(threading.local):
 
 
 _replay = _Replay()
-
-
-@contextmanager
-def _replay_on(device: torch.device) -> Iterator[None]:
-    outer, _replay.device = _replay.device, device
-    try:
-        yield
-    finally:
-        _replay.device = outer
 
 
 def _device_types() -> tuple[str, ...]:

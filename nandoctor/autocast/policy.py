@@ -76,7 +76,9 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
         if device.type == "cpu" and policy.name != "native":
             stack.enter_context(keep_nonfinite)
         if policy.name == "fp64":
-            stack.enter_context(_default_dtype(dtype))
+            # What the code makes without a dtype has to fit the others.
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
             stack.enter_context(WideLiterals(FP64_FOR_ALL))
             stack.enter_context(_without_fast_path)
             stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -115,17 +117,6 @@ def _fast_path_off() -> Iterator[None]:
 
 
 _without_fast_path = Shared(_fast_path_off)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What tensors are made in that the code makes without a dtype, so that they fit the others."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.trace import ModuleCall
 from nandoctor.ops import MAXIMA, MINIMA, SELECTIONS
+from nandoctor.process_wide import held
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -45,15 +46,13 @@ class TrialBudget:
     @contextmanager
     def holding_back(self, share: float) -> Iterator[None]:
         """A context that may spend all that is left but this share of it."""
-        whole = self.max_trials, self._time_s
-        if self.max_trials is not None:
-            self.max_trials -= int(share * max(self.max_trials - self.num_run, 0))
-        if self._time_s is not None:
-            self._time_s -= share * max(self._time_s - (time.monotonic() - self._started), 0.0)
-        try:
+        trials, time_s = self.max_trials, self._time_s
+        if trials is not None:
+            trials -= int(share * max(trials - self.num_run, 0))
+        if time_s is not None:
+            time_s -= share * max(time_s - (time.monotonic() - self._started), 0.0)
+        with held((self, "max_trials", trials), (self, "_time_s", time_s)):
             yield
-        finally:
-            self.max_trials, self._time_s = whole
 
 
 Call = tuple[str, int]

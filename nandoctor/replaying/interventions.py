@@ -25,6 +25,7 @@ from nandoctor.evidence.edits import (
     ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
+from nandoctor.process_wide import held
 from nandoctor.replaying.module_state import is_large, state_in
 from nandoctor.replaying.op_edits import OpEdits, widen
 from nandoctor.tracing.dispatch_hook import intercepting
@@ -120,7 +121,9 @@ def intervene(
     with ExitStack() as stack:
         for edit in edits:
             if isinstance(edit, SetAttribute):
-                stack.enter_context(_attribute_set(edit, model))
+                owners = [module for module in model.modules() if type(module).__name__ == edit.type]
+                found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
+                stack.enter_context(held(*((module, edit.name, edit.value) for module in found)))
             elif isinstance(edit, ZeroWeights | ResetBuffers):  # the run puts weights and buffers back by itself
                 weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
                 for name in edit.names:
@@ -145,19 +148,6 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
         return
     with torch.autocast(device.type, enabled=False):
         yield widen
-
-
-@contextmanager
-def _attribute_set(edit: SetAttribute, model: nn.Module) -> Iterator[None]:
-    owners = [module for module in model.modules() if type(module).__name__ == edit.type]
-    found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
-    for module in found:
-        setattr(module, edit.name, edit.value)
-    try:
-        yield
-    finally:
-        for module in found:
-            setattr(module, edit.name, edit.was)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
+from nandoctor.process_wide import held
 from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schema_of, tree_leaves, tree_map
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
@@ -49,10 +50,7 @@ def run_backward(
 
     None are left on the model. Raises LossError where the loss has no gradient.
     """
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
+    with held(*((parameter, "grad", None) for parameter in model.parameters())):
         if not loss.requires_grad:
             raise LossError(
                 "The loss has no gradient: it does not depend on a weight that is trained.",
@@ -68,9 +66,6 @@ def run_backward(
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
         return nonfinite, {name: gradient.div_(loss_scale) for name, gradient in made.items()} if keep else None
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 class ReleasedGradients:
@@ -181,21 +176,13 @@ def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
     return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
 
 
-@contextmanager
-def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype, *, in_files: bool) -> Iterator[None]:
+def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype, *, in_files: bool) -> AbstractContextManager[None]:
     """A context in which these weights and buffers are held in another dtype; their own values come back after it.
 
     With `in_files` large ones lie in files meanwhile.
     """
-    saved = [(tensor, tensor.data) for tensor in tensors]
     to = cast_to_file if in_files else torch.Tensor.to
-    for tensor, data in saved:
-        tensor.data = to(data, dtype)
-    try:
-        yield
-    finally:
-        for tensor, data in saved:
-            tensor.data = data
+    return held(*((tensor, "data", to(tensor.data, dtype)) for tensor in tensors))
 
 
 _DRAWING = frozenset(

@@ -12,7 +12,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, PrintedChange, Snippet, SourcePatch
+from nandoctor.process_wide import held
 
 _HOLDERS = (FunctionType, type, property, staticmethod, classmethod)
 _EMPTY_CELL = CellType()
@@ -47,16 +48,11 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
     """
     swaps = [swap for file in files for swap in _find_swaps(file, model, loss)]
     names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
-    before = [(function, function.__code__) for function, _ in swaps]
-    try:
-        for function, code in swaps:
-            function.__code__ = code
-        yield
-    finally:
-        for function, code in before:
-            function.__code__ = code
+    with ExitStack() as undo:
         for namespace, name in names:
-            del namespace[name]
+            undo.callback(namespace.pop, name)
+        undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
+        yield
 
 
 def _find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, is_
@@ -29,7 +29,7 @@ from nandoctor import torch_compat
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.machine import bounded_memory
-from nandoctor.process_wide import generators_kept, is_forked
+from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
 
 
@@ -369,14 +369,9 @@ def arguments_of(dump: Dump) -> Iterator[None]:
         _arguments.reset(token)
 
 
-@contextmanager
-def program_arguments(program: str) -> Iterator[None]:
+def program_arguments(program: str) -> AbstractContextManager[None]:
     """A context in which `sys.argv` is not nandoctor's own; process-wide, under a project's lock."""
-    before, sys.argv = sys.argv, [program, *_arguments.get()]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return held((sys, "argv", [program, *_arguments.get()]))
 
 
 def stop_import() -> None:

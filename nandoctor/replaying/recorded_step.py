@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
-from nandoctor.process_wide import BACKENDS, generators_kept, is_forked
+from nandoctor.process_wide import BACKENDS, generators_kept, held, is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -183,16 +183,12 @@ def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
 @contextmanager
 def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> Iterator[None]:
     """Put the model in train or eval mode; where that is the recorded mode, every module in its own recorded one."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
+    with held(*((module, "training", module.training) for module in model.modules())):
         model.train(training)
         if recorded.get("") is training:
             for name, module in model.named_modules():
                 module.training = recorded.get(name, training)
         yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 @contextmanager

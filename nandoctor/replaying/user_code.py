@@ -17,7 +17,7 @@ from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import Shared
+from nandoctor.process_wide import Shared, held
 from nandoctor.replaying.module_state import run_backward
 from nandoctor.text import brief
 
@@ -43,15 +43,12 @@ def kept_running() -> Iterator[None]:
 
     Raises ProcessEndError where the code inside called one of them; its traceback is that of the call.
     """
-    outer, _inside.process = _inside.process, os.getpid()
     try:
-        with _exits_raise:
+        with held((_inside, "process", os.getpid())), _exits_raise:
             yield
     except SystemExit as error:
         ended = ProcessEndError(f"the code ended the process (exit status {error.code})")
         raise ended.with_traceback(error.__traceback__) from error
-    finally:
-        _inside.process = outer
 
 
 @contextmanager
@@ -64,11 +61,8 @@ def _patched_exit() -> Iterator[None]:
             raise SystemExit(status)
         leave(status)
 
-    os._exit = raise_exit
-    try:
+    with held((os, "_exit", raise_exit)):
         yield
-    finally:
-        os._exit = leave
 
 
 _exits_raise = Shared(_patched_exit)

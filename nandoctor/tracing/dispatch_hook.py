@@ -20,7 +20,7 @@ import torch
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
-from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import (
     OBSERVER_KEY,
     call_below_observer,
@@ -223,14 +223,8 @@ _handlers = _Handlers()
 @contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
     """Hand every op of this thread to `handler`; of two contexts the outer one's is asked first."""
-    outer = _handlers.stack
-    with observer_registered:
-        _handlers.stack = (*outer, handler)
-        try:
-            with observed():
-                yield
-        finally:
-            _handlers.stack = outer
+    with observer_registered, held((_handlers, "stack", (*_handlers.stack, handler))), observed():
+        yield
 
 
 def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
-from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
 from nandoctor.tracing.exact_counts import count_exactly
@@ -161,12 +161,8 @@ def open_checkpoints() -> Iterator[None]:
     Their backward computes the block again in a graph of its own, and would show all of it as one CheckpointFunction.
     A block without an input that needs a gradient is left alone: the checkpoint gives it none.
     """
-    outer, _checkpoints.opened = _checkpoints.opened, True
-    try:
-        with _checkpoint_patch:
-            yield
-    finally:
-        _checkpoints.opened = outer
+    with held((_checkpoints, "opened", True)), _checkpoint_patch:
+        yield
 
 
 def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:

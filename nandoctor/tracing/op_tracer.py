@@ -18,6 +18,7 @@ import torch
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
 from nandoctor.ops import UNFILLED
+from nandoctor.process_wide import held
 from nandoctor.torch_compat import (
     answers_itself,
     function_backward,
@@ -125,14 +126,10 @@ class OpTracer:
     @contextmanager
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
         """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
-        before, self._find_owner = self._find_owner, owner
-        try:
-            with intercepting(self._observe):
-                yield
-        finally:
-            # The two tracers of a run know each other: in a cycle they, and the code that they saw run, would live on
-            # until the next garbage collection, and `printed_changes` would look for whoever else holds that code.
-            self._find_owner = before
+        # The two tracers of a run know each other: in a cycle they, and the code that they saw run, would live on
+        # until the next garbage collection, and `printed_changes` would look for whoever else holds that code.
+        with held((self, "_find_owner", owner)), intercepting(self._observe):
+            yield
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
         """The order of the recorded op that wrote `tensor` last, None where it is not known."""
