@@ -223,16 +223,12 @@ def printable(text: str) -> str:
     A module or array may carry any name: a terminal escape (`\x1b`) would run on the reader's terminal, a newline
     would break the layout, a direction override would show another name.
     """
-    return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def printable_code(line: str) -> str:
     """A line of code, printable and otherwise as it is: a tab stays, for what is copied has to be what was written."""
     return "\t".join(map(printable, line.split("\t")))
-
-
-def _escape(letter: str) -> str:
-    return letter.encode("unicode_escape").decode("ascii")
 
 
 def shorten(text: str, width: int) -> str:

@@ -125,7 +125,8 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
         inside = excerpt.line <= number <= excerpt.end_line
         seen = f"{'…' if hidden else text[start : start + 1]}{text[start + 1 :]}" if text[dent:] else ""
         if text or inside:
-            line = f"{'>' if inside else ' '} {number:>{gutter}} | {_cut(seen, room)}"
+            cut = seen if room is None or cell_len(seen) <= room else f"{set_cell_size(seen, room - 1)}…"
+            line = f"{'>' if inside else ' '} {number:>{gutter}} | {cut}"
             yield ExcerptLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start, seen)):
             note, blank = printable(remark) if number == excerpt.end_line else "", f"  {'':>{gutter}} |"
@@ -140,10 +141,6 @@ def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:
     if excerpt.column is None or excerpt.end_column is None or excerpt.line != excerpt.end_line:
         return 0
     return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent - 1))
-
-
-def _cut(seen: str, room: int | None) -> str:
-    return seen if room is None or cell_len(seen) <= room else f"{set_cell_size(seen, room - 1)}…"
 
 
 def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> str:

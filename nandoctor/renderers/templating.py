@@ -33,7 +33,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("nandoctor.renderers"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_finalize,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -56,7 +56,3 @@ def with_code(text: str) -> Markup:
 def code_line(line: str) -> Markup:
     """A line of code to be copied: its tabs are kept."""
     return escape(printable_code(line))
-
-
-def _finalize(value: Any) -> Any:
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -78,7 +78,7 @@ class Exposing:
             if self._shows(f"kept.{path}", _is_new, tensor, *before.get(path, (None, 0)))
         }
         for path, weight in self.step.model.named_parameters():
-            if self._shows(f"kept.{path}", _is_nonfinite, weight):
+            if self._shows(f"kept.{path}", lambda kept: not all_finite(kept), weight):
                 kept[path] = weight
         return Exposed(output, kept, self._taken)
 
@@ -104,10 +104,6 @@ class Exposing:
                 self._taken[name] = tensor
                 self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
         return made
-
-
-def _is_nonfinite(weight: torch.Tensor) -> bool:
-    return not all_finite(weight)
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:

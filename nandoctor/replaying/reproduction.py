@@ -75,17 +75,14 @@ def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, t
     if name in leaves and leaves[name].shape == reference.shape:
         return name
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
-    placed = [path for path in fitting if f".{name}".endswith(f".{_dotted(path)}")]
+    # Places in an output as a dump's names have them: `hidden.2` for `hidden[2]`.
+    dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
+    placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
     if placed:
         return max(placed, key=len)
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
     choices = named or fitting
     return choices[0] if len(choices) == 1 else None
-
-
-def _dotted(path: str) -> str:
-    """A place in an output as a dump's names have it: `hidden.2` for `hidden[2]`."""
-    return path.replace("[", ".").replace("]", "").lstrip(".")
 
 
 def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -234,8 +231,10 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     """The best replay under one policy."""
     tried: list[Replayed] = []
     calls = steps
-    for training, seed in _settings(preparation):
-        if seed != preparation.seeds[0] and not any(replayed.random for replayed in tried):
+    first, *more = preparation.seeds
+    likeliest = [(training, first) for training in preparation.modes]
+    for training, seed in (*likeliest, *((preparation.modes[0], seed) for seed in more)):
+        if seed != first and not any(replayed.random for replayed in tried):
             break
         with _leaving(tried[0] if tried else None):
             set_up = [replace(step, training=training, seed=seed) for step in calls]
@@ -260,13 +259,6 @@ def _agrees_better(other: Replayed, best: Replayed) -> bool:
     return ranks[0] < ranks[1] or (ranks[0] == ranks[1] and CLEARLY * errors[0] < errors[1])
 
 
-def _settings(preparation: Preparation) -> Iterator[tuple[bool, int | None]]:
-    """The modes with the first seed, then the other seeds in the first mode."""
-    first, *more = preparation.seeds
-    yield from ((training, first) for training in preparation.modes)
-    yield from ((preparation.modes[0], seed) for seed in more)
-
-
 def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
     """Replay the first of `steps`, or the next where the model rejects the arguments themselves.
 
@@ -281,7 +273,10 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
             with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
                 return _replay(others, preparation, is_first=is_first)
         raise
-    if not step.policy.ambient and step.low in _HALF and not _shows_half(outcome.trace):
+    trace = outcome.trace
+    seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
+    has_half = any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
+    if not step.policy.ambient and step.low in _HALF and not has_half:  # whose limits do not matter then
         plain = replace(step, policy=replace(step.policy, format=FP32))
         return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
@@ -327,12 +322,6 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
 def _agrees(reproduction: Reproduction) -> bool:
     close = (reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
     return reproduction.grade == "exact" or (reproduction.grade == "same-mask" and close)
-
-
-def _shows_half(trace: Trace) -> bool:
-    """Tell whether anything in half precision was seen, so that its limits matter."""
-    seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
-    return any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
 
 
 _ENOUGH = 8

@@ -40,7 +40,9 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
             raise _missing_weights(dump)
         return dump
     path = settings.directory / settings.weights
-    known, kept = _known_samples(dump), {} if dump.holds_weights else dump.state
+    checkpoint = None if dump.recorded is None else dump.recorded.checkpoint
+    known = sample_weights(dump.state) if checkpoint is None else checkpoint.samples
+    kept = {} if dump.holds_weights else dump.state
     state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
     state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
     match = _compare(state, known)
@@ -70,12 +72,6 @@ def _missing_weights(dump: Dump) -> DumpError:
         remedy=f"Give the checkpoint that has the weights: {command}. Or save them with the batch: "
         'torch.save({"state_dict": model.state_dict(), ...}, path).',
     )
-
-
-def _known_samples(dump: Dump) -> Mapping[str, WeightSample]:
-    if dump.recorded is not None and dump.recorded.checkpoint is not None:
-        return dump.recorded.checkpoint.samples
-    return sample_weights(dump.state)
 
 
 def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tensor:
@@ -157,7 +153,12 @@ def fit_state(dump: Dump, model: nn.Module) -> Dump:
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     beside = {name: strip_wrappers(state)[0] for name, state in dump.other_states.items()}
     states = {dump.state_name: dump.state, **beside}
-    num_fitting = {name: _count_fitting(state, own) for name, state in states.items()}
+    # How many weights of the model are in each, of the same shape.
+    fitted = {name: fit_prefix(state, own)[0] for name, state in states.items()}
+    num_fitting = {
+        name: sum(key in state and state[key].shape == tensor.shape for key, tensor in own.items())
+        for name, state in fitted.items()
+    }
     best = max(states, key=lambda name: num_fitting[name])
     if num_fitting[best] == num_fitting[dump.state_name]:
         return dump
@@ -172,12 +173,6 @@ def nonfinite_state(dump: Dump) -> Dump:
         if any(any(count_nonfinite(tensor)) for tensor in state.values()):
             return replace(dump, state=state, state_name=name)
     return dump
-
-
-def _count_fitting(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
-    """How many weights of the model are in it, of the same shape."""
-    fitted, _ = fit_prefix(state, own)
-    return sum(name in fitted and fitted[name].shape == tensor.shape for name, tensor in own.items())
 
 
 def cast_weights(dump: Dump) -> Dump:
