@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -76,7 +77,7 @@ class SingleProcesses(Executor):
         with _off_the_working_directory():
             return ProcessPoolExecutor(
                 max_workers=1,
-                mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+                mp_context=_context(),
                 initializer=_prepare_worker,
                 initargs=(self._memory, self._num_threads),
             )
@@ -108,6 +109,18 @@ class SingleProcesses(Executor):
             if not wait:
                 for process in processes:
                     process.kill()
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """How processes start: each is forked from one that has imported what a replay needs, and has run nothing.
+
+    A fork of this process would be without torch's threads.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nandoctor.pipeline"])
+    return context
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ class Greedy(Overflowing):
         return super().forward(x)
 """
 NUMBER = 5
+MORE = 15
 ANALYSED = ["analysed"] * (NUMBER - 1)
 
 
@@ -122,7 +124,7 @@ def wait_for_results(folder, number):
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_does_no_file_twice(workplace, ending):
-    for number in range(30):
+    for number in range(MORE):
         path = workplace / "runs" / f"more-{number}.pth"
         torch.save({"state_dict": Overflowing().state_dict(), "image": torch.ones(2, 4), "step": 100 + number}, path)
     process = start()
@@ -132,26 +134,36 @@ def test_stopped_in_the_middle_it_does_no_file_twice(workplace, ending):
     assert process.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL)
     results = workplace / "nandoctor-triage" / "results"
     before = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
-    assert 2 <= len(before) < NUMBER + 30
+    assert 2 <= len(before) < NUMBER + MORE
     if ending == signal.SIGINT:
         assert json.loads(stdout.splitlines()[-1])["num_left"] > 0
     stdout, _ = start().communicate(timeout=240)
     whole = json.loads(stdout.splitlines()[-1])
     assert (whole["num_reused"], whole["num_left"]) == (len(before), 0)
     after = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
-    assert len(after) == NUMBER + 30
+    assert len(after) == NUMBER + MORE
     assert all(json.loads(path.read_text())["outcome"] == "analysed" for path in after)
     assert {path: after[path] for path in before} == before
 
 
+@contextmanager
+def open_cluster():
+    """The address of a cluster whose workers start as fast as ours, and of which a task may kill one, not four."""
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    ways = {"distributed.worker.multiprocessing-method": "forkserver", "distributed.scheduler.allowed-failures": 0}
+    with (
+        dask.config.set(ways),
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+    ):
+        yield cluster.scheduler_address
+
+
 def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
-    distributed = pytest.importorskip("distributed")
-    truth = make_dumps(tmp_path, 2 * len(CAUSES))
+    truth = make_dumps(tmp_path, len(CAUSES) + 4)
     monkeypatch.chdir(tmp_path)
     settings = {"fixes": False}
     local = triage(["runs"], TriageOptions(folder=tmp_path / "local", settings=settings, jobs=2))
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        address = cluster.scheduler_address
+    with open_cluster() as address:
         remote = triage(["runs"], TriageOptions(folder=tmp_path / "remote", settings=settings, scheduler=address))
     assert [group.paths for group in local.groups] == [group.paths for group in remote.groups]
     assert len(local.groups) == len(CAUSES)
@@ -160,8 +172,7 @@ def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_of_a_cluster_costs_one_file(workplace):
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        found = outcomes(triage(["runs"], options("Deadly", scheduler=cluster.scheduler_address)))
+    with open_cluster() as address:
+        found = outcomes(triage(["runs"], options("Deadly", scheduler=address)))
     assert found.pop("runs/2.pth") == "died"
     assert list(found.values()) == ANALYSED
