@@ -19,19 +19,19 @@ def test_verdict_module_op_cause_and_line_are_right(case, tmp_path):
 
 
 @pytest.mark.slow
-@each(map(renamed, CASES))
-def test_names_do_not_matter(case, tmp_path):
-    assert faults(case, diagnose(case, tmp_path)) == []
-
-
-@pytest.mark.slow
-@each(map(decoyed, CASES))
-def test_an_innocent_branch_beside_it_is_not_blamed(case, tmp_path):
+@each(decoyed(renamed(case)) for case in CASES)
+def test_neither_names_nor_an_innocent_branch_matter(case, tmp_path):
     report = diagnose(case, tmp_path)
     assert faults(case, report) == []
     assert all("loud" not in other.origin.place.module for other in report.also)
 
 
-@each([*(case.twin() for case in CASES), *healthy_models()])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case.twin(), id=case.name, marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, id=case.name) for case in healthy_models()),
+    ],
+)
 def test_the_healthy_are_called_healthy(case, tmp_path):
     assert faults(case, diagnose(case, tmp_path)) == []

@@ -9,13 +9,15 @@ import dataclasses
 import inspect
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
 
 from nandoctor.causes import registry
 from sick_models import LOSS, Case, all_cases, decoyed, healthy_models, renamed
-from sick_models.probing import Outcome, distance, finite, first_birth, float_tensors, run
+from sick_models.probing import Outcome, distance, finite, first_birth, float_tensors
+from sick_models.probing import run as run_anew
 
 MECHANISMS = {
     "product too large", "residual too large", "gate or scale too large", "square or mean too large", "long sum",
@@ -37,11 +39,25 @@ SHOWS_IN = {
 }
 
 CASES = all_cases()
+BY_NAME = {case.name: case for case in CASES}
 PROBED = [case for case in CASES if case.phase in ("forward", "loss", "backward")]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_probed_case = pytest.mark.parametrize("case", PROBED, ids=lambda case: case.name)
 
 pytestmark = pytest.mark.slow
+
+
+@cache
+def run_of(name: str, precision: str) -> Outcome:
+    """What the step of a case gives, made once for all tests of it."""
+    return run_anew(BY_NAME[name], autocast=precision == "autocast")
+
+
+def run(case: Case, *, autocast: bool) -> Outcome:
+    """As `probing.run`: the known outcome where the case is one of the corpus, unchanged."""
+    if BY_NAME.get(case.name) is not case:
+        return run_anew(case, autocast=autocast)
+    return run_of(case.name, "autocast" if autocast else "fp32")
 
 
 def assert_sick(case: Case, outcome: Outcome) -> None:
@@ -78,7 +94,7 @@ def test_is_the_same_every_time(case: Case) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     for name, array in case.batch().items():
         torch.testing.assert_close(array, case.batch()[name], rtol=0, atol=0, equal_nan=True)
-    for one, other in zip(run(case, autocast=True).output, run(case, autocast=True).output, strict=True):
+    for one, other in zip(run(case, autocast=True).output, run_anew(case, autocast=True).output, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -181,16 +197,11 @@ def test_nonfinite_batch_is_so_before_the_model_sees_it(case: Case) -> None:
 @every_case
 def test_renamed_is_the_same_illness_under_other_names(case: Case) -> None:
     other = renamed(case)
-    names = [name for name, _module in other.build().named_modules()]
-    assert other.module == LOSS or other.module in names
+    old, new = ([name for name, _ in item.build().named_modules()] for item in (case, other))
+    assert other.module == LOSS or old.index(case.module) == new.index(other.module)
     plain, fresh = run(case, autocast=True), run(other, autocast=True)
     for one, same in zip(plain.output, fresh.output, strict=True):
         torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
-    if case in PROBED:
-        nonfinite_source = first_birth(other, autocast=True)
-        assert nonfinite_source is not None
-        assert (nonfinite_source.phase, nonfinite_source.module) == (other.phase, other.module)
-        assert (case.function or case.op) in nonfinite_source.ops
     assert run(other.twin(), autocast=True).first_nonfinite == ""
 
 
