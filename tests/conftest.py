@@ -105,10 +105,16 @@ def torch_is_restored():
 
 
 @pytest.fixture(scope="session")
-def run_nandoctor(own_configuration):
+def ready_python(own_configuration):
+    """Processes of their own for programs, that have what a replay, a page, an optimizer and FSDP2 import."""
+    with ReadyPython("nandoctor.pipeline", "nandoctor.renderers.page", "torch._dynamo") as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def run_nandoctor(ready_python):
     """`python -m nandoctor`, in a process of its own that need not import torch."""
-    with ReadyPython("nandoctor.pipeline", "nandoctor.renderers.page") as python:
-        yield partial(python.run, "nandoctor")
+    return partial(ready_python.run, "nandoctor")
 
 
 @pytest.fixture(scope="session")

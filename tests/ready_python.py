@@ -5,6 +5,7 @@ Run as a script, this file is the process that they are forked from: it imports 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -78,11 +80,28 @@ def become(program, arguments, cwd, environment, files):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
     is_script = program.endswith(".py")
     sys.argv, sys.path[0] = [program, *arguments], str(Path(program).parent) if is_script else cwd
-    if is_script:
-        runpy.run_path(program, run_name="__main__")
-    else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    sys.exit()
+    try:
+        if is_script:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as asked:
+        if isinstance(asked.code, str):
+            sys.stderr.write(f"{asked.code}\n")
+        end(1 if isinstance(asked.code, str) else asked.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        end(1)
+    end(0)
+
+
+def end(code):
+    """End as Python does, but leave all objects as they are: to take them apart copies each page, for a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from ready_python import ReadyPython
 
 import nandoctor
 from nandoctor.cli import main
@@ -162,23 +161,16 @@ def test_command_line_needs_no_model():
     assert report["cause"]["code"] == expected["cause"]
 
 
-@pytest.fixture(scope="module")
-def python():
-    """One that has what an optimizer imports, seconds for each script."""
-    with ReadyPython("nandoctor.pipeline", "torch._dynamo") as python:
-        yield python
-
-
 @pytest.mark.slow
 @each_script
-def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path, python):
-    again, step = regenerate(python, script, tmp_path / "again.pth")
+def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path, ready_python):
+    again, step = regenerate(ready_python, script, tmp_path / "again.pth")
     kept = read_dump(script.with_suffix(".pth"))
     assert [(name, t.shape, t.dtype) for name, t in again.items()] == [(n, t.shape, t.dtype) for n, t in kept.items()]
     if sums_as_when_made():
         assert step in read_script(script)["__doc__"]
     else:
-        kept, _ = regenerate(python, script, tmp_path / "once_more.pth")
+        kept, _ = regenerate(ready_python, script, tmp_path / "once_more.pth")
     assert {name for name in kept if not same_values(again[name], kept[name])} <= UNSEEDED
 
 

@@ -96,11 +96,10 @@ needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(ready_python):
     """Two, which have what FSDP2 and an optimizer import."""
-    modules = ("nandoctor.pipeline", "torch.distributed.fsdp", "torch._dynamo")
-    with ReadyPython(*modules) as one, ReadyPython(*modules) as other:
-        yield one, other
+    with ReadyPython("nandoctor.pipeline", "torch._dynamo") as other:
+        yield ready_python, other
 
 
 def train(ranks, folder, way):

@@ -24,7 +24,7 @@ pytest.importorskip("expecttest", reason="torch's own test tools import it")
 with mock.patch("torch.backends.disable_global_flags"):
     from torch.testing._internal.common_modules import module_db
 
-NUM_INPUTS = 8
+NUM_INPUTS = 4
 """Of each module, spread evenly: one loss alone has 857, the same few with every set of options."""
 
 REFUSED = ("nn.BCELoss",)
