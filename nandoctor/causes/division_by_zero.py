@@ -89,8 +89,11 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     denominator = _denominator(finding)
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
-        smallest = (1.0, *_SMALL) if _is_count(finding, divisor) else _SMALL
-        yield (*divisor_candidate(finding.op, divisor, finding.ops, smallest), *guard_candidate(finding.op))
+        counts = (1.0,) if _is_count(finding, divisor) else ()
+        clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
+        # A power has no numerator that is 0 as well: a clamp would make up a large number.
+        first = len(counts) if finding.op.op == "pow" else len(clamps)
+        yield (*clamps[:first], *guard_candidate(finding.op), *clamps[first:])
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

@@ -45,13 +45,14 @@ class Result:
     """What a run gave, without its graph; `ran` is False where it could not, or raised on its way.
 
     `meant` are the places of infinities in the output that are as the code wants them, such as a mask's.
-    The gradients of a large model are gigabytes: whether they are finite is asked once.
+    The gradients of a large model are gigabytes: whether they are finite is asked once, `looked_at` if by the run.
     """
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
     ran: bool
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    looked_at: bool = False
 
     @property
     def finite(self) -> bool:
@@ -93,7 +94,7 @@ class Result:
     @cached_property
     def gradients_finite(self) -> bool:
         """Tell whether every gradient is; with no gradients at all, too."""
-        return self.ran and all(map(all_finite, self.gradients.values()))
+        return self.ran and (self.looked_at or all(map(all_finite, self.gradients.values())))
 
     @property
     def largest_finite(self) -> float:
@@ -149,7 +150,8 @@ def keep(outcome: Outcome | None) -> Result:
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
     values = values_of(outcome.output, outcome.loss)
-    return Result(values=values, gradients=outcome.gradients or {}, ran=outcome.trace.raised is None)
+    ran, looked_at = outcome.trace.raised is None, not outcome.trace.bad_gradients
+    return Result(values=values, gradients=outcome.gradients or {}, ran=ran, looked_at=looked_at)
 
 
 def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -214,9 +216,10 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
     Differences up to `grain` are those of a format that holds nothing smaller.
     """
     names = made.gradients.keys() & reference.gradients
-    pairs = ((made.gradients[name], reference.gradients[name]) for name in names)
-    difference = math.hypot(*(_norm(hardshrink(a - b, grain)) for pair in pairs for a, b in _in_pieces(*pair)))
-    norm = math.hypot(*(_norm(reference.gradients[name]) for name in names))
+    pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
+    pieces = ((a, b) for pair in pairs for a, b in _in_pieces(*pair))
+    difference = math.hypot(*(_norm(hardshrink(a - b, grain) if grain else a - b) for a, b in pieces))
+    norm = math.hypot(*(_norm(theirs) for _, theirs in pairs))
     return difference / norm if norm else difference
 
 

@@ -90,9 +90,8 @@ class GradientCheck:
             return "not-checked", "no weight has a gradient"
         if scale is None:
             return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
-        norm, before = gradient_norm(made), self._trials.sound_reference(())
-        if not before.finite and norm > self._largest_made_up:
-            return "failed", f"gradients of {of}: finite, with a norm of {number(norm)}, made up by the change"
+        if (made_up := self.tell_made_up(made)) is not None:
+            return "failed", f"gradients of {of}: {made_up}"
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
@@ -100,13 +99,20 @@ class GradientCheck:
             aside = self._describe_unknown(scale, highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told + aside
-        if scale < 1 and self._loses_small_gradients(scale):
-            return "failed", f"{told}, where those of the samples that were fine are rounded away"
+        if scale < 1 and (lost := self._loses_small_gradients(change, scale)) is not None:
+            return "failed", f"{told}, where {lost} are rounded away"
         references = self._references(None if in_backward else change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
-        told += "" if norm or before.finite else " (all are 0, so this batch teaches nothing)"
+        is_taught = self._trials.sound_reference(()).finite or gradient_norm(made)
+        told += "" if is_taught else " (all are 0, so this batch teaches nothing)"
         return "passed" if error is None or error <= allowed else "failed", told + aside
+
+    def tell_made_up(self, made: Result) -> str | None:
+        """Tell of finite gradients that are too large to be believed, where the unchanged step has none."""
+        if self._trials.sound_reference(()).finite or (norm := gradient_norm(made)) <= self._largest_made_up:
+            return None
+        return f"finite, with a norm of {number(norm)}, made up by the change"
 
     @staticmethod
     def _describe_unknown(scale: float, highest: float, *, excused: bool) -> str:
@@ -202,13 +208,16 @@ class GradientCheck:
                 return norm if math.isfinite(norm) else 1.0
         return 1.0
 
-    def _loses_small_gradients(self, scale: float) -> bool:
-        """Tell whether a scale that holds the largest gradient leaves nothing of the others', which a norm hides."""
+    def _loses_small_gradients(self, change: Change, scale: float) -> str | None:
+        """Tell whose gradients are lost at a scale that holds the largest ones, which a norm of all hides."""
         if not self._healthy:
-            return False
+            # A loss with a scale of its own needs one below 1, and no other loss does.
+            is_too_low = scale_set_by(change) is not None and scale * max(1.0, self._steepness()) < 1
+            return "gradients of an ordinary size" if is_too_low else None
         kept = KeepSamples(samples=self._healthy)
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
-        return made.finite and reference.finite and gradient_error(made, reference) > GRADIENT_TOLERANCE
+        is_lost = made.finite and reference.finite and gradient_error(made, reference) > GRADIENT_TOLERANCE
+        return "those of the samples that were fine" if is_lost else None
 
     @cached_property
     def _own_error(self) -> float:
@@ -223,9 +232,12 @@ def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain:
     """How far gradients are off the nearest of their references, and how far they may be."""
     errors = []
     for reference, allowed in references:
-        errors.append(gradient_error(made, reference, grain=grain))
-        if errors[-1] <= allowed:
-            return errors[-1], allowed
+        # The grain asks for one more pass over all gradients, and can only bring the error down.
+        if (error := gradient_error(made, reference)) > allowed:
+            error = gradient_error(made, reference, grain=grain)
+        errors.append(error)
+        if error <= allowed:
+            return error, allowed
     return min(errors, default=None), GRADIENT_TOLERANCE
 
 

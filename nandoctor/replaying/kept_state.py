@@ -363,6 +363,11 @@ def _written_by(op: OpOverload) -> frozenset[str]:
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has memory copied before the first operation that writes to it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper around each call: it imports the compiler, and takes as long as all else here."""
+        return False
+
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory

@@ -355,14 +355,15 @@ def _run_forward(run: _Run, batch: Batch, observers: Observers, result: _Result)
 def _take_gradients(
     step: FailingStep, stand_in: Loss, batch: Batch, made: _Result
 ) -> Mapping[str, torch.Tensor] | None:
-    """The gradients that nothing is recorded of; None where the loss is not finite or they cannot be taken."""
+    """The gradients that nothing is recorded of; None where the loss or one of them is not finite, or they raise."""
     try:
         with torch.enable_grad():
             loss = made.loss if step.loss is not None else _compute_loss(stand_in, made.output, batch, step.device)
         if loss is None or not all_finite(loss):
             return None
         with kept_running(), torch.autocast(step.device.type, enabled=False):
-            return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)[1]
+            nonfinite, gradients = run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)
+            return None if nonfinite else gradients
     except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
         if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
             raise
