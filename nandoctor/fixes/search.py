@@ -150,6 +150,9 @@ def _describe_failures(tried: Sequence[Fix]) -> str:
         return "The step is non-finite with each."
     if nearest > TOLERANCE:
         return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
+    doubts = (check.text for fix in tried for check in fix.checks if check.name == "float64")
+    if (doubt := next(doubts, None)) is not None:
+        return f"What is finite agrees with fp32, but {doubt}: the computation itself has to change."
     return "With some the output is right, but another check failed, or they could not be written as code."
 
 
