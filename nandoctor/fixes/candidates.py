@@ -51,7 +51,7 @@ _OTHER_FILL = 1000.0
 _NUM_SEEDS = 3
 _SEEDS_ALIKE = 2
 """So many other seeds with which the step fails as well show that it does not depend on what is drawn; that it fails
-without dropout as well does so too."""
+without dropout as well, and draws nothing then, does so too."""
 
 MOST_LOST = 0.5
 """Of a weight that has lost more than this share of its values nothing is left to train from."""
@@ -303,8 +303,9 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool) -> I
             yield Counterfactual(group="precision", setting=StepSetting(dtype=number_format), outcome=outcome)
     enough = _SEEDS_ALIKE
     for flag in (True, False):
-        if (outcome := trials.varied(training=flag, seed=step.seed).look()) is not None:
-            enough = enough if flag or outcome.finite else 0
+        varied = trials.varied(training=flag, seed=step.seed)
+        if (outcome := varied.look()) is not None:
+            enough = enough if flag or outcome.finite or varied.drew else 0
             yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
     for setting, samples in _selections(guilty, step.num_samples):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:

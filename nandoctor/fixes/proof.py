@@ -363,9 +363,9 @@ class Verifier:
             if made.gradients_finite or not made.values_finite:
                 break
         if made.finite:
-            if (made_up := self._gradients.tell_made_up(made)) is not None:
-                return "failed", f"gradients are {made_up}"
-            return "passed", self._describe_finite(made, lowered if lowered < highest else None)
+            made_up = self._gradients.tell_made_up(made)
+            told = self._describe_finite(made, lowered if lowered < highest else None)
+            return ("passed", told) if made_up is None else ("failed", f"gradients are {made_up}")
         if made.values_finite and varied.step.loss is squared_surrogate and varied.reference(change).finite:
             # In fp32 the change is sound there: what fp16 cannot hold may be the stand-in's own gradient.
             plain = self._trials.on(replace(varied.step, loss=surrogate_loss))

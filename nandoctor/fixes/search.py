@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.conclusion import MASK, Findings
@@ -135,6 +136,10 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
         yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
     elif untried:
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
+    files = (getattr(single, "site", None) for item in ranked for single in flatten((item.edit,)))
+    sources = (site.source.file for site in files if site is not None and site.source is not None)
+    if (unread := next((file for file in sources if not Path(file).is_file()), None)) is not None:
+        yield f"{unread} is no file here: a change of that code cannot be run as a patch, so none of it is verified."
     if findings.verdict == "numerics":
         yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
     if ranked and not any(item.verified for item in ranked):

@@ -90,6 +90,8 @@ class Trials:
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if fails else {}
         self._references: dict[frozenset[Change], Result] = {}
         self._shares_references = True
+        self.drew = True
+        """Whether the last run drew random numbers."""
 
     @cached_property
     def with_gradients(self) -> Trials:
@@ -338,6 +340,7 @@ class Trials:
                 outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
         except TrialEnded:
             return Result(values={"output": torch.tensor(math.nan)}, gradients={}, ran=True)
+        self.drew = outcome.random
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
         return keep(replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome)

@@ -25,6 +25,7 @@ ATTENTION = "w = self.powers(x) * (x != 7); return (w / (w.sum(1, keepdim=True) 
 GATE = "top, index = self.powers(x).topk(2); return top[:, 0] / top.sum(-1)"
 HALF = "s = self.lift(x).float(); return torch.log(s) * 0 + torch.sqrt(15 - s)"
 ENTROPY = "p = torch.sigmoid(self.lift(x)).mul(1); return -(p * torch.log(p) + (1 - p) * torch.log(1 - p))"
+DEGREES = "inverse = (x.abs() @ x.abs().t()).float().sum(1).pow(-0.5); return inverse[:, None] * self.lift(x)"
 SHIFTED = "h = self.lift(x).relu(); return torch.log(h) * 0 + torch.log(h + 1e-3) + torch.log(1 + h.exp())"
 
 
@@ -50,6 +51,15 @@ def test_a_clamp_by_which_scores_would_tie_is_refused(body, top, tmp_path):
     rows = [[0.1, -0.2, 0.3, 0.5], [0.0, 0.0, top, 0.0], [0.5, 1.0, -1.0, 0.2]]
     (clamp,) = [fix for fix in fixes(body, rows, tmp_path) if fix.kind == "source" and "clamp(max=" in fix.patch]
     assert (clamp.outcome.finite, failed(clamp)) == (True, ["exponents past the bound"])
+
+
+def test_a_power_of_zero_is_left_out_before_it_is_bounded(tmp_path):
+    first, *others = (
+        fix for fix in fixes(DEGREES, [[1.0, 2.0, 0.5, 0.1], [0.0] * 4], tmp_path) if fix.kind == "source"
+    )
+    assert first.verified
+    assert "degree <= 0" in first.patch or "guarded <= 0" in first.patch
+    assert not any("clamp" in fix.patch for fix in others)
 
 
 def test_every_logarithm_of_a_statement_is_clamped(tmp_path):
