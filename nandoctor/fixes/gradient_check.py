@@ -95,8 +95,11 @@ class GradientCheck:
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
-            excused = scale < 1 or (scale < highest and self._overflows_anyway(highest))
-            aside = self._describe_unknown(scale, highest, excused=excused)
+            # A change whose own gradients need a lower scale than the others' is not excused by what those lose at
+            # the highest one.
+            larger = min((usual for usual in self._scales(change) if usual > scale), default=scale)
+            excused = scale < 1 or (scale < larger and self._overflows_anyway(larger))
+            aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told + aside
         if scale < 1 and (lost := self._loses_small_gradients(change, scale)) is not None:
@@ -115,15 +118,15 @@ class GradientCheck:
         return f"finite, with a norm of {number(norm)}, made up by the change"
 
     @staticmethod
-    def _describe_unknown(scale: float, highest: float, *, excused: bool) -> str:
-        """What to say of the scale where that of the training is not known."""
-        if scale == highest:
+    def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:
+        """What to say of the scale where that of the training is not known; with a `larger` one it overflows."""
+        if scale == larger:
             return ""  # what fits at this scale fits at all below it
         if scale < 1:
             return "; it squares the output, and fp16 holds no more"
         if excused:
-            return f"; at {number(highest)} they overflow without the failure too"
-        return f"; not at {number(highest)}, with which GradScaler begins"
+            return f"; at {number(larger)} they overflow without the failure too"
+        return f"; not at {number(larger)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
         """Say whether the gradients stay finite where GradScaler doubles its scale twice."""

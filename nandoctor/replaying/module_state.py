@@ -64,8 +64,8 @@ def run_backward(
             return released.nonfinite(), released.kept
         run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-        for gradient in made.values() if keep and loss_scale != 1 else ():
-            gradient.div_(loss_scale)
+        for part in made.values() if keep and loss_scale != 1 else ():
+            part.div_(loss_scale)
         nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
         return nonfinite, made if keep else None
 
