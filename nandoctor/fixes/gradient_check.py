@@ -144,11 +144,13 @@ class GradientCheck:
 
     def _overflows_anyway(self, scale: float) -> bool:
         """Tell whether fp16 cannot hold the gradients of the weights, or of the samples that were fine."""
-        if self._largest(self._trials.sound_reference(())) * scale > FP16.max:
+        sound = self._trials.sound_reference(())
+        if sound.finite and self._largest(sound) * scale > FP16.max:
             return True
         if not self._healthy:
             return False
-        return not self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale)).gradients_finite
+        made = self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale))
+        return made.values_finite and not made.gradients_finite
 
     def _stand_in_overflows(self, change: Change) -> bool:
         """Tell whether fp16 cannot hold the gradients that a stand-in loss has with the change in fp32."""
