@@ -195,10 +195,11 @@ class Verifier:
         One score past the bound of a softmax may be the largest still; two of them would tie.
         """
         trials = self._trials
-        unknown: Literal["failed", "not-checked"] = "failed" if written.in_backward else "not-checked"
+        asked = written.in_backward or written.is_shared
+        unknown: Literal["failed", "not-checked"] = "failed" if asked else "not-checked"
         if trials.numerics and not trials.exact().finite:
             if self._smaller is None:
-                return "failed", "float64 overflows too: nothing shows what such exponents should give"
+                return unknown, "float64 overflows too: nothing shows what such exponents should give"
             _, trials = self._smaller
         runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
         changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)

@@ -6,14 +6,14 @@ What is written here is not trusted: the step is run with the text itself before
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
 
-from nandoctor.causes.base import ancestors
+from nandoctor.causes.base import ancestors, singular_inputs, site_of
 from nandoctor.evidence.edits import (
     ChangedFile,
     ClampArgument,
@@ -46,12 +46,14 @@ from nandoctor.fixes.source_expression import (
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_shares import check_shares
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
-from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, MAXIMA, MOVES, PRODUCTS
+from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Autocast off for the ops inside, under the name of the device that the training runs on."""
+_SHARES_DEPTH = 8
+"""How many ops before a divisor or a logarithm a power is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,13 @@ class PastBound:
     """A patch that clamps exponents, and one that does not, both with all of them between the bound and the largest.
 
     `in_backward`: the exponents are in code of a backward pass, so that the gradients show what is made of them.
+    `is_shared`: the powers go into a divisor or a logarithm, which would be finite of any exponents.
     """
 
     changed: SourcePatch
     unchanged: SourcePatch
     in_backward: bool
+    is_shared: bool
 
 
 class SourceWriter:
@@ -99,7 +103,15 @@ class SourceWriter:
         unchanged = self.write(bounded, "past bound alone") if bounded else None
         if not changed or not unchanged:
             return None
-        return PastBound(changed=changed, unchanged=unchanged, in_backward=self.in_backward(bounded))
+        in_backward, is_shared = self.in_backward(bounded), self._is_shared({edit.site for edit in bounded})
+        return PastBound(changed=changed, unchanged=unchanged, in_backward=in_backward, is_shared=is_shared)
+
+    def _is_shared(self, powers: Set[OpSite]) -> bool:
+        """Tell whether what is made of these ops divides something, or has its logarithm taken."""
+        ops = {op.order: op for op in self._ops if op.phase != "backward"}
+        lasting = (op for op in ops.values() if op.op in DIVISIONS | LOGARITHMS)
+        behind = (ancestors(ops, tensor, _SHARES_DEPTH) for op in lasting for tensor in singular_inputs(op))
+        return any(site_of(op) in powers for found in behind for op in found)
 
     def in_backward(self, edits: Sequence[SingleEdit]) -> bool:
         """Tell whether one of the edits is in code that the forward does not run: a Function's backward by hand."""
