@@ -183,7 +183,7 @@ class GradientCheck:
         if changed is not None and changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
-            yield sound, min(2 * self._own_error, 1.0)
+            yield sound, min(2 * self._own_error, _MOST_NOISE)
 
     @cached_property
     def _largest_made_up(self) -> float:
