@@ -29,14 +29,6 @@ _HEADINGS: dict[Group, str] = {
 }
 
 
-class SettingOption(click.Option):
-    """An option that stands for one setting."""
-
-    def __init__(self, *args: Any, group: Group, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.group = group
-
-
 class GroupedCommand(click.Command):
     """A command whose help has examples, then its own options, then the settings of a replay by what they are about."""
 
@@ -57,7 +49,7 @@ class GroupedCommand(click.Command):
         for parameter in self.get_params(ctx):
             record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
             if record is not None:
-                heading = _HEADINGS[parameter.group] if isinstance(parameter, SettingOption) else "Options"
+                heading = _HEADINGS[OPTIONS[parameter.name].group] if parameter.name in OPTIONS else "Options"
                 sections.setdefault(heading, []).append(record)
         for heading, records in sections.items():
             if records:
@@ -89,9 +81,7 @@ def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
         shape["type"] = option.reads  # a ValueError of its own is wrong usage
     elif option.metavar in ("SPEC", "PATH"):
         shape["shell_complete"] = lambda *_: [CompletionItem("", type="file")]
-    return click.option(
-        option.flag, name, cls=SettingOption, group=option.group, help=option.help, callback=_check(name), **shape
-    )
+    return click.option(option.flag, name, help=option.help, callback=_check(name), **shape)
 
 
 def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:

@@ -99,11 +99,8 @@ def ending_where_lost(model: nn.Module, lost_at: Call | None) -> Iterator[None]:
             raise TrialEnded
 
     # Module's own method: a ScriptModule refuses hooks, which its graph could not keep.
-    handle = nn.Module.register_forward_hook(dict(model.named_modules())[path], end)
-    try:
+    with nn.Module.register_forward_hook(dict(model.named_modules())[path], end):
         yield
-    finally:
-        handle.remove()
 
 
 def _all_nan(output: Any) -> bool:

@@ -24,27 +24,27 @@ from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
-from nandoctor.replaying import interventions
+from nandoctor.replaying import interventions, user_code
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
     is_large,
+    known_tensors,
     list_nan_buffers,
     run_backward,
     state_widened,
     with_nonfinite_state,
 )
-from nandoctor.replaying.observers import Observers
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
-from nandoctor.replaying.user_code import explain_forward_error, explains, is_wrong_call, kept_running
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
-from nandoctor.tracing.module_tracer import Statistics
-from nandoctor.tracing.op_tracer import OnOp
+from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
+from nandoctor.tracing.module_tracer import Statistics, Tracer
+from nandoctor.tracing.op_tracer import FunctionTracer, OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import all_finite, collect
 from nandoctor.tracing.tensor_tree import list_unread
 
@@ -74,8 +74,6 @@ class Watch:
     on_op: OnOp | None = None
 
 
-NOT_UNDER_AUTOCAST = "unsafe to autocast"
-"""What torch says where a loss is refused under autocast; it is computed outside of it then."""
 _STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
 
 MODULES_ONLY = Watch()
@@ -213,6 +211,27 @@ class _Run:
     grad: bool = False
 
 
+class _Observers:
+    """The tracers of one run of `step`: its modules, and where `watch` asks for them its ops and its backward pass."""
+
+    def __init__(self, step: FailingStep, watch: Watch, batch: Batch) -> None:
+        known = [*known_tensors(step.model, batch)]
+        watches_backward = watch.backward and watch.ops
+        self.functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
+        self.gradients = GradientTracer(low=step.low, functions=self.functions) if watches_backward else None
+        self.ops = (
+            OpTracer(known=known, low=step.low, gradients=self.gradients, on_op=watch.on_op) if watch.ops else None
+        )
+        self.modules = Tracer(
+            step.model,
+            counts_for=step.low,
+            statistics=watch.statistics,
+            on_call=step.progress.on_call,
+            producer_of=self.ops.producer_of if self.ops else None,
+            reading_of=self.ops.reading_of if self.ops else None,
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Result:
     """What the forward, the loss and the backward pass left behind."""
@@ -235,15 +254,15 @@ def _run(run: _Run) -> Outcome:
     # Once more with a graph, for what takes gradients or hooks them.
     for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
         outcome, error = _record(run := replace(run, grad=grad))
-        if error is None or explains(outcome.trace, error):
+        if error is None or user_code.explains(outcome.trace, error):
             return outcome
-        if is_wrong_call(error):
-            raise explain_forward_error(error, run.policy) from error
+        if user_code.is_wrong_call(error):
+            raise user_code.explain_forward_error(error, run.policy) from error
     # What is made and checked in one forward shows in its ops alone.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
-    if error is not None and not explains(outcome.trace, error):
-        raise explain_forward_error(error, run.policy) from error
+    if error is not None and not user_code.explains(outcome.trace, error):
+        raise user_code.explain_forward_error(error, run.policy) from error
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
@@ -268,7 +287,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
             state_widened(state, run.policy),
             seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
         ):
-            observers = Observers(step, run.watch, batch)
+            observers = _Observers(step, run.watch, batch)
             inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
             with (
                 recorded_backends(step.recorded, step.device),
@@ -317,16 +336,16 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     return made, result.raised
 
 
-def _execute(run: _Run, batch: Batch, observers: Observers) -> _Result:
+def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
     """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
     result, step = _Result(), run.step
     started = time.perf_counter()
     try:
-        with kept_running(), kept_in_files(run.grad and is_large(step.model)):
+        with user_code.kept_running(), kept_in_files(run.grad and is_large(step.model)):
             _run_forward(run, batch, observers, result)
         loss = result.loss if run.watch.backward else None
         if loss is not None and run.watch.worth_backward(result.output, loss):
-            with kept_running(), torch.autocast(step.device.type, enabled=False):
+            with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
                 result.bad_gradients, result.gradients = run_backward(
                     step.model, loss, loss_scale=step.loss_factor, keep=run.watch.keep
                 )
@@ -340,16 +359,21 @@ def _execute(run: _Run, batch: Batch, observers: Observers) -> _Result:
     return replace(result, elapsed_s=time.perf_counter() - started)
 
 
-def _run_forward(run: _Run, batch: Batch, observers: Observers, result: _Result) -> None:
+def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result) -> None:
     """Fill in output and loss; where the loss raises, the output stays."""
     step = run.step
-    with observers.watching_forward(), torch.set_grad_enabled(run.grad):
+    with (
+        observers.modules,
+        observers.ops.watching(observers.modules.owner) if observers.ops is not None else nullcontext(),
+        open_checkpoints() if observers.gradients is not None else nullcontext(),
+        torch.set_grad_enabled(run.grad),
+    ):
         result.output = step.forward(batch)
         if step.loss is not None:
             if observers.ops is not None:
                 observers.ops.phase = "loss"
             with interventions.loss_in_fp32(run.edits, step.device) as widen:
-                result.loss = _compute_loss(step.loss, widen(result.output), batch, step.device)
+                result.loss = user_code.compute_loss(step.loss, widen(result.output), batch, device=step.device)
 
 
 def _take_gradients(
@@ -358,24 +382,15 @@ def _take_gradients(
     """The gradients that nothing is recorded of; None where the loss or one of them is not finite, or they raise."""
     try:
         with torch.enable_grad():
-            loss = made.loss if step.loss is not None else _compute_loss(stand_in, made.output, batch, step.device)
+            loss = made.loss
+            if step.loss is None:
+                loss = user_code.compute_loss(stand_in, made.output, batch, device=step.device)
         if loss is None or not all_finite(loss):
             return None
-        with kept_running(), torch.autocast(step.device.type, enabled=False):
+        with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
             nonfinite, gradients = run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)
             return None if nonfinite else gradients
     except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
         if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
             raise
         return None
-
-
-def _compute_loss(loss: Loss, output: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """The loss under autocast, or outside of it where it uses what CUDA's autocast refuses, as training must have."""
-    try:
-        return loss(output, batch)
-    except RuntimeError as error:
-        if NOT_UNDER_AUTOCAST not in str(error):
-            raise
-    with torch.autocast(device.type, enabled=False):
-        return loss(output, batch)

@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
@@ -21,6 +22,8 @@ from nandoctor.process_wide import Shared, held
 from nandoctor.replaying.module_state import run_backward
 from nandoctor.text import brief
 
+NOT_UNDER_AUTOCAST = "unsafe to autocast"
+"""What torch says where a loss is refused under autocast; it is computed outside of it then."""
 WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 
@@ -66,6 +69,17 @@ def _patched_exit() -> Iterator[None]:
 
 
 _exits_raise = Shared(_patched_exit)
+
+
+def compute_loss(loss: Callable[..., torch.Tensor], *args: Any, device: torch.device) -> torch.Tensor:
+    """The loss under autocast, or outside of it where it uses what CUDA's autocast refuses, as training must have."""
+    try:
+        return loss(*args)
+    except RuntimeError as error:
+        if NOT_UNDER_AUTOCAST not in str(error):
+            raise
+    with torch.autocast(device.type, enabled=False):
+        return loss(*args)
 
 
 def is_wrong_call(error: Exception) -> bool:
