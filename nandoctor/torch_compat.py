@@ -261,6 +261,11 @@ def tree_leaves(tree: Any) -> list[Any]:
     return list(_find("torch.utils._pytree.tree_leaves")(tree))
 
 
+def tree_tensors(tree: Any) -> list[Tensor]:
+    """Every tensor in a nested container."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude of each tensor, in a few launches for all of them."""
     return list(torch._foreach_norm(list(tensors), float("inf")))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schema_of, storage_of, tree_leaves
+from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schema_of, storage_of, tree_tensors
 
 _FACTORIES = {"randn": torch.Tensor.normal_, "rand": torch.Tensor.uniform_}
 _COPIES = frozenset({"clone", "_to_copy"})
@@ -108,7 +108,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Whether the operation was put off, and what stands for its result."""
         name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
-        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        tensors = tree_tensors((args, kwargs))
         reads = [tensor for tensor in tensors if not _is_plain(tensor) or storage_of(tensor) in self._pending]
         if not (draws or reads):
             return False, None

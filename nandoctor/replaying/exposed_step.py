@@ -19,7 +19,7 @@ from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
 from nandoctor.replaying.kept_state import scopes_of
 from nandoctor.replaying.runner import Batch, FailingStep
-from nandoctor.torch_compat import plain_torch, tree_leaves, version_of
+from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -108,7 +108,7 @@ class Exposing:
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
     """Tell whether the op made whole numbers of what is non-finite in its argument, or finite ones of a NaN."""
-    leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_tensors(made)
     floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
     numbers = numbers_in(taken)
     if numbers is None or all_finite(taken):

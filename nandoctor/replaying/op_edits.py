@@ -24,7 +24,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
-from nandoctor.torch_compat import schema_of, tree_leaves, tree_map, without_autocast
+from nandoctor.torch_compat import schema_of, tree_map, tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
@@ -67,7 +67,7 @@ class OpEdits:
                 run = partial(change, proceed=run)
         output = run(call)
         # Counted as the op tracer counts: what gives no floating-point tensor is not there.
-        if any(format_of(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        if any(format_of(leaf.dtype) for leaf in tree_tensors(output)):
             self._counts[owner, call.name] += 1
         return output
 

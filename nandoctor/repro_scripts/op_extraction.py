@@ -19,7 +19,7 @@ from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
-from nandoctor.torch_compat import is_wrapped, schema_of, tree_leaves, tree_map, version_of
+from nandoctor.torch_compat import is_wrapped, schema_of, tree_map, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation
 
 NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
@@ -113,17 +113,16 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         if order not in wanted:
             return
         try:
-            taken = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_tensor(leaf)]
             pieces[order] = _Piece(
                 call=call,
-                taken={id(leaf): _take(leaf, call) for leaf in taken},
-                given=tuple(_copy(leaf) for leaf in tree_leaves(output) if _is_tensor(leaf)),
+                taken={id(leaf): _take(leaf, call) for leaf in tree_tensors((call.args, call.kwargs))},
+                given=tuple(map(_copy, tree_tensors(output))),
                 under_autocast=torch.is_autocast_enabled(step.device.type),
             )
         except NanDoctorError as error:  # raised in here, it would pass for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
-            _await_gradient([leaf for leaf in tree_leaves(output) if _is_tensor(leaf)], gradient)
+            _await_gradient(tree_tensors(output), gradient)
 
     step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if target.order in refused:
@@ -137,10 +136,6 @@ def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: b
         )
     low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _take(tensor: torch.Tensor, call: Invocation) -> _Taken:
@@ -309,7 +304,7 @@ def _gives_the_same(piece: _Piece, node: Node, low: torch.dtype) -> bool:
     try:
         find_function(node.function)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            made = [leaf for leaf in tree_leaves(node.run({}, low, low)) if _is_tensor(leaf)]
+            made = tree_tensors(node.run({}, low, low))
     except Exception:  # an argument or a dtype that this way does not take
         return False
     if len(made) != len(piece.given):

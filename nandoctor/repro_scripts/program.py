@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.torch_compat import tree_leaves, tree_map
+from nandoctor.torch_compat import tree_leaves, tree_map, tree_tensors
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
@@ -57,8 +57,7 @@ class Node:
 
     def operands(self, values: Mapping[str, Any], low: torch.dtype) -> list[torch.Tensor]:
         """The tensors that the op takes, those of a product rounded to `low`."""
-        taken = self._lift(self._fill(values, low, low), low)
-        return [leaf for leaf in tree_leaves(taken) if isinstance(leaf, torch.Tensor)]
+        return tree_tensors(self._lift(self._fill(values, low, low), low))
 
     def _fill(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
         def fill(value: Any) -> Any:

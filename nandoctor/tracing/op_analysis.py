@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
-from nandoctor.torch_compat import tree_leaves, without_autocast
+from nandoctor.torch_compat import tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.exact_counts import count_exactly, find_nonfinite
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
@@ -71,7 +71,7 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
             output = call.widened().run()
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # the last of a tensor class of its own
         return None
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_tensors(output)
     values = numbers_in(leaves[place]) if place < len(leaves) else None
     return None if values is None or values.shape != like.shape else values.double()
 

@@ -23,7 +23,7 @@ from nandoctor.torch_compat import (
     answers_itself,
     function_backward,
     replace_function_backward,
-    tree_leaves,
+    tree_tensors,
     unwrap,
     version_of,
 )
@@ -171,7 +171,7 @@ class OpTracer:
 
     def _note(self, call: Invocation, inputs: list[_Tensor], output: Any, rng_state: torch.Tensor | None) -> None:
         """Record an op that has run; `call` has the arguments as they were before."""
-        made = [unwrap(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        made = list(map(unwrap, tree_tensors(output)))
         leaves = [plain_part(leaf) for leaf in made]
         readings = [measure(leaf) for leaf in leaves]
         if not any(readings) or call.name in UNFILLED:
