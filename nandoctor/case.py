@@ -32,9 +32,8 @@ from nandoctor.replaying.settings import (
     Settings,
     StepOptions,
     anchor,
-    anchored,
     override,
-    read_settings,
+    settings_for,
 )
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
@@ -209,7 +208,7 @@ def list_eps(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     if dump is None:
-        settings = override(read_settings(Path.cwd()), _given(options))
+        settings = settings_for(Path.cwd(), options)
         source = anchor(model) if model is not None else settings.model
         if source is None:
             raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
@@ -221,13 +220,8 @@ def list_eps(
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
     """The dump, and how to replay it."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
-    settings = override(read_settings(dump.path), _given(options))
+    settings = settings_for(dump.path, options)
     return take_weights(dump, settings), settings
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not left out, SPECs among them made absolute."""
-    return anchored({name: value for name, value in options.items() if value is not None})
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from nandoctor.keywords import takes_options
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, RunProgress
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
-from nandoctor.replaying.settings import Settings, StepOptions, anchored, override, read_settings
+from nandoctor.replaying.settings import Settings, StepOptions, settings_for
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import take_weights
 from nandoctor.text import part_of
@@ -56,15 +56,13 @@ def checkup(
         NanDoctorError: a file, the model, the call or an option is wrong, or a step is not healthy in fp32.
     """
     files = [checkpoints] if isinstance(checkpoints, (Dump, str, os.PathLike)) else list(checkpoints)
-    given = anchored({name: value for name, value in options.items() if value is not None})
-    if isinstance(model, str):
-        given, model = {**given, **anchored({"model": model})}, None
+    named, model = (model, None) if isinstance(model, str) else (None, model)
     steps = []
     for file in files:
         dump = file if isinstance(file, Dump) else read_dump(file)
         if batch is not None:
             dump = add_batch(dump, batch)
-        settings = override(read_settings(dump.path), given)
+        settings = settings_for(dump.path, {**options, "model": named})
         steps.append(_check(take_weights(dump, settings), model, settings, RunProgress(progress)))
     steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
     return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))

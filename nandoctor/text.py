@@ -204,11 +204,9 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str], last: str = "and") -> str:
     """A list as prose: "a", "a and b", "a, b and c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def join_first(words: Sequence[str], limit: int = _MAX_LISTED) -> str:

@@ -41,7 +41,7 @@ from nandoctor.fixes.variations import (
 from nandoctor.fixes.verify import Judgement, Trials, selects, with_samples
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying.runner import Change, FailingStep
-from nandoctor.text import constant, number, percent
+from nandoctor.text import constant, join_words, number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
@@ -385,7 +385,7 @@ class Verifier:
         parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
         only = " alone" if len(parts) == 1 else ""
         at = "" if lowered is None else f", at loss scale {number(lowered)}"
-        return f"{' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}{only} finite{at}"
+        return f"{join_words(parts)}{only} finite{at}"
 
     def _excuse(self, made: Result, reference: Result) -> Said:
         """Say whether a run that is not finite is so only where the unchanged step in fp32 is not either."""

@@ -98,7 +98,7 @@ class SourceWriter:
 
     def past_bound(self, edits: Sequence[SingleEdit]) -> PastBound | None:
         """The patch, and the code without it, with exponents past their bound; None where none is bounded."""
-        bounded = [edit for edit in edits if bound_of(edit) is not None]
+        bounded = [edit for edit in edits if isinstance(edit, ClampArgument) and bound_of(edit) is not None]
         changed = self.write(edits, "past bound") if bounded else None
         unchanged = self.write(bounded, "past bound alone") if bounded else None
         if not changed or not unchanged:

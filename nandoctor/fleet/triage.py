@@ -30,7 +30,7 @@ from nandoctor.fleet.worker import Answer, Job, run_job
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines, triage_page
-from nandoctor.replaying.settings import Settings, anchored, override, read_settings
+from nandoctor.replaying.settings import Settings, settings_for
 from nandoctor.text import are, plural
 
 DUMP_ENDINGS = (".pth", ".pt")
@@ -275,7 +275,7 @@ class _Run:
         )
 
     def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
-        return replace(override(read_settings(path), anchored(self.options.settings)), fixes=fixes)
+        return replace(settings_for(path, self.options.settings), fixes=fixes)
 
 
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:

@@ -38,6 +38,11 @@ class LayerPair:
         """The rows there are, autocast first."""
         return tuple(row for row in (self.autocast, self.fp32) if row is not None)
 
+    @property
+    def headroom_bits(self) -> float | None:
+        """The least headroom of both runs; None where the layer has no finite value."""
+        return min((row.headroom_bits for row in self.rows if row.headroom_bits is not None), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
@@ -63,12 +68,8 @@ class Layers:
 
     def tightest(self) -> int | None:
         """The index of the layer with the least headroom, in either run; None where no layer has a finite value."""
-        headrooms = {
-            index: min(row.headroom_bits for row in pair.rows if row.headroom_bits is not None)
-            for index, pair in enumerate(self.pairs)
-            if any(row.headroom_bits is not None for row in pair.rows)
-        }
-        return min(headrooms, key=headrooms.__getitem__, default=None)
+        found = {index: bits for index, pair in enumerate(self.pairs) if (bits := pair.headroom_bits) is not None}
+        return min(found, key=found.__getitem__, default=None)
 
 
 def align_calls(runs: Runs) -> tuple[LayerPair, ...]:

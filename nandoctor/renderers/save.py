@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.text import join_words
 
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
@@ -50,9 +51,9 @@ def save_report(report: Report, path: Path) -> None:
 def check_ending(path: Path, endings: Sequence[str]) -> None:
     """Raise NanDoctorError if the path ends in none of `endings`."""
     if path.suffix.lower() not in endings:
-        choice = " or ".join(filter(None, (", ".join(endings[:-1]), endings[-1])))
         raise NanDoctorError(
-            f"{path}: unknown ending; use {choice}.", remedy="The ending of the name says what is written."
+            f"{path}: unknown ending; use {join_words(endings, 'or')}.",
+            remedy="The ending of the name says what is written.",
         )
 
 

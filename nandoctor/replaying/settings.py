@@ -259,6 +259,11 @@ def check_setting(name: str, value: Any) -> Any:
     raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {OPTIONS[name].holds}.")
 
 
+def settings_for(dump: Path, options: Mapping[str, Any]) -> Settings:
+    """The project's settings for this dump, with `options` that are not None put over them, SPECs made absolute."""
+    return override(read_settings(dump), anchored({k: value for k, value in options.items() if value is not None}))
+
+
 def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """`settings` with `options` put over them; raises as `check_setting`."""
     return dataclasses.replace(settings, **{name: check_setting(name, value) for name, value in options.items()})

@@ -89,8 +89,7 @@ def describe_ranges(report: Report) -> str:
     if tightest is None:
         return f"{total}, none with a finite value"
     pair = layers.pairs[tightest]
-    bits = min(row.headroom_bits for row in pair.rows if row.headroom_bits is not None)
-    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(bits)} bits of headroom"
+    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
 
 
 def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool = False) -> Figure:
