@@ -38,17 +38,14 @@ def check_torch() -> None:
     Raises:
         UnsupportedTorchError: the installed torch lacks some of it; all of that is named.
     """
-    missing = [place for place in NEEDED if not _is_there(place)]
+    missing = []
+    for place in NEEDED:
+        try:
+            _find(place)
+        except UnsupportedTorchError:
+            missing.append(place)
     if missing:
         raise _unsupported(missing)
-
-
-def _is_there(place: str) -> bool:
-    try:
-        _find(place)
-    except UnsupportedTorchError:
-        return False
-    return True
 
 
 def look_up(place: str) -> Any:
