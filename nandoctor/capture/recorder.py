@@ -29,7 +29,7 @@ from nandoctor.capture.source_info import (
     unwrap_model,
 )
 from nandoctor.capture.step import RecordedStep, held, pack_call
-from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult
+from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
@@ -85,7 +85,7 @@ class Recorder(RecorderSettings):
         self._training, self._flags = self._describe_training()
         self._handles = ExitStack()
         self._policy = StepPolicy(
-            StepHistory(self.stop_rule),
+            StepHistory(StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)),
             DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
             self._make_contents,
             spike=self.spike,

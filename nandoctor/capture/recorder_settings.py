@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nandoctor.capture.dump_contents import WeightsSource
-from nandoctor.capture.step_policy import OnSave, StopRule
+from nandoctor.capture.step_policy import OnSave
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.errors import NanDoctorError
 
@@ -48,19 +48,13 @@ class RecorderSettings:
                 f"spike={self.spike} is not above 1.",
                 remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
             )
-        rule = self.stop_rule
-        counts = (rule.window, self.keep, 1 if rule.in_a_row is None else rule.in_a_row)
-        if not 0 <= rule.threshold <= 1 or min(counts) < 1:
+        counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
+        if not 0 <= self.threshold <= 1 or min(counts) < 1:
             raise NanDoctorError(
-                f"Recorder does not take threshold={rule.threshold}, window={rule.window}, in_a_row={rule.in_a_row} "
+                f"Recorder does not take threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
                 f"and keep={self.keep}.",
                 remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
             )
-
-    @property
-    def stop_rule(self) -> StopRule:
-        """When the training is to be stopped."""
-        return StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)
 
 
 RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
