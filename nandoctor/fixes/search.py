@@ -145,7 +145,8 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if ranked and not any(item.verified for item in ranked):
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
     if not ranked and _CHANGES not in untried:
-        yield "No change was found to try."
+        is_state = findings.verdict == "state"
+        yield f"No change was found to try{': what the weights have lost no code gives back' if is_state else ''}."
 
 
 def _describe_failures(tried: Sequence[Fix]) -> str:
@@ -155,10 +156,10 @@ def _describe_failures(tried: Sequence[Fix]) -> str:
         return "The step is non-finite with each."
     if nearest > TOLERANCE:
         return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
-    doubts = (check.text for fix in tried for check in fix.checks if check.name == "float64")
-    if (doubt := next(doubts, None)) is not None:
-        return f"What is finite agrees with fp32, but {doubt}: the computation itself has to change."
-    return "With some the output is right, but another check failed, or they could not be written as code."
+    failed = (check for fix in sorted(tried, key=_distance) for check in fix.checks if check.status == "failed")
+    if (check := next(failed, None)) is not None:
+        return f"With the nearest one the output is right, but not the check of {check.name}: {check.text}."
+    return "With some the output is right, but they could not be written as code."
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
