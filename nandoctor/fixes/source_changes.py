@@ -244,10 +244,9 @@ class SourceWriter:
                 continue
             written = {target_of(node)} if isinstance(node, cst.AugAssign) else set()
             found.update(set(Expression(tree, node, op).tensors()) - written)
-        plain = {node for node in found if isinstance(node, (cst.Name, cst.Attribute))}
-        above = {node: next(tree.ancestors(node), None) for node in plain}
+        above = {node: next(tree.ancestors(node), None) for node in found}
         wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
-        return plain - wide
+        return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
 
     def _casts(self, tree: SourceTree, source: SourceLine) -> Iterator[Replacement]:
         """The casts of a line to a low precision that it names, to fp32; one to another tensor's dtype stays."""
