@@ -183,7 +183,7 @@ class GradientCheck:
         if changed is not None and changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
-            yield sound, min(2 * self._own_error, _MOST_NOISE)
+            yield sound, min(2 * self._own_error, 1.0)
 
     @cached_property
     def _largest_made_up(self) -> float:
@@ -253,6 +253,8 @@ def _describe_error(error: float | None, allowed: float) -> str:
     if error > allowed:
         return f", {percent(error)} off fp32, more than {percent(allowed)}"
     honest = ", within what rounding costs here" if error > GRADIENT_TOLERANCE else ""
+    if error > _MOST_NOISE:
+        honest = ": fp16 loses as much of those of the samples that were fine"
     return f", {percent(error)} off fp32{honest}"
 
 
