@@ -326,8 +326,3 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
         return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe),)
     names = SINGULAR_INPUTS.get(op.op, ()) if op.op in DIVISIONS else ()
     return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])
-
-
-def constant_argument(op: OpCall, constant: float) -> str | None:
-    """The name of the argument that this number is, or that its negative is."""
-    return next((name for name, value in op.scalars if abs(value) == abs(constant)), None)

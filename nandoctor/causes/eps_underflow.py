@@ -29,7 +29,6 @@ from nandoctor.causes.base import (
     Finding,
     GradientFinding,
     ancestors,
-    constant_argument,
     gradient_evidence,
     is_written,
     singular_inputs,
@@ -228,9 +227,9 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     singular = finding.op if isinstance(finding, Finding) else finding.forward
     assert singular is not None
     for place, eps, low in _lost_constants(singular, finding):
-        argument = constant_argument(place, eps)
-        was = dict(place.scalars).get(argument or "")
-        if argument is not None and was is not None:
+        # The argument that this number is, or that its negative is.
+        found = [scalar for scalar in place.scalars if abs(scalar[1]) == abs(eps)]
+        for name, was in found[:1]:
             kept = [math.copysign(value, was) for value in _LARGER if value > eps and low.round(value)]
-            yield tuple(SetArgument(site=site_of(place), argument=argument, was=was, value=value) for value in kept)
+            yield tuple(SetArgument(site=site_of(place), argument=name, was=was, value=value) for value in kept)
         yield (KeepOp(site=replace(site_of(place), op="")),)

@@ -220,7 +220,8 @@ class Verifier:
             return "not-checked", "the change takes samples out of the batch"
         if not self._healthy:
             return "not-checked", "every sample fails" if self._guilty else "the samples to blame are not known"
-        before, reference = self._before, self._trials.sound_reference((change,))
+        # In the unchanged step the samples that are not to blame are sound; of their values alone is asked.
+        before, reference = self._as_searched.run(), self._trials.sound_reference((change,))
         size = self._trials.step.num_samples
         errors = [sample_errors(one, other, size) for one, other in ((made, reference), (made, before))]
         own = sample_errors(before, reference, size)
@@ -248,11 +249,6 @@ class Verifier:
             return "failed", "the samples that were fine are not finite alone"
         text = f"alone in fp32 the samples that were fine change by {percent(comparison.max_rel_err)}"
         return "passed" if comparison.agrees() else "failed", text
-
-    @property
-    def _before(self) -> Result:
-        """The unchanged step, in which the samples that are not to blame are sound; of their values alone is asked."""
-        return self._as_searched.run()
 
     @cached_property
     def _variations(self) -> Mapping[str, Trials | None]:

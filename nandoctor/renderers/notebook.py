@@ -17,8 +17,9 @@ from nandoctor.evidence.trace import TensorStats
 from nandoctor.renderers.diff import describe_change, describe_layers
 from nandoctor.renderers.facts import describe_extent, describe_inputs, describe_origin, describe_tensor, list_operands
 from nandoctor.renderers.fix_facts import describe_outcome, every_check, reason_facts
-from nandoctor.renderers.notebook_card import report_html, rows_html
+from nandoctor.renderers.notebook_card import report_html
 from nandoctor.renderers.progress import ReplayBar
+from nandoctor.renderers.templating import render
 from nandoctor.renderers.verification import code_of
 from nandoctor.replaying.progress import Listener
 from nandoctor.text import file_line, number, printable, samples_text
@@ -50,8 +51,8 @@ def _find_shell() -> Any:
 
 
 def record_html(record: Any) -> str:
-    """What a record says, one row each, in the words of the other surfaces."""
-    return rows_html(_ROWS[type(record)](record))
+    """What a record says, a small table of names and values, in the words of the other surfaces."""
+    return render("rows.html.j2", rows=list(_ROWS[type(record)](record)))
 
 
 def record_line(record: Any) -> str:

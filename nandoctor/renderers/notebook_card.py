@@ -5,8 +5,6 @@ One `<div>` without scripts or outside files, in the colours of the page around 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.commands import next_facts
@@ -34,8 +32,3 @@ def report_html(report: Report) -> str:
             Fact(label="more", text='case.save("report.html")', is_command=True),
         ],
     )
-
-
-def rows_html(rows: Iterable[tuple[str, str]]) -> str:
-    """A record as a small table of names and values."""
-    return render("rows.html.j2", rows=list(rows))

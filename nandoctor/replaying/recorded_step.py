@@ -153,7 +153,9 @@ def _called(model: nn.Module, method: str) -> Callable[..., Any]:
     def once(*args: Any, **kwargs: Any) -> Any:
         del model.forward  # for the method may call the model itself
         own = getattr(model, method)
-        return call_up_to_backward(model, own, *args, **kwargs) if optimizes_manually(model) else own(*args, **kwargs)
+        # A module of Lightning whose `training_step` calls its optimizers itself.
+        by_hand = getattr(model, "automatic_optimization", True) is False and hasattr(model, "manual_backward")
+        return call_up_to_backward(model, own, *args, **kwargs) if by_hand else own(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         model.forward = once
@@ -230,11 +232,6 @@ def _seed_torch(seed: int, device: torch.device) -> None:
 def _generator_states(device: torch.device) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def optimizes_manually(model: nn.Module) -> bool:
-    """Tell whether this is a module of Lightning whose `training_step` calls its optimizers itself."""
-    return getattr(model, "automatic_optimization", True) is False and hasattr(model, "manual_backward")
 
 
 def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
