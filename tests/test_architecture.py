@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from one_test import for_each
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "nandoctor").rglob("*.py"))
@@ -63,7 +64,7 @@ def test_names_of_tests_are_short():
     assert [name for name in names if len(name) > 60] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each(MODULES)
 def test_every_module_says_what_it_is_in_one_line(path):
     docstring = ast.get_docstring(parsed(path)) or ""
     first, _, _ = docstring.partition("\n\n")

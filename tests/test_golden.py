@@ -140,9 +140,13 @@ def test_decisions(sample, sample_reports):
     assert list(differences(data, golden)) == []
 
 
-@each_sample
-def test_the_published_schema_accepts_the_report(sample, sample_reports):
-    jsonschema.validate(to_plain(sample_reports[sample]), describe_schema(Report, title=SCHEMA))
+def test_the_published_schema_accepts_the_reports(sample_reports):
+    """Of a forward, of a backward, of state, and of weights alone; the others have the same parts."""
+    schema = describe_schema(Report, title=SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for sample in ("unet_blank_tile", "siamese_duplicate", "poisoned_buffers", "weights_only"):
+        validator.validate(to_plain(sample_reports[sample]))
 
 
 def test_the_comparison_sees_what_differs():

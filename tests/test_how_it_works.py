@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
-import pytest
+from one_test import for_each
 
 import nandoctor
 from nandoctor.cli import VERBS, find_verb, main
@@ -71,12 +71,12 @@ def shown(call):
     ]
 
 
-@pytest.mark.parametrize("call", [code.replace("\\", "") for code in CODE if "(" in code and code not in OF_TORCH])
+@for_each([code.replace("\\", "") for code in CODE if "(" in code and code not in OF_TORCH])
 def test_a_call_is_as_it_is_defined(call):
     assert call in shown(call)
 
 
-@pytest.mark.parametrize(("call", "file"), ROW.findall(TEXT))
+@for_each(ROW.findall(TEXT), star=True)
 def test_a_call_is_in_the_file_that_is_linked(call, file):
     assert CALL.fullmatch(call.replace("\\", ""))["name"] in functions_of(ROOT / "docs" / file)
 
@@ -152,7 +152,7 @@ def test_a_dump_crosses_few_files_and_goes_down():
     assert len(climbs) <= 8, sorted(climbs)  # what a lower file was given to call
 
 
-@pytest.mark.parametrize("name", [code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])
+@for_each([code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])
 def test_a_name_is_defined(name):
     assert name in defined()
 

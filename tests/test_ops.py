@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from one_test import for_each
 from sick_models.case import Case, positional, randn
 from sick_models.judging import diagnose
 from torch import nn
@@ -88,7 +89,7 @@ def recorded(run):
     return calls, result
 
 
-@pytest.mark.parametrize("table", TABLES)
+@for_each(TABLES)
 def test_names_are_those_of_torch(table):
     assert [name for name in TABLES[table] if not hasattr(torch.ops.aten, name)] == []
 
@@ -115,7 +116,7 @@ def test_every_product_is_called_here():
     assert {*LINEAR, *BOUNDED} == ops.PRODUCTS.keys()
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@for_each(LINEAR)
 def test_length_is_the_sum_of_as_many_ones(name):
     calls, result = recorded(lambda: LINEAR[name](ones))
     call = next(call for call in calls if call.name == name)

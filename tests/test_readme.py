@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from one_test import for_each
 from wording import words
 
 import nandoctor
@@ -207,7 +208,7 @@ def test_setup_commands_are_two_and_ci_runs_them():
     assert "README.md" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@for_each(DOCUMENTS)
 def test_tables_and_fences_are_such_that_the_site_knows(document):
     """A table without a header, and a fence with more than a language and a title, come out as text."""
     outside, *fenced = re.split(r"^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -217,7 +218,7 @@ def test_tables_and_fences_are_such_that_the_site_knows(document):
     assert [table for table in tables if not re.match(r"\|.*\n\|[-|]+\n", table)] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@for_each(DOCUMENTS)
 def test_every_file_that_is_linked_to_is_there(document):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_test import for_each
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,7 +53,7 @@ def foreign_names(path):
             yield from (part for alias in node.names for part in alias.name.split(".") if is_private(part))
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each(OTHERS)
 def test_nothing_private_outside_torch_compat(path):
     assert list(foreign_names(path)) == []
 

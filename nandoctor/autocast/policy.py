@@ -101,7 +101,8 @@ def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
     Where a run under `policy` goes by the device's own lists nothing is registered.
     """
     emulates = device.type != "cuda" and policy.name != "native"
-    with shared_kernels(device.type) if emulates else nullcontext():
+    kernels = shared_kernels(device.type) if emulates else nullcontext()
+    with kernels, keep_nonfinite if emulates and device.type == "cpu" else nullcontext():
         yield
 
 

@@ -269,16 +269,15 @@ class Project:
         if list(now) == list(before) and all(map(is_, now.values(), before.values())):
             return
         changed = {name: module for name, module in now.items() if before.get(name) is not module}
-        roots = {name.partition(".")[0] for name in before} if changed else set()
         for name, module in changed.items():
             folder = next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
-            if name in before or (folder is not None and name.partition(".")[0] not in roots):
+            if name in before or (folder is not None and name.partition(".")[0] not in before):
                 if folder is not None and self._modules.get(name) is not module:
                     _imported.setdefault(folder, {})[name] = module, _stamp_of(module)
                 self._modules[name] = module
                 del sys.modules[name]
-        for name, module in before.items():
-            sys.modules.setdefault(name, module)
+        for name in before.keys() - sys.modules.keys():
+            sys.modules[name] = before[name]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from one_test import for_each
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,10 +28,7 @@ def by_reference_math(*operands, **options):
         return F.scaled_dot_product_attention(*(operand.double() for operand in operands), **options)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{p.format}-{p.ambient}")
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
+@for_each(POLICIES, [0, 1, 2], SIZES, [False, True])
 def test_a_nan_in_any_operand_reaches_the_output(policy, which, size, causal):
     torch.manual_seed(0)
     operands = [torch.randn(2, 2, *size, dtype=torch.float64 if policy is EXACT else torch.float32) for _ in range(3)]
@@ -145,9 +143,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{p.format}-{p.ambient}")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@for_each(CONVOLUTIONS, [torch.nan, torch.inf], POLICIES)
 def test_a_weight_that_meets_padding_reaches_the_output(kind, value, policy):
     torch.manual_seed(0)
     convolve, size = CONVOLUTIONS[kind]
@@ -181,9 +177,7 @@ IN_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 1, None], ids=["image", "weight", "gradient"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("kind", IN_BACKWARD)
+@for_each(IN_BACKWARD, [torch.nan, torch.inf], [0, 1, None])
 def test_the_backward_of_a_convolution_leaves_no_product_out(kind, value, place):
     torch.manual_seed(0)
     function, shape, size = IN_BACKWARD[kind]

@@ -106,10 +106,11 @@ def test_what_a_script_defines_too_late_is_reported_missing(tmp_path, ready_pyth
     "end",
     [
         "raise RuntimeError('my own check')",
-        pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow),
-        pytest.param("", marks=pytest.mark.slow),
+        "raise KeyboardInterrupt",
+        "",
     ],
 )
+@pytest.mark.slow
 def test_an_unclosed_recorder_checks_the_last_step_at_exit(tmp_path, ready_python, end):
     training = train(tmp_path, ready_python if end else RealPython, end=end)
     assert "next: nandoctor replay dumps/nan-step000000.pth" in training.stderr

@@ -7,6 +7,7 @@ import re
 from typing import get_args
 
 import pytest
+from one_test import for_each
 
 import nandoctor.causes
 from nandoctor.causes.base import Phase
@@ -22,8 +23,7 @@ PUBLISHED = {
 }  # fmt: skip
 MACHINERY = {"base", "log_space", "registry", "sentences"}
 
-every_cause = pytest.mark.parametrize("cause", CAUSES, ids=code_of)
-every_page = pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.code)
+every_cause, every_page = for_each(CAUSES), for_each(list_pages())
 
 
 def test_published_codes_are_kept():

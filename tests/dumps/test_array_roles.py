@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from one_test import for_each
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state, role_of
 
@@ -17,7 +18,7 @@ ROLES = {
 }
 
 
-@pytest.mark.parametrize(("name", "role"), [(name, role) for role, names in ROLES.items() for name in names.split()])
+@for_each([(name, role) for role, names in ROLES.items() for name in names.split()], star=True)
 def test_role_of_a_name(name, role):
     assert role_of(name) == role
 

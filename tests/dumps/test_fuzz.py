@@ -82,7 +82,7 @@ def test_a_mutated_file_gives_a_dump_or_a_dump_error(kind, tmp_path):
     path = tmp_path / "dump.pth"
     complaints = []
 
-    @settings(max_examples=250, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(FILES[kind])
     def check(data):
         path.write_bytes(data)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from one_test import for_each
 
 from nandoctor.evidence.formats import (
     BF16,
@@ -154,8 +155,7 @@ def test_formats_are_found_by_the_names_of_torch():
     assert str(FP8_E4M3) == "fp8-e4m3"
 
 
-@pytest.mark.parametrize("float_format", LOW_FORMATS, ids=str)
-@pytest.mark.parametrize("addend", [1e-12, 2.9e-8, 3e-8, 1e-7, 2.0**-14, 1e-5, 1e-3, 0.37, 3.0])
+@for_each(LOW_FORMATS, [1e-12, 2.9e-8, 3e-8, 1e-7, 2.0**-14, 1e-5, 1e-3, 0.37, 3.0])
 def test_the_absorbing_magnitude_is_where_an_addend_is_lost(float_format, addend):
     values = values_of(float_format)
     start = float_format.absorbed_from(addend)

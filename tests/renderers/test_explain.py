@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from click.testing import CliRunner
+from one_test import for_each
 from rich.console import Console
 
 from nandoctor.causes.registry import find_page, list_pages
@@ -32,7 +32,7 @@ def test_a_page_begins_with_its_code_title_and_summary():
     ]
 
 
-@pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.code)
+@for_each(list_pages())
 def test_everything_that_a_page_has_to_say_is_printed(page):
     shown = " ".join(printed(page).split())
     for heading, paragraph in page.sections:

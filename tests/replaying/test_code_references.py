@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,10 @@ DUMP = Path("runs/my dump.pth")
 OWN = Provenance(own=True, here=True)
 
 
+installed = cache(packages_distributions)
+"""Reads a file of every installed package, for a second."""
+
+
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A working directory with a script and a package of a name that nobody else has."""
@@ -55,6 +61,7 @@ def project(tmp_path, monkeypatch):
     (folder / "parts_of_the_test" / "net.py").write_text("from .base import Net as Base\nclass Net(Base):\n    pass\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("importlib.metadata.packages_distributions", installed)
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0].endswith("_of_the_test")]:
         del sys.modules[name]

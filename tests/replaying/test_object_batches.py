@@ -123,6 +123,7 @@ def test_a_plain_dump_holds_them(tmp_path, model, saved):
     assert report.notes[0].startswith(f"Replayed as model({next(iter(saved))})")
 
 
+@pytest.mark.slow  # for seconds, while it imports them
 def test_batches_and_outputs_of_transformers_are_read_without_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_outputs import SequenceClassifierOutput

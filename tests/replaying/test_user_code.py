@@ -146,6 +146,7 @@ def test_noise_of_a_model_does_not_soil_json(project):
     assert all(word in done.stderr for word in ("printed", "written", "from a child", "by C"))
 
 
+@pytest.mark.slow
 def test_a_model_that_ends_the_process_does_not_end_with_zero(project):
     done = run_cli(project(NET.format(line="os._exit(0)")))
     assert (done.returncode, done.stdout) == (1, "")

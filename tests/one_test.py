@@ -1,0 +1,30 @@
+"""Many small cases in one test: as a test of its own, each would take longer to be handed out than to be run."""
+
+from __future__ import annotations
+
+from itertools import product
+
+
+def for_each(*axes, star=False):
+    """Call the test with each combination of one item of each axis; the items are its arguments, with `star` unpacked.
+
+    Every case that fails is told, with its arguments.
+    """
+
+    def decorate(test):
+        def run():
+            failed, last = [], None
+            for case in product(*axes):
+                arguments = [argument for item in case for argument in (item if star else (item,))]
+                try:
+                    test(*arguments)
+                except Exception as error:
+                    last = error
+                    failed.append(f"{', '.join(repr(argument)[:200] for argument in arguments)}: {error!r}")
+            if failed:
+                raise AssertionError("\n".join(failed)) from last
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
