@@ -16,7 +16,17 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_edges, fill_bars
+from nandoctor.renderers.plots.ranges import (
+    BLUE,
+    GREY,
+    MAX_BARS,
+    NONFINITE_COLOR,
+    ORANGE,
+    SKY,
+    draw_edges,
+    fill_bars,
+    use_powers,
+)
 from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0
@@ -66,7 +76,7 @@ def _makes_error(row: LayerRow) -> bool:
 
 
 def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:
-    axes.set_yscale("log")
+    use_powers(axes)
     axes.set_ylim(*_find_limits(layers, rounding))
     axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
     axes.set_ylabel("relative error")

@@ -16,8 +16,10 @@ import matplotlib.style
 from markupsafe import Markup
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
 from nandoctor.errors import NanDoctorError
@@ -50,6 +52,14 @@ _MAX_DEPTH = 6
 
 class NotebookFigure(Figure):
     """A figure that a notebook shows as a picture, although no pyplot window owns it."""
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw all; where it is saved, matplotlib asks twice, and the first time for the layout alone."""
+        engine = self.get_layout_engine()
+        if self.canvas.is_saving() and isinstance(engine, ConstrainedLayoutEngine):
+            engine.execute(self)
+        else:
+            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         image = io.BytesIO()

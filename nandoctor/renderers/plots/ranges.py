@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs
@@ -24,6 +26,7 @@ MAX_BARS = 48
 MAX_VECTORS = 1500
 """More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NEARBY = 1e9
 """A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
 _BEYOND = 1e3
@@ -61,6 +64,14 @@ _AUTOCAST = RunStyle(
 )
 
 
+def use_powers(axes: Axes) -> None:
+    """A logarithmic axis with labels of plain text: matplotlib's formulas take as long as all the rest of a plot."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_RAISED))
+    )
+
+
 def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
     """Draw the layers at the indices `shown`, and return what a legend should explain.
 
@@ -68,7 +79,7 @@ def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Art
     is too thin to see: fp32 becomes a solid ground and autocast two lines upon it, maximum and median.
     """
     low = runs.autocast.dtype
-    axes.set_yscale("log")
+    use_powers(axes)
     axes.set_ylim(*_find_limits(low, layers))
     axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
     axes.set_ylabel("absolute value")
