@@ -92,7 +92,8 @@ def test_a_cause_that_is_not_wired_in_is_missed(house):
     path, module = module_block()
     (house / path).write_text(module)
     (house / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "causes" / "test_registry.py", house / "tests")
+    for needed in ("causes/test_registry.py", "one_test.py"):
+        shutil.copy(ROOT / "tests" / needed, house / "tests")
     (house / "conftest.py").write_text("")
     printed = python(house, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "wired_in")
     assert "1 failed" in printed
