@@ -76,8 +76,9 @@ class Observer:
         self._weights = _places(self.model, parameters_of)
         self._places = [(registry, name) for _, registry, name in self._weights]
         self.held = self._read_weights()
-        self._outer = [*self._weights[:1], *self._weights[-1:]]
-        self._first = [*self._weights, *_places(self.model, buffers_of)][:1]
+        there = [place for place in self._weights if place[1].get(place[2]) is not None]  # a layer may have none
+        self._outer = [*there[:1], *there[-1:]]
+        self._first = [*there, *_places(self.model, buffers_of)][:1]
         return True
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:

@@ -178,11 +178,12 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     with torch.no_grad():
         found = [bound for group in groups.values() for bound in _bounds_of(group)]
         wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
-        return torch.stack([bound.to(found[0].device, wide) for bound in found]).abs().amax()
+        bounds = [bound.to(found[0].device, wide) for bound in found]
+        return bounds[0] if len(bounds) == 1 else torch.stack(bounds).abs().amax()
 
 
 def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Numbers of which one has the largest magnitude."""
+    """Numbers of which one has the largest magnitude: that itself where there is one."""
     if tensors[0].is_complex():
         tensors = [torch.view_as_real(tensor) for tensor in tensors]
     if tensors[0].is_cuda:

@@ -265,8 +265,10 @@ def test_inputs_under_grad_alone_are_kept(tmp_path):
     assert (report.origin.phase, report.origin.op) == ("forward", "div")
 
 
-def test_weights_of_an_inner_loop_are_told(tmp_path):
-    model = Norm()
+@pytest.mark.parametrize("at", ["", "1."])
+def test_weights_of_an_inner_loop_are_told(tmp_path, at):
+    ends = [nn.BatchNorm1d(size, affine=False).eval() for size in (4, 1)]
+    model = nn.Sequential(ends[0], Norm(), ends[1]) if at else Norm()  # the first and the last parameter are None
     x = torch.zeros(3, 4)
     with Recorder(model, folder=tmp_path) as recorder:
         own = dict(model.named_parameters())
@@ -276,6 +278,6 @@ def test_weights_of_an_inner_loop_are_told(tmp_path):
         recorder.watch(torch.func.functional_call(model, fast, (x,)).mean())
     left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
     assert [line for line in left_out if line.startswith("weights of call")] == [
-        "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of enter.weight "
-        "were non-finite, made so by an update inside the loop, or by its gradient"
+        "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of "
+        f"{at}enter.weight were non-finite, made so by an update inside the loop, or by its gradient"
     ]
