@@ -16,7 +16,7 @@ from torch.library import fallthrough_kernel
 
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
-from nandoctor.autocast.literals import FP32_FOR_HALF
+from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared, held
 from nandoctor.torch_compat import answers_itself, is_view, schema_of, version_of
@@ -221,6 +221,28 @@ def _run_half(call: _Call) -> Any:
     return torch.view_as_complex(torch.view_as_real(result).to(dtype).float())
 
 
+def _run_scaling(call: _Call) -> Any:
+    """A tensor in half precision times or over one number in fp32, a tensor without dimensions, is in half precision.
+
+    CUDA rounds that number first: a temperature of 1e-8 is 0 there. Only a number that is on the host it takes as it
+    is, as a CPU takes every second operand (`is_cpu_scalar`, aten/src/ATen/native/cpu/BinaryOpsKernel.cpp).
+    """
+    first, second, *others = call.args
+    formats = {operand.dtype for operand in call.tensors() if operand.dim()}
+    if len(call.tensors()) < 2 or len(formats) != 1 or not formats < FP32_FOR_HALF.keys():
+        return call.run()
+    (dtype,) = formats
+
+    def round_on_device(operand: Tensor) -> Tensor:
+        rounds = not operand.dim() and call.is_eligible(operand) and not is_on_host(operand)
+        return operand.to(dtype) if rounds else operand
+
+    first, second = round_on_device(first), round_on_device(second)
+    if not first.dim() and first.dtype is torch.float32 and call.op is torch.ops.aten.mul.Tensor:
+        first, second = second, first
+    return call.op(first, second, *others, **call.kwargs)
+
+
 def _refuse(call: _Call) -> Any:
     if call.dtype is torch.float32:
         return call.run()
@@ -257,6 +279,7 @@ def _runs() -> dict[str, Run]:
         (op_lists.NORMS, _run_half),
         (op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
         (op_lists.HALF_ON_CUDA_ALONE, _run_half),
+        (op_lists.SCALING, _run_scaling),
         (op_lists.CASTS, _run_cast),
     )
     return {name: run for names, run in table for name in names}

@@ -1,8 +1,9 @@
 """What a model's own code says for CUDA, or of half precision, made to mean what the run is to compute.
 
 Under `cuda_code`, autocast regions, custom autograd functions and device literals written for "cuda" act on the device
-of the replay. Under `WideLiterals`, `x.half()`, `x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` give
-tensors in the format of a reference; what TorchScript and C++ ask for is not seen here.
+of the replay, and what they would leave on the host is marked. Under `WideLiterals`, `x.half()`, `x.to(torch.bfloat16)`
+and `torch.zeros(n, dtype=torch.half)` give tensors in the format of a reference; what TorchScript and C++ ask for is
+not seen here.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32
 FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
     (torch.float16, torch.bfloat16, torch.float32), torch.float64
 )
+
+_ON_HOST = "_nandoctor_on_host"
+"""What a tensor is marked with that code for CUDA would have left on the CPU."""
 
 
 @contextmanager
@@ -171,7 +175,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _DeviceLiterals(TorchFunctionMode):
-    """Sends to the replay's device what the code sends to CUDA."""
+    """Sends to the replay's device what the code sends to CUDA, and marks what it leaves on the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -181,14 +185,30 @@ class _DeviceLiterals(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cuda:
-            return args[0].to(self._device)
+            func, args, kwargs = torch.Tensor.to, (args[0], self._device), None
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], self._device, *args[2:])
-        if not kwargs:
-            return func(*args)
-        if _names_cuda(kwargs.get("device")):
+        if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
-        return func(*args, **kwargs)
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            _mark(made, (*args, *kwargs.values()) if kwargs else args)
+        return made
+
+
+def _mark(made: Tensor, arguments: tuple[Any, ...]) -> None:
+    """Mark what was made on the host, which is what names no device and takes nothing from one; unmark what is sent."""
+    for argument in arguments:
+        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(item, torch.device) or (isinstance(item, Tensor) and not is_on_host(item)):
+                vars(made).pop(_ON_HOST, None)
+                return
+    setattr(made, _ON_HOST, True)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Tell whether code that was written for CUDA made the tensor on the CPU, and left it there."""
+    return hasattr(tensor, _ON_HOST)
 
 
 class WideLiterals(TorchFunctionMode):

@@ -85,5 +85,9 @@ HALF_ON_CUDA_ALONE = tuple(
     """.split()
 )
 
+# On no list of CUDA's, which rounds a single number to the half precision that it multiplies or divides, where a CPU
+# does not.
+SCALING = ("mul.Tensor", "mul_.Tensor", "div.Tensor", "div_.Tensor", "div.Tensor_mode", "div_.Tensor_mode")
+
 CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy")
 """What a model casts with itself; on no list, and of interest to the fp32 reference alone."""

@@ -223,7 +223,8 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     """Give the model the dump's weights, on the device and in their formats; the notes tell what did not fit."""
     state, state_notes = state_to_load(dump)
     notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
-    code.model.to(device)
+    with cuda_code(device):  # where buffers are made on the host and sent to the device
+        code.model.to(device)
     add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
 

@@ -1,5 +1,6 @@
 """Policies: what they accept, and that they nest, cross threads, survive exceptions and leave torch as it was."""
 
+import math
 import threading
 import warnings
 
@@ -232,6 +233,33 @@ def test_a_graph_outlives_the_context():
         loss = model(torch.randn(3, 1, 4, 4)).float().pow(2).mean()
     loss.backward()
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_factors_are_rounded_but_for_those_of_the_host():
+    """What each gave on an H100: CUDA rounds a number that lies there to the format of what it multiplies."""
+    x, sent = torch.tensor([1.0, 0.125]).half(), nn.Parameter(torch.tensor(1e5))
+    built = nn.Module()
+    with cuda_code(CPU):
+        built.kept, built.moved = torch.tensor(1e5), torch.tensor(1e5)
+        built.moved = built.moved.to("cuda")
+
+    def times(number):
+        return (x * number).tolist(), (number * x).tolist(), x.clone().mul_(number).tolist()
+
+    def is_rounded(number):
+        found = {tuple(map(math.isinf, row)) for row in times(number)}
+        assert len(found) == 1
+        return found == {(True, True)}
+
+    with apply_policy(CUDA_FP16, CPU):
+        made = torch.tensor(1e5)
+        assert not any(map(is_rounded, (made, made.abs(), built.kept, 1e5)))
+        assert all(map(is_rounded, (sent, sent.exp().log(), built.moved, made.to(x.device), made * sent.sign())))
+        assert (x.float() * sent).tolist() == [1e5, 12500]
+        assert (x / nn.Parameter(torch.tensor(1e-8))).isinf().all()
+        assert (x * 1e-7 / torch.tensor(1e-8)).isfinite().all()
+    with apply_policy(Policy(name="native", format=FP16), CPU):
+        assert (x * sent).isinf().tolist() == [True, False]
 
 
 @pytest.mark.cuda
