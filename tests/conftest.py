@@ -38,6 +38,9 @@ SLOW_TO_IMPORT = {
 }
 
 
+LONGEST = {"test_readme.py", "test_workers.py", "test_page_in_browser.py"}
+
+
 def pytest_ignore_collect(collection_path, config):
     """Leave what takes seconds to import in every process to the runs that use it: all in these files is slow."""
     if collection_path.name in SLOW_TO_IMPORT and config.option.markexpr == "not slow":
@@ -49,7 +52,7 @@ def pytest_collection_modifyitems(items):
     """Put what takes longest first: each process has a share, and an idle one takes from the end of another."""
 
     def rank(item):
-        return 0 if "sample_reports" in item.fixturenames else 1 if item.path.name == "test_readme.py" else 2
+        return 0 if "sample_reports" in item.fixturenames else 1 if item.path.name in LONGEST else 2
 
     items.sort(key=rank)
 

@@ -42,7 +42,9 @@ def make_flags_late(monkeypatch):
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("write", [descend, descend_through_data, descend_in_data])
+@pytest.mark.parametrize(
+    "write", [descend, pytest.param(descend_through_data, marks=pytest.mark.slow), descend_in_data]
+)
 @pytest.mark.parametrize("divides", [True, False], ids=["loss", "gradients"])
 def test_a_descent_by_hand_keeps_clean_weights(tmp_path, monkeypatch, is_late, write, divides):
     if is_late:

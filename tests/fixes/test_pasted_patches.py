@@ -79,6 +79,7 @@ BODIES = {
     "a number as a tensor": "p = torch.tensor(2e3) * h.half()\n        return p / p.abs().amax(-1, keepdim=True)",
     "one statement after another": "p = h * h; p = p.mean(-1, keepdim=True)\n        return h / p.sqrt()",
 }
+QUICK = ("two equal ops on a line", "a lambda", "a function in a closure", "an assignment in place")
 
 
 @pytest.fixture
@@ -116,7 +117,10 @@ def run_patched(fix, report_root, copy):
     return output, gradients, model(saved["x"])
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(body, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, body in BODIES.items()],
+)
 def test_a_source_fix_passes_when_it_is_pasted(body, project):
     report = diagnose(project, body)
     fix = next(item for item in report.fixes if item.verified and item.kind == "source")
