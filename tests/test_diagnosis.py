@@ -13,7 +13,14 @@ def each(cases):
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
 
 
-@each(CASES)
+QUICK = {*{case.mechanism: case.name for case in CASES}.values(), *{case.cause: case.name for case in CASES}.values()}
+"""A case of every mechanism, and one of every cause."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name not in QUICK)) for case in CASES],
+)
 def test_verdict_module_op_cause_and_line_are_right(case, tmp_path):
     assert faults(case, diagnose(case, tmp_path)) == []
 

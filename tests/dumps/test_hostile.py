@@ -332,7 +332,9 @@ def test_methods_that_a_pickle_hides_are_not_missed(tmp_path):
     assert (list(dump.arrays), dump.layout) == (["image"], "batch-only")
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "many values")) for kind in FILES]
+)
 def test_a_broken_file_has_one_clear_error(kind, tmp_path):
     make, message, remedy = FILES[kind]
     path = tmp_path / "dump.pth"

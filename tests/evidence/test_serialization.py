@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nandoctor.errors import ReportError
@@ -78,6 +78,7 @@ def alike(a, b):
     return a == b and repr(a) == repr(b)
 
 
+@settings(max_examples=40)
 @given(EVERYTHING)
 def test_records_survive_json(record):
     text = json.dumps(to_plain(record), allow_nan=False)

@@ -140,6 +140,7 @@ class Logits(nn.Module):
         return volume + (logits / self.scale).tanh().sum(-1)
 
 
+@pytest.mark.slow
 def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
     report = replay(tmp_path, Logits(), x=torch.tensor([[0.2, 0.5, 0.4], [0.0, 0.3, 0.6], [0.3, 0.2, 1.0]])).report
     assert [diagnosis.cause.code for diagnosis in report.also[-1:]] == ["division-by-zero"]

@@ -37,7 +37,12 @@ class HandLog1p(HandSoftplus):
 
 
 @pytest.mark.parametrize(
-    ("model", "function"), [(HandSoftplus, "softplus"), (HandLogSumExp, "logsumexp"), (HandLog1p, "softplus")]
+    ("model", "function"),
+    [
+        pytest.param(HandSoftplus, "softplus", marks=pytest.mark.slow),
+        (HandLogSumExp, "logsumexp"),
+        pytest.param(HandLog1p, "softplus", marks=pytest.mark.slow),
+    ],
 )
 def test_a_clamp_that_float64_contradicts_is_no_fix(model, function, tmp_path):
     report = replay(tmp_path, model, x=torch.tensor([[140.0, 1.0], [0.5, -2.0]]))

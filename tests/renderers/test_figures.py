@@ -124,7 +124,7 @@ def test_a_narrow_figure_has_the_layers_around_the_first(num_layers):
     assert figure.legends[0].get_title().get_text().count("\n")  # wrapped
 
 
-@pytest.mark.parametrize("num_layers", [400, MAX_BARS])
+@pytest.mark.parametrize("num_layers", [pytest.param(400, marks=pytest.mark.slow), MAX_BARS])
 def test_names_do_not_run_into_each_other(num_layers):
     figure = draw_ranges(factory.precision(num_layers, nonfinite_from=num_layers // 2))
     figure.canvas.draw()

@@ -160,6 +160,7 @@ def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path, lost_
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_runs_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(torch, "float16", None)
     assert run_afresh("import torch\nassert torch.float16 is not None") is None
