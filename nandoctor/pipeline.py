@@ -33,6 +33,7 @@ from nandoctor.diagnosis.run_summary import (
 from nandoctor.diagnosis.verdict import (
     advise,
     describe_blindness,
+    describe_draws_of_gpu,
     describe_idle_state,
     describe_narrow_reference,
     describe_no_graph,
@@ -261,6 +262,8 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
         gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
     draws = tuple(doubt_draws(replayed.reproduction)) if replayed.random and step.seed is not None else ()
     gaps = (*gaps, *findings.gaps, *draws)
+    if replayed.random:
+        findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(step.device.type)))
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
     return replace(

@@ -85,17 +85,16 @@ def test_a_factor_is_rounded_as_a_gpu_rounds_it(number, of):
     torch.testing.assert_close(emulated, real, equal_nan=True, **near)
 
 
-def train(device, folder, *, amp=torch.float16, fused=False, num_steps=8, checkpointed=False):
+def train(device, folder, *, amp=torch.float16, fused=False, num_steps=8, checkpointed=False, dropout=0.5):
     """A loop with a recorder where there is a folder; what it leaves behind."""
     torch.manual_seed(0)
-    model = Segmenter().to(device)
+    model = Segmenter(dropout=dropout).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=amp is torch.float16)
     recorder = None
     if folder is not None:
-        recorder = nandoctor.Recorder(
-            model, folder=folder, scaler=scaler if scaler.is_enabled() else None, loss=loss_of
-        )
+        options = {"scaler": scaler if scaler.is_enabled() else None, "arguments": {"dropout": dropout}}
+        recorder = nandoctor.Recorder(model, folder=folder, loss=loss_of, **options)
     for number in range(num_steps):
         batch = tuple(tensor.to(device) for tensor in make_batch(loud=number == 5))
         with torch.autocast(device, amp) if amp else nullcontext():
@@ -139,7 +138,18 @@ def test_a_recorded_step_replays_on_either(tmp_path, name, device):
     assert report.verdict == "precision"
     assert report.origin.place.module == "middle"
     assert report.reproduction.grade == ("exact" if device == "cuda" else report.reproduction.grade)
+    if device == "cpu":
+        assert any(fix.verified for fix in report.fixes)
+    else:  # where dropout draws another mask in fp32
+        assert any("another dropout mask" in note for note in report.notes)
+
+
+def test_a_fix_is_verified_there(tmp_path):
+    train("cuda", tmp_path, num_steps=6, dropout=0.0)
+    report = nandoctor.replay(tmp_path / "nan-step000005.pth", device="cuda").report
+    assert report.reproduction.grade == "exact"
     assert any(fix.verified for fix in report.fixes)
+    assert not any("another dropout mask" in note for note in report.notes)
 
 
 def test_margins_are_those_of_a_cpu(tmp_path):

@@ -77,6 +77,16 @@ def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
         )
 
 
+def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
+    """A GPU's kernels draw as many numbers at a time as their format allows: other masks of dropout in each format."""
+    if device_type != "cuda":
+        return ()
+    return (
+        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: what fp32 gives, and what "
+        "a change gives, may be of another dropout mask. Without --device all runs draw the same.",
+    )
+
+
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
     """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
     maker = f": {_name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
