@@ -82,8 +82,8 @@ def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
     if device_type != "cuda":
         return ()
     return (
-        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: what fp32 gives, and what "
-        "a change gives, may be of another dropout mask. Without --device all runs draw the same.",
+        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: what fp32 gives, and "
+        "what a change gives, may be of another dropout mask. Without --device all runs draw the same.",
     )
 
 
