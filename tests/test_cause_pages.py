@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cause_pages
 import pytest
 
 import nandoctor
@@ -25,24 +25,14 @@ CODES = [page.code for page in list_pages()]
 each_cause = pytest.mark.parametrize("code", CODES)
 
 
-def load_pages():
-    spec = importlib.util.spec_from_file_location("cause_pages", DOCS / "cause_pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PAGES = load_pages()
-
-
 def test_every_page_is_made_from_its_cause_and_programs():
-    for name, text in PAGES.documents().items():
+    for name, text in cause_pages.documents().items():
         assert (DOCS / name).read_text(encoding="utf-8") == text, "python docs/cause_pages.py"
     assert {path.stem for path in (DOCS / "causes").glob("*.md")} == set(CODES)
 
 
 def test_the_table_of_the_readme_is_made_from_the_registry():
-    path, made = ROOT / "README.md", PAGES.table(list_pages(), "docs/causes")
+    path, made = ROOT / "README.md", cause_pages.table(list_pages(), "docs/causes")
     text = path.read_text(encoding="utf-8")
     if os.environ.get("UPDATE_README"):
         table = re.search(r"\| cause \| what happens \|\n(\|.*\n)+", text)[0]
@@ -52,7 +42,7 @@ def test_the_table_of_the_readme_is_made_from_the_registry():
 
 @each_cause
 def test_programs_are_short_and_differ_in_few_lines(code):
-    failing, fixed = (PAGES.without_docstring(PAGES.program(code, name)) for name in ("failing", "fixed"))
+    failing, fixed = (cause_pages.without_docstring(cause_pages.program(code, name)) for name in ("failing", "fixed"))
     assert len(failing) <= 40
     assert 1 <= len(set(fixed) ^ set(failing)) <= 7
 
@@ -64,15 +54,14 @@ def replayed(tmp_path, monkeypatch):
 
     def run(code, name):
         file = shutil.copy(DOCS / "causes" / code / f"{name}.py", tmp_path)
-        if "Recorder" in PAGES.program(
-            code, name
-        ):  # names its model's file, which is the program that Python began with
+        # A recorder names its model's file, which is the program that Python began with.
+        if "Recorder" in cause_pages.program(code, name):
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             subprocess.run([sys.executable, file], check=True, cwd=tmp_path, env=environment)
         else:
             runpy.run_path(file, run_name="__main__")
         (step,) = tmp_path.rglob("*.pth")
-        options = PAGES.replay_options(Path(file).read_text(encoding="utf-8"))
+        options = cause_pages.replay_options(Path(file).read_text(encoding="utf-8"))
         given = {key: value.format(file=file) for key, value in options.items()}
         return nandoctor.replay(step, fixes=False, **given).report
 

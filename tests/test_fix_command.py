@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner
+from report_schema import describe_schema
 from torch import nn
 
 import nandoctor
@@ -21,7 +22,6 @@ from nandoctor.cli import main
 from nandoctor.evidence.edits import UseFormat
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Fix, FixSettings, TrialOutcome
-from nandoctor.evidence.serialization import describe_schema
 from nandoctor.evidence.verification import FixChoice
 
 SICK = """

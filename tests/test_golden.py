@@ -16,11 +16,12 @@ from typing import get_args
 
 import jsonschema
 import pytest
+from report_schema import describe_schema
 from rich.console import Console
 from wording import words
 
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.evidence.serialization import describe_schema, to_plain
+from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.terminal import print_report
 

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner
+from report_schema import describe_schema
 from torch import nn
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
 from nandoctor.cli import main
-from nandoctor.evidence.serialization import describe_schema
 from nandoctor.evidence.verification import Verification
 from nandoctor.testing import assert_step_passes
 

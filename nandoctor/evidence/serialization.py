@@ -1,10 +1,9 @@
-"""Records to plain JSON data and back, and the JSON schema of that: all by the type hints of the records."""
+"""Records to plain JSON data and back, by the type hints of the records."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -154,67 +153,3 @@ def _damaged(what: str) -> ReportError:
     return ReportError(
         what, remedy="The report was edited or cut short, or another tool wrote it: make it anew from the dump."
     )
-
-
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_SCALARS: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"anyOf": [{"type": "number"}, {"enum": list(NONFINITE)}]},
-    NoneType: {"type": "null"},
-    FloatFormat: {"enum": list(FORMATS)},
-    Any: {},
-}
-
-
-def describe_schema(cls: type, *, title: str) -> dict[str, Any]:
-    """The schema of what `to_plain` makes of a `cls`; further keys are allowed, as newer versions may write them."""
-    definitions: dict[str, Any] = {}
-    root = _describe(cls, definitions)
-    return {"$schema": _DIALECT, "title": title, **root, "$defs": dict(sorted(definitions.items()))}
-
-
-def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    if dataclasses.is_dataclass(hint):
-        # A reference to the record's definition, which is made where it is met first: records may hold each other.
-        name = cast(type, hint).__name__
-        if name not in definitions:
-            definitions[name] = {}
-            definitions[name] = _describe_record(hint, definitions)
-        return {"$ref": f"#/$defs/{name}"}
-    arguments, origin = get_args(hint), get_origin(hint)
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, UnionType):
-        return {"anyOf": [_describe(arm, definitions) for arm in arguments]}
-    assert origin is tuple, hint
-    if arguments[-1] is Ellipsis:
-        return {"type": "array", "items": _describe(arguments[0], definitions)}
-    places = [_describe(argument, definitions) for argument in arguments]
-    return {"type": "array", "prefixItems": places, "minItems": len(places), "maxItems": len(places)}
-
-
-def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    hints = _hints_of(cls)
-    described: dict[str, Any] = {
-        "type": "object",
-        "description": " ".join((inspect.getdoc(cls) or "").split()),
-        "properties": {},
-        "required": [],
-    }
-    for item in dataclasses.fields(cls):
-        if is_inlined(item):
-            inner = _describe_record(hints[item.name], definitions)
-            described["description"] += f" {inner['description']}"
-            described["properties"] |= inner["properties"]
-            described["required"] += inner["required"]
-        elif item.compare:
-            is_constant = item.name in ("kind", "schema") and isinstance(item.default, str)
-            schema = {"const": item.default} if is_constant else _describe(hints[item.name], definitions)
-            described["properties"][item.name] = schema
-            if is_constant or item.default is item.default_factory is dataclasses.MISSING:
-                described["required"].append(item.name)
-    return described

@@ -9,10 +9,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nandoctor.causes.registry import list_pages
 from nandoctor.errors import ReportError
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.evidence.serialization import describe_schema, from_plain, to_plain
+from nandoctor.evidence.serialization import from_plain, to_plain
 
 _MAX_NBYTES = 1 << 30
 _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."
@@ -21,16 +20,6 @@ _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report
 def dumps(record: Any) -> str:
     """A report or another record as JSON text, ASCII only: names may hold what no terminal or encoding can take."""
     return json.dumps(to_plain(record), indent=1, allow_nan=False)
-
-
-def report_schema() -> dict[str, Any]:
-    """The JSON schema of reports, with the causes of this version; a newer one may have more."""
-    schema = describe_schema(Report, title=SCHEMA)
-    schema["$defs"]["Cause"]["properties"]["code"] = {
-        "type": "string",
-        "examples": [page.code for page in list_pages()],
-    }
-    return schema
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

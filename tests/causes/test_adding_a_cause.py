@@ -17,8 +17,12 @@ BLOCK = re.compile(r'```python title="(?P<path>[^"]+)"\n(?P<code>.*?)```', re.DO
 REGISTRY = "nandoctor/causes/registry.py"
 
 ASK = """
+import sys
+
 from nandoctor.causes.registry import list_pages
-from nandoctor.renderers.jsonfile import report_schema
+
+sys.path.append("docs")
+from report_schema import report_schema
 
 CODE = "empty-reduction"
 codes = [page.code for page in list_pages()]
@@ -40,6 +44,8 @@ def module_block():
 def house(tmp_path):
     """The package without the cause that the page adds."""
     shutil.copytree(ROOT / "nandoctor", tmp_path / "nandoctor", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "report_schema.py", tmp_path / "docs")
     (tmp_path / "nandoctor" / "causes" / "empty_reduction.py").unlink()
     registry = tmp_path / REGISTRY
     registry.write_text(registry.read_text().replace("    empty_reduction,\n", ""))
