@@ -126,6 +126,7 @@ def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = 
         fp32_sets=search.fp32_sets,
         also=(*found.report.also, *search.also),
         search_notes=search.notes,
+        fp32_error=search.fp32_error,
     )
 
 

@@ -361,7 +361,8 @@ class Report:
     """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it ran.
 
     `arguments` replay it again on the command line; empty where the model or a function was given as an object.
-    `search_notes` tell why the search has found no fix, or what it left untried.
+    `search_notes` tell why the search has found no fix, or what it left untried. `fp32_error` is what the finite output
+    in fp32 is off float64's by, as a share of the largest magnitude in the worst sample; None up to 0.1, or not asked.
     """
 
     schema: str = SCHEMA
@@ -381,6 +382,7 @@ class Report:
     bad_gradients: tuple[TensorStats, ...] = ()
     fixes: tuple[Fix, ...] = ()
     search_notes: tuple[str, ...] = ()
+    fp32_error: float | None = None
     counterfactuals: tuple[Counterfactual, ...] = ()
     fp32_sets: Fp32SetSearch | None = None
     headroom: tuple[NearMiss, ...] = ()

@@ -89,7 +89,9 @@ class Verifier:
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
-        if judgement.passes and (doubt := self._doubt_fp32(made, change)) is not None:
+        off = self.fp32_error if judgement.passes and not selects((change,)) else None
+        if off is not None and not compare(made, self._as_searched.exact()).agrees():  # fp32 proves nothing
+            doubt = f"fp32 itself is {percent(off)} off float64 here"
             criteria.insert(1, ("float64", lambda: ("failed", doubt)))
         if written.at_edge is not None:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
@@ -138,15 +140,16 @@ class Verifier:
             return None
         return f"{percent(beside.max_rel_err)} off float64 with inputs of {factor:g} times the size"
 
-    def _doubt_fp32(self, made: Result, change: Change) -> str | None:
-        """Tell where fp32 is so far off float64 that to agree with it proves nothing."""
-        if self._trials.numerics or self._trusts_fp32 or selects((change,)):
+    @cached_property
+    def fp32_error(self) -> float | None:
+        """What the unchanged step in fp32 is off float64 by, where that is much and both are finite."""
+        if self._trials.numerics or self._trusts_fp32:
             return None
-        exact = self._as_searched.exact()
-        off = compare(self._as_searched.reference(), exact)
-        if not exact.values_finite or off.max_rel_err <= FP32_ERROR or compare(made, exact).agrees():
+        reference, exact = self._as_searched.reference(), self._as_searched.exact()
+        if not (reference.values_finite and exact.values_finite):
             return None
-        return f"fp32 itself is {percent(off.max_rel_err)} off float64 here"
+        off = compare(reference, exact).max_rel_err
+        return off if off > FP32_ERROR else None
 
     @cached_property
     def _smaller(self) -> tuple[float, Trials] | None:

@@ -60,7 +60,8 @@ _FOR_THE_REST = 0.2
 class FixSearch:
     """What was tried, verified fixes first and the smallest of them first; `notes` tell what a budget left untried.
 
-    `also` is what the step fails of once the origins of the diagnosis are changed.
+    `also` is what the step fails of once the origins of the diagnosis are changed. `fp32_error` is what fp32 itself is
+    off float64 by, None where that is little or was not asked.
     """
 
     fixes: tuple[Fix, ...] = ()
@@ -68,6 +69,7 @@ class FixSearch:
     counterfactuals: tuple[Counterfactual, ...] = ()
     also: tuple[Diagnosis, ...] = ()
     notes: tuple[str, ...] = ()
+    fp32_error: float | None = None
 
 
 def search_fixes(
@@ -203,6 +205,7 @@ class _Search:
         self._varied: list[Counterfactual] = []
         self._fp32_sets: Fp32SetSearch | None = None
         self._later = LaterOrigins()
+        self._fp32_error: float | None = None
 
     def try_changes(self) -> None:
         """Try what the diagnosis suggests; where fp32 fails as well and nothing helps, leave samples out."""
@@ -256,7 +259,8 @@ class _Search:
         return (*lines, refine(kept, self._findings, self._trials))
 
     def vary_settings(self) -> None:
-        """Show what the failure depends on."""
+        """Show what the failure depends on, and whether fp32 is right where it is finite."""
+        self._fp32_error = self._verifier.fp32_error
         for outcome in vary_settings(self._trials, self._guilty, random=self._findings.random):
             self._varied.append(outcome)
             self._tell()
@@ -273,6 +277,7 @@ class _Search:
             fp32_sets=self._fp32_sets,
             counterfactuals=tuple(self._varied),
             also=self._later.diagnoses,
+            fp32_error=self._fp32_error,
             notes=(
                 *([stopped] if self._listener.interrupted else []),
                 *self._later.notes,

@@ -14,7 +14,7 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.renderers.facts import Fact, describe_reproduction, short_name, short_place
+from nandoctor.renderers.facts import Fact, describe_fp32_error, describe_reproduction, short_name, short_place
 from nandoctor.renderers.verdicts import VERDICTS
 from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
 
@@ -77,7 +77,8 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    return VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
+    meaning = VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
+    return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
 
 
 def _describe_where(report: Report) -> str:

@@ -87,6 +87,11 @@ def note_facts(report: Report) -> list[Fact]:
     return [Fact(label="note", text=printable(note)) for note in (*report.notes, *of_search)]
 
 
+def describe_fp32_error(error: float) -> str:
+    """That fp32 does not give the right values either: what is near to it may be as wrong."""
+    return f"fp32's own output is wrong, {percent(error)} off float64"
+
+
 def describe_reproduction(reproduction: Reproduction) -> str:
     """The replay's grade against the saved output: may the rest be believed."""
     output = short_name(reproduction.output or "the output")
@@ -131,7 +136,8 @@ def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     if first.inputs:
         yield Fact(label="input", text=describe_inputs(first.inputs))
     if reference := _describe_reference(first, report):
-        yield Fact(label="in fp32", text=reference)
+        doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
+        yield Fact(label="in fp32", text=f"{reference}{doubt}")
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:

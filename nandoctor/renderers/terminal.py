@@ -22,7 +22,7 @@ from nandoctor.renderers.console import (
     print_parts,
     unbroken,
 )
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.facts import Fact, describe_fp32_error, detail_facts, evidence_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS
@@ -46,6 +46,8 @@ def print_report(report: Report, console: Console, *, told: bool = False, has_pa
     """
     if not told:
         print_parts(answer_parts(report, console.width), console, crop=False)
+    elif report.fp32_error is not None:  # the search for fixes has found it out
+        print_parts(fact_rows([Fact(label="fp32", text=describe_fp32_error(report.fp32_error))], _INDENT), console)
     print_parts(fix_parts(report), console, crop=False)
     print_parts(evidence_parts(report, has_page=has_page), console, crop=False)
 

@@ -325,6 +325,7 @@ def test_a_fix_that_agrees_with_a_wrong_fp32_is_not_verified(tmp_path):
     assert report.verdict == "precision"
     assert not any(fix.verified for fix in report.fixes if fix.kind != "data")  # fp32 gives 69, float64 30
     assert "float64" in {name for fix in report.fixes for name in failures(fix)}
+    assert report.fp32_error > 0.5
 
 
 class Standardized(nn.Module):

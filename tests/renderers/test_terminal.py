@@ -12,9 +12,9 @@ from nandoctor.renderers.terminal import print_report
 HOSTILE = "x[red]y[/]\x1b[31mz\nnew:smile: line\u202e"
 
 
-def printed(report, *, width=80, **options):
+def printed(report, *, width=80, told=False, **options):
     console = Console(file=io.StringIO(), width=width, **options)
-    print_report(report, console)
+    print_report(report, console, told=told)
     return console.file.getvalue()
 
 
@@ -39,6 +39,12 @@ def test_the_headline_comes_first_and_the_verdict_after_it(make):
     first, rest = printed(report, width=300).split("\n", 1)
     assert first == report.headline
     assert report.verdict in rest
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_wrong_fp32_is_told_before_any_fix(told):
+    text = printed(replace(factory.fixable(), fp32_error=0.68), width=300, told=told)
+    assert "fp32's own output is wrong, 68 % off float64" in text.partition("Fix")[0]
 
 
 def test_the_table_shows_five_layers_before_and_two_after():
