@@ -207,11 +207,12 @@ def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
 def _installed_path(module: str) -> Path | None:
     """The source of a module of an installed distribution, found without importing its packages."""
     top, *parts = module.split(".")
-    if top not in importlib.metadata.packages_distributions() or not all(p.isidentifier() for p in [top, *parts]):
+    if not all(part.isidentifier() for part in [top, *parts]):
         return None
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
-    if found is None or found.origin is None:
+    # Asked last: it reads the records of everything that is installed, for a second.
+    if found is None or found.origin is None or top not in importlib.metadata.packages_distributions():
         return None
     base = Path(found.origin).parent.joinpath(*parts)
     places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)

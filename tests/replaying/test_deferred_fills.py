@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import nandoctor.replaying.setup as replay_setup
@@ -62,6 +61,7 @@ class Normed(nn.Module):
 
 
 def make_bert():
+    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -69,6 +69,7 @@ def make_bert():
 
 
 def make_llama():
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -80,8 +81,8 @@ BUILDERS = [
     Seeding,
     Peeking,
     Normed,
-    make_bert,
-    make_llama,
+    pytest.param(make_bert, marks=pytest.mark.slow),  # whose import takes seconds
+    pytest.param(make_llama, marks=pytest.mark.slow),
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2),
     lambda: nn.LSTM(3, 4, num_layers=2),
 ]
