@@ -20,7 +20,7 @@ from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
-from nandoctor.replaying.exposed_step import Exposing, Taken
+from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.text import are, file_line, join_first
 from nandoctor.torch_compat import tree_leaves
@@ -111,7 +111,7 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: 
 def _decides(step: FailingStep, path: str) -> bool:
     """Tell whether the step gives another output, or loss, with other numbers for what is non-finite there."""
     first = None
-    for way in range(3):
+    for way in range(WAYS):
         replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
         try:
             outcome = replaced.exposed.run(watch=Watch(stage="closer look", statistics="none"))

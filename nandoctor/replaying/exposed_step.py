@@ -119,17 +119,21 @@ def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
     return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
 
 
+WAYS = 4
+
+
 def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
     """The tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
 
     Where several are non-finite no two get the same, and another of them the largest in each `way`, so that the result
-    is another where their order matters. In the last all NaN are large.
+    is another where their order matters. In the third all NaN are large, in the last they are 0, which counts and truth
+    values tell from every other number.
     """
     steps = torch.linspace(0, 1, tensor.numel(), device=tensor.device)
     steps = (steps.flip(0) if way == 1 else steps).view(tensor.shape)
     large, any_number = (3e4 + 3e4 * steps).to(tensor.dtype), (1.2e5 * steps - 6e4).to(tensor.dtype)
     finite = torch.where(torch.isinf(tensor), large.copysign(tensor), tensor)
-    return torch.where(torch.isnan(tensor), large if way == 2 else any_number, finite)
+    return torch.where(torch.isnan(tensor), {2: large, 3: torch.zeros_like(large)}.get(way, any_number), finite)
 
 
 def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | None) -> bool:

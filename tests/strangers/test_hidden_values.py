@@ -63,9 +63,17 @@ def asked_by_python(_model, h):
     return 2 * h if nan(h).mean().item() > 0 else h
 
 
+def counted(_model, h):
+    return h * nan(h).count_nonzero()
+
+
+def taken_for_true(_model, h):
+    return 2 * h if nan(h).any() else h
+
+
 SICK = [
     *(kept_in_a_dict, kept_in_a_list, chosen_by_argmax, chosen_among_infinities, chosen_by_topk),
-    *(made_whole_numbers, compared, asked_by_python),
+    *(made_whole_numbers, compared, asked_by_python, counted, taken_for_true),
 ]
 
 
