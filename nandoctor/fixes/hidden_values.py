@@ -20,7 +20,7 @@ from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
-from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken
+from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken, find_held
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.text import are, file_line, join_first
 from nandoctor.torch_compat import tree_leaves
@@ -66,7 +66,8 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     chosen = frozenset((*kept, *decided))
     if not chosen:
         lost = (held for path, held in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
-        return replace(findings, gaps=(*findings.gaps, *_doubt_lost((*lost, *_unseen(whole)), whole, reference)))
+        doubts = [*_doubt_held(step)] or _doubt_lost((*lost, *_unseen(whole)), whole, reference)
+        return replace(findings, gaps=(*findings.gaps, *doubts))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
     conclusion = conclude(shown, shown_reference, step.low)
     verdict = judge(shown, shown_reference, conclusion, Reproduction(grade="no-reference"))
@@ -141,6 +142,17 @@ def _unseen(trace: Trace) -> Iterator[TensorStats]:
             yield from (replace(stats, producer=op.order) for stats in op.outputs if not stats.finite)
 
 
+def _doubt_held(step: FailingStep) -> Iterator[Gap]:
+    """What is not known of NaN that something else than the model holds after the step."""
+    if (site := find_held(step)) is not None:
+        yield Gap(
+            text=f"The output is finite, but NaN that {_place_of(site)} makes is still held after the step, and not by "
+            "the model: by a closure, a default argument or another file's variable. A later step may read it.",
+            remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns what is "
+            "kept as well.",
+        )
+
+
 def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
     """What is not known of the first NaN that an op made and none took."""
     for held in lost:
@@ -162,11 +174,9 @@ def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
     if kept:
         names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
         return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
-    places = [
-        f"{item.op} ({file_line(item.source.file, item.source.line)})" if item.source is not None else item.op
-        for item in decided
-    ]
-    return (
-        f"What the step returns is finite, and depends on what is not: {join_first(list(dict.fromkeys(places)), 3)} "
-        "makes numbers of it."
-    )
+    places = list(dict.fromkeys(map(_place_of, decided)))
+    return f"What the step returns is finite, and depends on what is not: {join_first(places, 3)} makes numbers of it."
+
+
+def _place_of(site: Taken) -> str:
+    return f"{site.op} ({file_line(site.source.file, site.source.line)})" if site.source is not None else site.op

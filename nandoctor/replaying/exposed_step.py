@@ -6,6 +6,7 @@ are written in, and what went into an op that gave whole numbers, truth values, 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
+from nandoctor.ops import FILLS, MOVES, SELECTIONS, UNFILLED
 from nandoctor.replaying.kept_state import scopes_of
-from nandoctor.replaying.runner import Batch, FailingStep
-from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
+from nandoctor.replaying.runner import Batch, FailingStep, Watch
+from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -104,6 +105,33 @@ class Exposing:
                 self._taken[name] = tensor
                 self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
         return made
+
+
+def find_held(step: FailingStep) -> Taken | None:
+    """The first op whose NaN outlives the step where it cannot be looked for: in a closure, or another file's variable.
+
+    What the model and its files hold was put back by then. NaN that is written down is meant.
+    """
+    shown = (*step.model.parameters(), *step.model.buffers(), *(tensor for _, tensor in _list_state(step.model)))
+    known = {storage_of(tensor) for tensor in (*shown, *step.batch.values()) if tensor.layout is torch.strided}
+    made: list[tuple[torch.Tensor, Taken]] = []
+
+    def look(call: Invocation, proceed: Proceed) -> Any:
+        result = proceed(call)
+        for leaf in tree_tensors(result) if call.name not in FILLS | UNFILLED | {"lift_fresh"} else ():
+            numbers = numbers_in(leaf) if leaf.layout is torch.strided else None
+            if numbers is not None and storage_of(leaf) not in known and bool(torch.isnan(numbers).any()):
+                made.append((leaf.detach(), Taken(call.name, "", to_source(find_place()))))
+        return result
+
+    def forward(batch: Batch) -> Any:
+        with intercepting(look):
+            return step.forward(batch)
+
+    replace(step, forward=forward).run(watch=Watch(stage="closer look", statistics="none"))
+    gc.collect()
+    ours = Counter(storage_of(tensor) for tensor, _ in made)
+    return next((site for tensor, site in made if count_storage_users(tensor) > ours[storage_of(tensor)]), None)
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:

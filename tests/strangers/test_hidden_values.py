@@ -147,6 +147,18 @@ def test_a_choice_that_only_fp16_spoils_is_silent(examine):
     assert blamed(report) == ("silent", "", "mul", "elementwise-overflow")
 
 
+def test_nan_that_a_closure_keeps_clears_nothing(examine):
+    kept = []
+
+    def keep(_model, h):
+        kept.append(nan(h.detach()))
+        return torch.where(torch.isfinite(kept[-1]), kept[-1], h)
+
+    report = examine(Hiding(keep), BATCH)
+    assert report.verdict == "cannot-tell"
+    assert "still held" in report.headline
+
+
 def test_nan_that_leaves_torch_clears_nothing(examine):
     def measure(model, h):
         model.memory["mean"] = nan(h).mean().item()
