@@ -235,7 +235,8 @@ def _run_scaling(call: _Call) -> Any:
 
     def round_on_device(operand: Tensor) -> Tensor:
         rounds = not operand.dim() and call.is_eligible(operand) and not is_on_host(operand)
-        return operand.to(dtype) if rounds else operand
+        # In fp32 again: a checkpoint that is computed again, where less is known, must save the same formats.
+        return operand.to(dtype).to(operand.dtype) if rounds else operand
 
     first, second = round_on_device(first), round_on_device(second)
     if not first.dim() and first.dtype is torch.float32 and call.op is torch.ops.aten.mul.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Te
 _ASKS = frozenset({torch.finfo, torch.iinfo})
 """Where a dtype is asked about."""
 
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""Within which torch suspends function modes, also for what a checkpoint computes again."""
+
 _HALF_SIZE = 2  # bytes
 
 FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -34,8 +38,8 @@ FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
     (torch.float16, torch.bfloat16, torch.float32), torch.float64
 )
 
-_ON_HOST = "_nandoctor_on_host"
-"""What a tensor is marked with that code for CUDA would have left on the CPU."""
+_on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""What code for CUDA would have left on the CPU, by `id`: a mark on the tensor itself would be saved with it."""
 
 
 @contextmanager
@@ -52,6 +56,7 @@ def cuda_code(device: torch.device) -> Iterator[None]:
         stack.enter_context(held((_replay, "device", device)))
         if device.type != "cuda":
             stack.enter_context(_DeviceLiterals(device))
+            stack.enter_context(held((_replay, "is_marking", True)))
         yield
 
 
@@ -60,6 +65,7 @@ class _Replay(threading.local):
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
+        self.is_marking = False
         self.saved_states: list[tuple[torch.autocast, list[tuple[str, bool, torch.dtype]]]] = []
 
 
@@ -190,25 +196,43 @@ class _DeviceLiterals(TorchFunctionMode):
             args = (args[0], self._device, *args[2:])
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
+        if func in _BACKWARD:
+            with held((_replay, "is_marking", False)):
+                return func(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
+        if isinstance(made, (Tensor, tuple)) and not torch.compiler.is_compiling():  # whose traces have no `id`
             _mark(made, (*args, *kwargs.values()) if kwargs else args)
         return made
 
 
-def _mark(made: Tensor, arguments: tuple[Any, ...]) -> None:
+def _mark(made: Any, arguments: tuple[Any, ...]) -> None:
     """Mark what was made on the host, which is what names no device and takes nothing from one; unmark what is sent."""
+    tensors = (made,) if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
+    if _is_from_device(arguments):
+        for tensor in filter(_is_marked, tensors):
+            del _on_host[id(tensor)]
+    else:
+        _on_host.update((id(tensor), tensor) for tensor in tensors)
+
+
+def _is_from_device(arguments: tuple[Any, ...]) -> bool:
     for argument in arguments:
         for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(item, torch.device) or (isinstance(item, Tensor) and not is_on_host(item)):
-                vars(made).pop(_ON_HOST, None)
-                return
-    setattr(made, _ON_HOST, True)
+            if isinstance(item, torch.device) or (isinstance(item, Tensor) and not _is_marked(item)):
+                return True
+    return False
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return _on_host.get(id(tensor)) is tensor
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Tell whether code that was written for CUDA made the tensor on the CPU, and left it there."""
-    return hasattr(tensor, _ON_HOST)
+    """Tell whether code that was written for CUDA made the tensor on the CPU, and left it there.
+
+    Where nothing is marked, as in a checkpoint that `backward()` computes again, only parameters are known not to be.
+    """
+    return _is_marked(tensor) if _replay.is_marking else not (tensor.requires_grad and tensor.is_leaf)
 
 
 class WideLiterals(TorchFunctionMode):

@@ -253,13 +253,35 @@ def test_factors_are_rounded_but_for_those_of_the_host():
 
     with apply_policy(CUDA_FP16, CPU):
         made = torch.tensor(1e5)
-        assert not any(map(is_rounded, (made, made.abs(), built.kept, 1e5)))
+        assert not any(map(is_rounded, (made, made.abs(), built.kept, 1e5, *torch.tensor([1e5]))))
         assert all(map(is_rounded, (sent, sent.exp().log(), built.moved, made.to(x.device), made * sent.sign())))
         assert (x.float() * sent).tolist() == [1e5, 12500]
         assert (x / nn.Parameter(torch.tensor(1e-8))).isinf().all()
         assert (x * 1e-7 / torch.tensor(1e-8)).isfinite().all()
     with apply_policy(Policy(name="native", format=FP16), CPU):
         assert (x * sent).isinf().tolist() == [True, False]
+    assert not vars(made) | vars(built.kept)  # which would be saved with them
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_what_it_did(reentrant, after):
+    x, weight = torch.ones(2, dtype=torch.half, requires_grad=True), nn.Parameter(torch.tensor(3.0))
+    with cuda_autocast():
+        y = checkpoint(lambda x: x * weight * 1e-3 * torch.tensor(1e5) * 1e-2, x, use_reentrant=reentrant)
+        if not after:
+            y.sum().backward()
+    if after:
+        y.sum().backward()
+    assert weight.grad == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_torch_compile_traces_what_makes_numbers():
+    x, weight = torch.ones(2), nn.Parameter(torch.tensor(3.0))
+    with cuda_autocast():
+        y = torch.compile(lambda: x.half() * weight * torch.tensor(2.0), backend="eager", fullgraph=True)()
+    assert y.tolist() == [6, 6]
 
 
 @pytest.mark.cuda
