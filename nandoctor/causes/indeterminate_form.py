@@ -11,6 +11,7 @@ Why it happens
     A mask is applied by arithmetic where it should be applied by selection.
 Fix
     Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
+    Among logarithms, torch.logaddexp, or a large finite number such as -1e4 for the logarithm of 0.
 When it is wrong
     An infinity that came from an overflow is reported as that overflow: this op only passes it on.
 """

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate, ancestors, site_of
+from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.origin import count_nonfinite
 from nandoctor.evidence.edits import (
@@ -81,6 +82,25 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
             yield (KeepModule(module=LOSS),)
+
+
+def describe_none(findings: Findings, model: nn.Module) -> str:
+    """Why there was no change to try, and what the page of the cause has to say to whoever looks for one."""
+    cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
+    places = len(distinct_leads(findings.conclusion, model))
+    if findings.verdict == "state":
+        why = "what the weights have lost no code gives back"
+    elif findings.verdict == "input":
+        why = "every sample may be hit, so that no batch is left without them"
+    elif places > MAX_LEADS:
+        why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
+    elif cause is None:
+        why = "no known cause explains the failure"
+    else:
+        why = f"none that could be written here is known to give what the code means ({cause.code})"
+    by_hand = "" if cause is None else dict(find_page(cause.code).sections)["Fix"]
+    is_of_use = by_hand and not (findings.verdict == "numerics" and str(FP32) in by_hand)
+    return f"No change was found to try: {why}.{f' By hand: {by_hand}' if is_of_use else ''}"
 
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:

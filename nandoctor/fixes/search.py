@@ -33,6 +33,7 @@ from nandoctor.fixes.budget import BudgetSpent, TrialBudget, find_lost_call
 from nandoctor.fixes.candidates import (
     by_lines,
     describe_coupling,
+    describe_none,
     guilty_samples,
     is_below,
     join,
@@ -143,12 +144,10 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
     if (unread := next((file for file in sources if not Path(file).is_file()), None)) is not None:
         yield f"{unread} is no file here: a change of that code cannot be run as a patch, so none of it is verified."
     if findings.verdict == "numerics":
-        yield "fp32 is non-finite as well, so no precision fixes this: what was tried changes the operation itself."
+        tried = ": what was tried changes the operation itself" if ranked else ""
+        yield f"fp32 is non-finite as well, so no precision fixes this{tried}."
     if ranked and not any(item.verified for item in ranked):
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
-    if not ranked and _CHANGES not in untried:
-        is_state = findings.verdict == "state"
-        yield f"No change was found to try{': what the weights have lost no code gives back' if is_state else ''}."
 
 
 def _describe_failures(tried: Sequence[Fix]) -> str:
@@ -282,6 +281,7 @@ class _Search:
                 *([stopped] if self._listener.interrupted else []),
                 *self._later.notes,
                 *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
+                *([describe_none(self._findings, self._step.model)] if not ranked and _CHANGES not in left else []),
                 *describe_coupling(self._varied, self._step),
             ),
         )

@@ -155,6 +155,18 @@ def test_where_fp32_fails_too_precision_is_not_prescribed(tmp_path):
     assert settings[StepSetting(dtype=FP64)] is False
 
 
+class Limits(nn.Module):
+    def forward(self, x):
+        limits = torch.where(x > 0, math.inf, x)
+        return limits - limits
+
+
+def test_where_nothing_can_be_tried_the_reason_is_told(tmp_path):
+    report = nandoctor.replay(save(tmp_path / "d.pth", Limits(), x=torch.tensor([[0.5, -1.5]])), model=Limits).report
+    assert report.fixes == ()
+    assert "known to give what the code means (indeterminate-form). By hand: " in report.search_notes[-1]
+
+
 def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     class Net(nn.Module):
         def __init__(self):
