@@ -144,7 +144,8 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     replayed = reproduce(preparation)
     replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
-    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *dict.fromkeys(preparation.notes))
+    told = dict.fromkeys((*replayed.notes, *preparation.notes))
+    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *told)
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
     step = None if replayed.step.progress.interrupted else findings.exposed or replayed.step
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)

@@ -57,10 +57,13 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
         return Reproduction(grade="no-reference", output=name)
-    replayed = comparable_values(leaves[path].to("cpu", reference.dtype).reshape(reference.shape))
-    reference = comparable_values(reference)
-    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(replayed)
-    both = ~(saved_nonfinite | replayed_nonfinite)
+    leaf = leaves[path].to("cpu").reshape(reference.shape)
+    replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
+    # What only the cast to a narrower format makes infinite is finite in the replay.
+    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
+    if replayed_nonfinite.shape != reference.shape:  # a complex number is two
+        replayed_nonfinite = ~torch.isfinite(replayed)
+    both = ~(saved_nonfinite | replayed_nonfinite) & torch.isfinite(replayed)
     return Reproduction(
         grade=_judge(reference, replayed, saved_nonfinite, replayed_nonfinite),
         output=name,
@@ -154,6 +157,7 @@ class Replayed:
     random: bool
     reproduction: Reproduction
     any_random: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -207,14 +211,20 @@ def reproduce(preparation: Preparation) -> Replayed:
         if made.trace.output:  # only the backward pass, or the loss, was not seen to its end
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
-    for policy in preparation.policies[1:]:
+    others = preparation.policies[1:]
+    for policy in others:
         if best.step.progress.interrupted or best.reproduction.grade in ("exact", "no-reference"):
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    return best
+    recorded = preparation.dump.recorded
+    if recorded is None or recorded.autocast is None or not (others and best.step.policy.ambient):
+        return best
+    low = best.step.policy.format
+    told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
+    return replace(best, notes=(told,))
 
 
 @contextmanager
@@ -338,7 +348,10 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
         return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
     if recorded is not None:
         if not recorded.enabled:
-            return (Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False),)
+            off = Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False)
+            if weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
+                return (off,)
+            return off, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
         return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
     autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]

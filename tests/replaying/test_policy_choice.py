@@ -139,3 +139,19 @@ def test_a_saved_output_may_be_sparse(tmp_path, sparse):
     saved = sparse(model(x).detach())
     torch.save({"state_dict": model.state_dict(), "input": x, "output": saved}, tmp_path / "dump.pth")
     assert nandoctor.replay(tmp_path / "dump.pth", model=model, fixes=False).verdict == "healthy"
+
+
+def test_autocast_is_tried_where_the_dump_contradicts_its_output(tmp_path):
+    model = Stretched(1e6)
+    contents = {
+        "format": "nandoctor.dump/1",
+        "state_dict": model.state_dict(),
+        "calls": [{"names": ["x"], "args": (X,), "kwargs": {}}],
+        "output": {"y": in_training(model, X, torch.float16)},
+        "training": {"": True},
+        "autocast": {"enabled": False, "device": "cpu", "dtype": "float16"},
+    }
+    torch.save(contents, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", model, fixes=False).report
+    assert under(report) == ("precision", "cuda", "fp16", "exact")
+    assert any("autocast was off" in note for note in report.notes)
