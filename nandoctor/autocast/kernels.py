@@ -222,26 +222,22 @@ def _run_half(call: _Call) -> Any:
 
 
 def _run_scaling(call: _Call) -> Any:
-    """A tensor in half precision times or over one number in fp32, a tensor without dimensions, is in half precision.
+    """A tensor in half precision times or over one number, a wider tensor without dimensions, is in half precision.
 
     CUDA rounds that number first: a temperature of 1e-8 is 0 there. Only a number that is on the host it takes as it
     is, as a CPU takes every second operand (`is_cpu_scalar`, aten/src/ATen/native/cpu/BinaryOpsKernel.cpp).
     """
     first, second, *others = call.args
-    formats = {operand.dtype for operand in call.tensors() if operand.dim()}
-    if len(call.tensors()) < 2 or len(formats) != 1 or not formats < FP32_FOR_HALF.keys():
+    if not isinstance(second, Tensor):  # a number of Python's is taken as it is
         return call.run()
-    (dtype,) = formats
-
-    def round_on_device(operand: Tensor) -> Tensor:
-        rounds = not operand.dim() and call.is_eligible(operand) and not is_on_host(operand)
-        # In fp32 again: a checkpoint that is computed again, where less is known, must save the same formats.
-        return operand.to(dtype).to(operand.dtype) if rounds else operand
-
-    first, second = round_on_device(first), round_on_device(second)
-    if not first.dim() and first.dtype is torch.float32 and call.op is torch.ops.aten.mul.Tensor:
-        first, second = second, first
-    return call.op(first, second, *others, **call.kwargs)
+    whole, single = (first, second) if first.dim() else (second, first)
+    if single.dim() or not whole.dim() or whole.dtype not in FP32_FOR_HALF or single.is_complex():
+        return call.run()
+    wide = single if single.is_floating_point() else single.float()
+    # Wide again: a checkpoint that is computed again, where less is known, must save the same formats.
+    number = wide if is_on_host(single) else wide.to(whole.dtype).to(wide.dtype)
+    is_second = first is whole or call.op is torch.ops.aten.mul.Tensor
+    return call.op(*((whole, number) if is_second else (number, whole)), *others, **call.kwargs)
 
 
 def _refuse(call: _Call) -> Any:

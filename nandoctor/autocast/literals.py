@@ -201,7 +201,8 @@ class _DeviceLiterals(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if isinstance(made, (Tensor, tuple)) and not torch.compiler.is_compiling():  # whose traces have no `id`
-            _mark(made, (*args, *kwargs.values()) if kwargs else args)
+            # A copied model's buffers are sent to the device after; its other tensors stay where training had them.
+            _mark(made, () if func is Tensor.__deepcopy__ else (*args, *kwargs.values()) if kwargs else args)
         return made
 
 

@@ -1,5 +1,6 @@
 """Policies: what they accept, and that they nest, cross threads, survive exceptions and leave torch as it was."""
 
+import copy
 import math
 import threading
 import warnings
@@ -238,8 +239,11 @@ def test_a_graph_outlives_the_context():
 def test_factors_are_rounded_but_for_those_of_the_host():
     """What each gave on an H100: CUDA rounds a number that lies there to the format of what it multiplies."""
     x, sent = torch.tensor([1.0, 0.125]).half(), nn.Parameter(torch.tensor(1e5))
-    built = nn.Module()
+    built, given = nn.Module(), nn.Module()
+    given.kept = torch.tensor(1e5)
+    given.register_buffer("sent", torch.tensor(1e5))
     with cuda_code(CPU):
+        given = copy.deepcopy(given).to("cpu")
         built.kept, built.moved = torch.tensor(1e5), torch.tensor(1e5)
         built.moved = built.moved.to("cuda")
 
@@ -253,8 +257,11 @@ def test_factors_are_rounded_but_for_those_of_the_host():
 
     with apply_policy(CUDA_FP16, CPU):
         made = torch.tensor(1e5)
-        assert not any(map(is_rounded, (made, made.abs(), built.kept, 1e5, *torch.tensor([1e5]))))
-        assert all(map(is_rounded, (sent, sent.exp().log(), built.moved, made.to(x.device), made * sent.sign())))
+        assert not any(map(is_rounded, (made, made.abs(), built.kept, given.kept, 1e5, *torch.tensor([1e5]))))
+        assert all(map(is_rounded, (sent, given.sent, sent.exp().log(), built.moved, made.to(x.device))))
+        assert is_rounded(made * sent.sign())
+        # Not measured: the same cast as each is loaded (fetch_and_cast, c10/core/DynamicCast.h).
+        assert all(map(is_rounded, (sent.double(), sent.long())))
         assert (x.float() * sent).tolist() == [1e5, 12500]
         assert (x / nn.Parameter(torch.tensor(1e-8))).isinf().all()
         assert (x * 1e-7 / torch.tensor(1e-8)).isfinite().all()
