@@ -71,10 +71,14 @@ class PastBound:
 
 
 class SourceWriter:
-    """Writes the changes of one step; `ops` are those of its trace, by which arguments are told from constants."""
+    """Writes the changes of one step; `ops` are those of its trace, by which arguments are told from constants.
+
+    `places` are the expressions that the patch which was written last has changed for an edit, of edits that have one.
+    """
 
     def __init__(self, ops: Sequence[OpCall]) -> None:
         self._ops = ops
+        self.places: dict[SingleEdit, set[cst.CSTNode]] = {}
         self._files: dict[str, FileChange] = {}
         self._probe: Probe | None = None
 
@@ -83,10 +87,13 @@ class SourceWriter:
 
         A `probe` moves the arguments that are kept within bounds first, to where another batch may have them.
         """
-        self._files, self._probe = {}, probe
+        self.places, self._files, self._probe = {}, {}, probe
         try:
             for edit in edits:
                 self._write_one(edit)
+            for edit in edits:
+                if isinstance(edit, ClampArgument) and edges_of(edit):
+                    self._clamp_others(edit)
             files = tuple(self._changed_files())
         except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError):
             return None
@@ -123,15 +130,18 @@ class SourceWriter:
             self._set_argument(edit)
         elif isinstance(edit, KeepOp):
             self._keep_op(edit)
-        elif isinstance(edit, ClampArgument):
-            self._clamp(edit)
+        elif isinstance(edit, ClampArgument | GuardArgument):
+            change, expression = self._open(edit.site)
+            self.places[edit] = {expression.node}
+            if isinstance(edit, ClampArgument):
+                write_clamp(change, expression, edit, self._probe)
+            else:
+                write_guard(change, expression, edit, self._probe)
         elif isinstance(edit, SetFlag):
             change, expression = self._open(edit.site)
             change.replacements.append(
                 Replacement(node=expression.node, text=expression.with_keyword(edit.argument, "True"))
             )
-        elif isinstance(edit, GuardArgument):
-            write_guard(*self._open(edit.site), edit, self._probe)
         elif isinstance(edit, ScaleFirst):
             self._scale_first(edit)
         elif isinstance(edit, StableLog):
@@ -187,6 +197,7 @@ class SourceWriter:
 
     def _set_argument(self, edit: SetArgument) -> None:
         change, expression = self._open(edit.site)
+        self.places[edit] = {expression.node}
         constants = [node for node in expression.constants() if number_in(node) == edit.was]
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
         if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
@@ -257,13 +268,14 @@ class SourceWriter:
                     if isinstance(node, cst.Call):
                         yield Expression(tree, node, op).cast_to_fp32()
 
-    def _clamp(self, edit: ClampArgument) -> None:
-        """The clamp; in a statement that calls the function of other arguments too, of those as well."""
+    def _clamp_others(self, edit: ClampArgument) -> None:
+        """The clamp of other arguments that the statement calls the function of, where no edit has its own for them."""
         change, expression = self._open(edit.site)
-        write_clamp(change, expression, edit, self._probe)
-        for other in self._others_like(change, expression, edit.site.op) if edges_of(edit) else ():
-            with suppress(CannotWriteError):
-                write_clamp(change, other, edit, self._probe)
+        for other in self._others_like(change, expression, edit.site.op):
+            if not any(other.node in nodes for nodes in self.places.values()):
+                with suppress(CannotWriteError):
+                    write_clamp(change, other, edit, self._probe)
+                    self.places[edit].add(other.node)
 
     def _others_like(self, change: FileChange, expression: Expression, name: str) -> Iterator[Expression]:
         """The same function of other arguments in the statement: another batch may be on the edge there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class ChangeWriter:
         if patch is not None:
             yield WrittenChange(
                 kind="source",
-                title=title,
+                title=write_title(edit, self._source.places),
                 text=patch.diff,
                 change=patch,
                 at_edge=self._source.at_edge(singles),
@@ -190,13 +190,14 @@ _SNIPPETS: dict[str, Callable[[Any], Snippet]] = {
 """By the kind of an edit, what is run in place of it; none for those that only source can make."""
 
 
-def write_title(edit: Edit) -> str:
-    """Describe an edit in one short sentence."""
-    if isinstance(edit, Together):
-        if all(isinstance(single, KeepModule) for single in edit.edits):
-            return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
-        return "; ".join(dict.fromkeys(map(write_title, edit.edits)))  # a line may be changed twice alike
-    return str(_TITLES[edit.kind](edit))
+def write_title(edit: Edit, places: Mapping[SingleEdit, Set[object]] | None = None) -> str:
+    """Describe an edit in one short sentence; `places` are the expressions that its patch changes for each part."""
+    if isinstance(edit, Together) and all(isinstance(single, KeepModule) for single in edit.edits):
+        return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
+    found: dict[str, set[object]] = {}  # a line may be changed twice alike
+    for single in flatten((edit,)):
+        found.setdefault(_TITLES[single.kind](single), set()).update((places or {}).get(single, ()))
+    return "; ".join(f"{title} ({len(nodes)} places)" if len(nodes) > 1 else title for title, nodes in found.items())
 
 
 def _module_name(edit: Any) -> str:

@@ -1,9 +1,17 @@
 """Clamps that hold on the failing batch, and what the verification asks of them beyond it."""
 
+import runpy
+
 import pytest
 import torch
+from torch import nn
 
 import nandoctor
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.causes.base import site_of
+from nandoctor.evidence.edits import ClampArgument, Together
+from nandoctor.fixes.writing import ChangeWriter
+from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FILE = """
 import torch
@@ -65,6 +73,29 @@ def test_every_logarithm_of_a_statement_is_clamped(tmp_path):
     first, *_ = fixes(ENTROPY, [[0.1, 0.2, 0.3, 40.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
     assert first.verified
     assert first.patch.count("clamp") == 2
+    assert first.title.endswith("of net.py (2 places)")
+
+
+def test_each_argument_gets_the_bound_of_its_own_edit(tmp_path):
+    (tmp_path / "logs.py").write_text("import torch\n\n\ndef take(p, q):\n    return torch.log(p) - torch.log(q)\n")
+    take = runpy.run_path(str(tmp_path / "logs.py"))["take"]
+    model = nn.Identity()
+    step = FailingStep(
+        model=model,
+        batch={},
+        used=frozenset(),
+        forward=lambda _: take(model(torch.zeros(2)), torch.zeros(2)),
+        device=torch.device("cpu"),
+        description="",
+        policy=REFERENCE,
+    )
+    ops = step.run(watch=CLOSELY).trace.ops
+    logs = [site_of(op) for op in ops if op.op == "log"]
+    edits = [ClampArgument(site=site, argument="self", low=low) for site, low in zip(logs, (0.5, 0.25), strict=True)]
+    change = next(ChangeWriter(model, ops).write(Together(edits=tuple(edits))))
+    assert "torch.log(p.clamp(min=0.5)) - torch.log(q.clamp(min=0.25))" in change.text
+    assert "places" not in change.title
+    assert change.title.count(";") == 1
 
 
 @pytest.mark.slow
