@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 from trainings import loss_of, make_batch, make_model
@@ -13,6 +14,7 @@ from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
 
 
+@pytest.mark.slow
 def test_each_of_four_sporadic_failures_in_2000_steps(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

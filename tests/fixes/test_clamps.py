@@ -105,6 +105,7 @@ def test_logarithms_that_stay_off_zero_are_left_alone(tmp_path):
     assert first.patch.count("clamp") == 1
 
 
+@pytest.mark.slow
 def test_what_fails_beside_a_clamp_is_told(tmp_path):
     """Doubled inputs take the root below 0, in fp32 as well."""
     found = fixes(HALF, [[10.0, 1e-9, 0.2, 10.0], [0.5, 1.0, 1.0, 0.2]], tmp_path)

@@ -27,6 +27,7 @@ def loss(output, batch):
 """
 
 
+@pytest.mark.slow
 def test_a_larger_eps_comes_before_a_loss_scale(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(FILE)

@@ -102,6 +102,7 @@ def test_both_samples_are_left_out_together(two_samples):
     assert "kept = [0, 2]" in data[0].patch
 
 
+@pytest.mark.slow
 def test_the_change_of_a_later_origin_may_be_enough(tmp_path):
     """The root's derivative fails once its value is no divisor of zero; a root that is never zero needs no clamp."""
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -162,6 +163,7 @@ class SquaresAndRoot(nn.Module):
         return torch.sin(h * h * 1e-5) + torch.sqrt(h.float().square())
 
 
+@pytest.mark.slow
 def test_an_overflow_may_hide_a_backward_that_fails_in_fp32(tmp_path):
     x = torch.tensor([[400.0, 1.0], [2.0, 0.0], [3.0, 4.0]])
     torch.save({"state_dict": SquaresAndRoot().state_dict(), "x": x}, tmp_path / "dump.pth")

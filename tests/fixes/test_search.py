@@ -57,6 +57,7 @@ class TwoLanes(nn.Module):
         return {"left": self.left(x), "right": self.right(x)}
 
 
+@pytest.mark.slow
 def test_two_independent_overflows_among_sixty_modules(tmp_path):
     model = TwoLanes()
     path = save(tmp_path / "dump.pth", model, x=torch.rand(4, 8) + 0.5)

@@ -135,6 +135,7 @@ def test_a_budget_ends_it(step, budget):
     assert list(names)
 
 
+@pytest.mark.slow
 def test_a_spent_budget_is_told(tmp_path):
     report = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=5).report
     assert any("budget" in note for note in report.search_notes)

@@ -95,6 +95,7 @@ def test_the_folder_holds_the_reports_and_a_page_of_links(executor, workplace):
     assert [line["kind"] for line in lines] == ["dump", "dump", "dump", "group", "triage"]
 
 
+@pytest.mark.slow
 def test_fixes_are_tried_on_one_dump_of_a_group(executor, workplace):
     options = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "max_trials": 20})
     (group,) = triage(["runs"], options).groups

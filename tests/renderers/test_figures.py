@@ -90,6 +90,7 @@ def test_a_value_made_between_layers_is_marked_between_them():
     assert [7.5, 7.5] in [list(line.get_xdata()) for line in axes.lines]
 
 
+@pytest.mark.slow
 def test_a_nonfinite_batch_is_marked_before_all_layers():
     figure = draw_ranges(factory.nonfinite_input())
     figure.canvas.draw()
@@ -231,6 +232,7 @@ def test_svg_text_stays_text(figure, tmp_path):
     assert ">fp16 autocast</text>" in text
 
 
+@pytest.mark.slow
 def test_a_pdf_is_written(figure, tmp_path):
     save_figure(figure, tmp_path / "ranges.pdf")
     assert (tmp_path / "ranges.pdf").read_bytes().startswith(b"%PDF")
@@ -304,6 +306,7 @@ assert not {"matplotlib.pyplot", "torch"} & sys.modules.keys()
 """
 
 
+@pytest.mark.slow
 def test_drawing_leaves_pyplot_and_the_backend_alone(tmp_path):
     command = [sys.executable, "-c", DRAWS_ALONE, str(tmp_path / "ranges.png")]
     assert subprocess.run(command, check=False, cwd=Path(factory.__file__).parent).returncode == 0

@@ -58,6 +58,7 @@ def test_a_script_goes_into_a_py_file_alone(folder):
     assert "unknown ending; use .py." in result.stderr
 
 
+@pytest.mark.slow
 def test_a_file_of_somebody_else_stays(folder):
     names = ["report.json", "report.html", "report.md", "ranges.png", "ranges.svg", "ranges.pdf"]
     for name in names:

@@ -64,6 +64,7 @@ def test_outputs_are_walked_and_their_places_named(make, expected):
     assert call.leave is not None
 
 
+@pytest.mark.slow
 def test_the_output_of_a_transformers_model_is_walked():
     modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
     make = modeling_outputs.BaseModelOutputWithPooling
