@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -86,7 +87,11 @@ class SingleProcesses(Executor):
         """Have an idle process make the call: who waits for a result may come before its process is idle again."""
         pool = self._idle.get()
         with self._lock, _off_the_working_directory():
-            future = pool.submit(fn, *args, **kwargs)  # which starts the process
+            try:
+                future = pool.submit(fn, *args, **kwargs)  # which starts the process
+            except KeyboardInterrupt:
+                _stop_server()  # or the process would still come, and miss what this one has let go of
+                raise
         future.add_done_callback(lambda done: self._release(pool, done))
         return future
 
@@ -120,7 +125,22 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nandoctor.pipeline"])
+    # Ctrl-C goes to all processes of a terminal: that one, still at its imports, would answer with a traceback.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        with _off_the_working_directory():
+            forkserver.ensure_running()
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
     return context
+
+
+def _stop_server() -> None:
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

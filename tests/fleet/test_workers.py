@@ -112,7 +112,8 @@ def start(*more):
     """Begin a triage that an interrupt reaches, also where the tests run in the background and pass none on."""
     command = [sys.executable, "-c", INTERRUPTIBLE, *COMMAND, "--model", "models_of_the_test.py:Overflowing", *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def wait_for_results(folder, number):
@@ -144,6 +145,16 @@ def test_stopped_in_the_middle_it_does_no_file_twice(workplace, ending):
     assert len(after) == NUMBER + MORE
     assert all(json.loads(path.read_text())["outcome"] == "analysed" for path in after)
     assert {path: after[path] for path in before} == before
+
+
+def test_stopped_before_its_processes_are_there_it_ends_quietly(workplace):
+    process = start()
+    while process.poll() is None and not list(workplace.glob("nandoctor-triage/*")):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in stderr) == (130, False)
 
 
 @contextmanager
