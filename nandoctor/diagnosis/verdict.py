@@ -89,7 +89,7 @@ def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
 
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
     """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
-    maker = f": {_name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
+    maker = f": {name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
     return Gap(
         text=f"The step is finite {describe_run(trace.policy, trace.format)} and non-finite in fp32{maker}. Rounding "
         "alone keeps it finite here.",
@@ -100,7 +100,7 @@ def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
 def doubt_gradients(trace: Trace) -> Gap:
     """What is to be feared where the gradients of a stand-in loss are non-finite; `trace` has its backward pass."""
     made = next((op for op in trace.backward if op.analysis is not None), None)
-    first = f": the backward of {_name_op(made.op, made.source)} makes them" if made is not None else ""
+    first = f": the backward of {name_op(made.op, made.source)} makes them" if made is not None else ""
     return Gap(
         text=f"The output is finite, and the gradients of a stand-in for the loss are not{first}. Those of your own "
         "loss may be finite, where it does not read the whole output.",
@@ -108,7 +108,7 @@ def doubt_gradients(trace: Trace) -> Gap:
     )
 
 
-def _name_op(op: str, source: SourceLine | None) -> str:
+def name_op(op: str, source: SourceLine | None) -> str:
     """The op and its line, where that is known: "div (model.py:31)"."""
     return f"{op} ({file_line(source.file, source.line)})" if source is not None else op
 

@@ -65,14 +65,12 @@ def search_fp32_sets(
                 break  # whatever else is in fp32, without it the product passes the limit again
     except BudgetSpent:
         complete = False
-    recorded = ((Fp32Module(module=member.module, children=member.children) for member in kept) for kept in found)
-    search = Fp32SetSearch(
-        sets=tuple(Fp32Set(modules=tuple(modules)) for modules in recorded),
-        num_modules=len(members),
-        num_probes=count(),
-        complete=complete,
-    )
-    return search, found
+    recorded = tuple(map(_record_set, found))
+    return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=count(), complete=complete), found
+
+
+def _record_set(kept: Kept) -> Fp32Set:
+    return Fp32Set(modules=tuple(Fp32Module(module=member.module, children=member.children) for member in kept))
 
 
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:

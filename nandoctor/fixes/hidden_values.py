@@ -14,7 +14,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import writes_infinity
 from nandoctor.diagnosis.conclusion import MASK, Findings, Gap, conclude
 from nandoctor.diagnosis.origin import trace_back
-from nandoctor.diagnosis.verdict import judge
+from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
@@ -22,7 +22,7 @@ from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
 from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken, find_held
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
-from nandoctor.text import are, file_line, join_first
+from nandoctor.text import are, join_first
 from nandoctor.torch_compat import tree_leaves
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -146,8 +146,9 @@ def _doubt_held(step: FailingStep) -> Iterator[Gap]:
     """What is not known of NaN that something else than the model holds after the step."""
     if (site := find_held(step)) is not None:
         yield Gap(
-            text=f"The output is finite, but NaN that {_place_of(site)} makes is still held after the step, and not by "
-            "the model: by a closure, a default argument or another file's variable. A later step may read it.",
+            text=f"The output is finite, but NaN that {name_op(site.op, site.source)} makes is still held after the "
+            "step, and not by the model: by a closure, a default argument or another file's variable. A later step may "
+            "read it.",
             remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns what is "
             "kept as well.",
         )
@@ -159,10 +160,9 @@ def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> 
         if held.producer is not None and _is_unmeant(held, trace, reference):
             sources = [source.op for source in trace_back(trace.ops, reference, [held.producer]).sources]
             for op in sources[:1] if any("nan" in op.analysis.kinds for op in sources if op.analysis) else ():
-                line = f" ({file_line(op.source.file, op.source.line)})" if op.source is not None else ""
                 yield Gap(
-                    text=f"The output is finite, but {op.op}{line} makes NaN that no later operation takes. It may "
-                    "have left torch, for a number of Python or numpy.",
+                    text=f"The output is finite, but {name_op(op.op, op.source)} makes NaN that no later operation "
+                    "takes. It may have left torch, for a number of Python or numpy.",
                     remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                     "what becomes of it.",
                 )
@@ -174,9 +174,5 @@ def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
     if kept:
         names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
         return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
-    places = list(dict.fromkeys(map(_place_of, decided)))
+    places = list(dict.fromkeys(name_op(site.op, site.source) for site in decided))
     return f"What the step returns is finite, and depends on what is not: {join_first(places, 3)} makes numbers of it."
-
-
-def _place_of(site: Taken) -> str:
-    return f"{site.op} ({file_line(site.source.file, site.source.line)})" if site.source is not None else site.op

@@ -119,7 +119,7 @@ class SingleProcesses(Executor):
 def _context() -> multiprocessing.context.BaseContext:
     """How processes start: each is forked from one that has imported what a replay needs, and has run nothing.
 
-    A fork of this process would be without torch's threads.
+    A fork of this process would be without torch's threads. To be called off the working directory.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
         return multiprocessing.get_context("spawn")
@@ -129,8 +129,7 @@ def _context() -> multiprocessing.context.BaseContext:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
-        with _off_the_working_directory():
-            forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)

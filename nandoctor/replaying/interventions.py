@@ -124,13 +124,10 @@ def intervene(
                 owners = [module for module in model.modules() if type(module).__name__ == edit.type]
                 found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
                 stack.enter_context(held(*((module, edit.name, edit.value) for module in found)))
-            elif isinstance(edit, ZeroWeights | ResetBuffers):  # the run puts weights and buffers back by itself
-                weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-                for name in edit.names:
-                    if isinstance(edit, ZeroWeights) and name in weights:
-                        weights[name].data = weights[name].data.nan_to_num(0.0, 0.0, 0.0)
-                    elif isinstance(edit, ResetBuffers) and name in buffers:
-                        buffers[name].data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
+            elif isinstance(edit, ZeroWeights):  # the run puts weights and buffers back by itself
+                _zero_weights(edit, model)
+            elif isinstance(edit, ResetBuffers):
+                _reset_buffers(edit, model)
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
@@ -148,6 +145,18 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
         return
     with torch.autocast(device.type, enabled=False):
         yield widen
+
+
+def _zero_weights(edit: ZeroWeights, model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if name in edit.names:
+            weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _reset_buffers(edit: ResetBuffers, model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if name in edit.names:
+            buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
 
 
 @contextmanager

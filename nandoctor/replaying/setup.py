@@ -82,13 +82,10 @@ def prepare(
         step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
         steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
-    # The user's word, else what the recorder saw, else both.
-    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
-    training = settings.mode == "train" if settings.mode else recorded
     return Preparation(
         dump=dump,
         steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
-        modes=(True, False) if training is None else (training,),
+        modes=_modes(dump, settings),
         seeds=(first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))),
         policies=policies,
         outputs=outputs,
@@ -101,6 +98,14 @@ def prepare(
             *_describe_guess(policies, outputs.array),
         ),
     )
+
+
+def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
+    """The user's word, else what the recorder saw, else both."""
+    if settings.mode:
+        return (settings.mode == "train",)
+    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
+    return (True, False) if recorded is None else (recorded,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,19 +25,23 @@ _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 
 def caption(view: SampleView) -> str:
     """What is shown, after the name of the sample: ", every value 0", ", 3 channels over 16 places"."""
-    if isinstance(view, Picture) and (view.low is None or view.high is None):
-        return ", every value non-finite"
-    if isinstance(view, Picture) and is_flat(view):
-        return f", every value {number(view.low)}"
     if isinstance(view, Picture):
-        nonfinite = f", {view.num_bad:,} {are(view.num_bad)} non-finite" if view.num_bad else ""
-        return f", {number(view.low)} to {number(view.high)}{nonfinite}; averaged over its channels, at most 64 x 64"
+        return _caption_of_picture(view)
     if isinstance(view, TokenIds):
         return f", {plural(view.length, 'id')}{_only(len(view.ids), view.length)}"
     pieces = len(view.lows[0])
     limits = f", drawn as the range of each of {pieces} pieces" if pieces < view.length else ""
     channels = plural(view.num_channels, "channel") + _only(len(view.lows), view.num_channels)
     return f", {channels} over the {plural(view.length, 'place')} of dimension {view.dim}{limits}"
+
+
+def _caption_of_picture(view: Picture) -> str:
+    if view.low is None or view.high is None:
+        return ", every value non-finite"
+    if is_flat(view):
+        return f", every value {number(view.low)}"
+    nonfinite = f", {view.num_bad:,} {are(view.num_bad)} non-finite" if view.num_bad else ""
+    return f", {number(view.low)} to {number(view.high)}{nonfinite}; averaged over its channels, at most 64 x 64"
 
 
 def _only(shown: int, there_are: int) -> str:
