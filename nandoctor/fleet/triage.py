@@ -236,7 +236,8 @@ class _Run:
                 else:
                     twins[job.key] = []
                     self._made.add(job.key)
-                    running[self.workers.executor.submit(run_job, job)] = job, time.perf_counter()
+                    began = time.perf_counter()  # before the worker's own clock runs, which may end it
+                    running[self.workers.executor.submit(run_job, job)] = job, began
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 job, began = running.pop(future)
