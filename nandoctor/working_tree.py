@@ -1,21 +1,15 @@
-"""Applies a fix to the working tree: every file whole or not at all, and back again where it does not help.
-
-The diff is applied strictly: every line of it that is context or removed has to stand where the diff says.
-"""
+"""Applies a fix to the working tree: every file whole or not at all, and back again where it does not help."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.renderers.save import write_bytes
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
-
-_FILE = re.compile(r"^--- .*\n\+\+\+ (?:b/)?(.*)\n?", re.MULTILINE)
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
 
 class PatchError(NanDoctorError):
@@ -30,33 +24,23 @@ class PatchedFile:
     before: bytes
     after: bytes
 
-    @property
-    def line(self) -> int:
-        """The first line that differs, from 1."""
-        pairs = zip(self.before.splitlines(), self.after.splitlines(), strict=False)
-        return next((place for place, (was, now) in enumerate(pairs, 1) if was != now), 1)
 
-
-def plan_patch(diff: str, root: Path, *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
-    """Read the files below `root` that the diff names, and what becomes of each; nothing is written.
+def plan_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
+    """Read the files as they are, and tell what becomes of each; nothing is written.
 
     Raises:
         PatchError: a file is missing or has changed since, is no text, or belongs to an installed package and
             `allow_installed` is not set.
     """
-    _, *parts = _FILE.split(diff)
-    files = zip(parts[::2], parts[1::2], strict=True)
-    return tuple(_plan_file(name, hunks.split("\n"), root, allow_installed) for name, hunks in files)
+    return tuple(_plan_file(file, allow_installed) for file in files)
 
 
-def encode_diff(diff: str, root: Path) -> bytes:
+def encode_diff(patch: SourcePatch) -> bytes:
     """The diff as bytes; the lines of a file in its own encoding, since `git apply` compares bytes."""
-    heads = [*_FILE.finditer(diff)]
-    ends = [*(head.start() for head in heads[1:]), len(diff)]
     parts = list[bytes]()
-    for head, end in zip(heads, ends, strict=True):
-        encoding = decode_source((root / head[1]).read_bytes())[1]
-        parts += [head[0].encode(), diff[head.end() : end].encode(encoding)]
+    for file in patch.files:
+        old, new, hunks = SourcePatch(root=patch.root, files=(file,)).diff.split("\n", 2)
+        parts += [f"{old}\n{new}\n".encode(), hunks.encode(decode_source(Path(file.path).read_bytes())[1])]
     return b"".join(parts)
 
 
@@ -84,8 +68,8 @@ def restore_files(files: Sequence[PatchedFile]) -> None:
             write_bytes(file.before, file.path)
 
 
-def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: bool) -> PatchedFile:
-    path = (root / name).resolve()
+def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
+    path = Path(file.path).resolve()
     if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
         raise PatchError(
             f"{path} belongs to an installed package.",
@@ -98,29 +82,9 @@ def _plan_file(name: str, hunks: Sequence[str], root: Path, allow_installed: boo
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PatchError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
-    return PatchedFile(path=path, before=before, after=_apply(text, hunks, path).encode(encoding))
-
-
-def _apply(text: str, hunks: Sequence[str], path: Path) -> str:
-    """The text with the hunks made; a line of them ends as the diff says, which has the file's own line endings."""
-    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
-    made, place = list[str](), 0
-    for line, following in zip(hunks, [*hunks[1:], ""], strict=True):
-        whole = line[1:] + ("" if following.startswith("\\") else "\n")  # "\ No newline at end of file"
-        if header := _HUNK.match(line):
-            start = int(header[1]) - (header[2] != "0")
-            if not place <= start <= len(lines):
-                raise _changed_since(path)
-            made += lines[place:start]
-            place = start
-        elif line.startswith(("-", " ")):
-            if place >= len(lines) or lines[place] != whole:
-                raise _changed_since(path)
-            made += [whole] if line.startswith(" ") else []
-            place += 1
-        elif line.startswith("+"):
-            made.append(whole)
-    return "".join([*made, *lines[place:]])
+    if text != file.before:
+        raise _changed_since(path)
+    return PatchedFile(path=path, before=before, after=file.after.encode(encoding))
 
 
 def _changed_since(path: Path) -> PatchError:

@@ -19,7 +19,7 @@ from torch import nn
 import nandoctor
 from nandoctor.case import Case
 from nandoctor.cli import main
-from nandoctor.evidence.edits import UseFormat
+from nandoctor.evidence.edits import ChangedFile, SourcePatch, UseFormat
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Fix, FixSettings, TrialOutcome
 from nandoctor.evidence.verification import FixChoice
@@ -40,23 +40,23 @@ class Net(nn.Module):
 ARGUMENTS = ("fix", "dump.pth", "--model", "net.py:Net")
 
 
-def patch_to(eps):
-    line = SICK.strip("\n").splitlines()[-1]
-    return f"--- a/net.py\n+++ b/net.py\n@@ -12 +12 @@\n-{line}\n+{line.replace('1e-8', eps)}\n"
+def change_to(eps, path="net.py", root="."):
+    file = ChangedFile(path=str(path), before=SICK, after=SICK.replace("1e-8", eps))
+    patch = SourcePatch(root=str(root), files=(file,))
+    return {"patch": patch.diff, "patch_root": patch.root, "files": patch.files}
 
 
 FIX = Fix(
     kind="source",
     edit=UseFormat(format=BF16),
     title="Use an eps of 1e-4",
-    patch=patch_to("1e-4"),
-    patch_root=".",
+    **change_to("1e-4"),
     verified=True,
     outcome=TrialOutcome(finite=True, max_rel_err=0.001),
     rank=0,
 )
-SNIPPET = replace(FIX, kind="snippet", title="Keep it in fp32", patch="model.float()\n", patch_root=None)
-SETTING = replace(FIX, kind="setting", title="bf16", patch="", settings=FixSettings(amp_dtype="bfloat16"))
+SNIPPET = replace(FIX, kind="snippet", title="Keep it in fp32", patch="model.float()\n", patch_root=None, files=())
+SETTING = replace(FIX, kind="setting", title="bf16", patch="", files=(), settings=FixSettings(amp_dtype="bfloat16"))
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ def test_the_next_best_can_be_picked(find):
 def test_the_commands_for_a_package_go_to_its_folder(find, workplace):
     root = workplace / "venv" / "site-packages"
     (root / "lib").mkdir(parents=True)
-    (root / "lib" / "net.py").write_text(SICK.strip("\n") + "\n")
-    find(replace(FIX, patch=FIX.patch.replace("net.py", "lib/net.py"), patch_root=str(root)))
+    (root / "lib" / "net.py").write_text(SICK)
+    find(replace(FIX, **change_to("1e-4", root / "lib" / "net.py", root)))
     shown = words(run(*ARGUMENTS).stdout)
     assert "--model net.py:Net --write --allow-installed or" in shown
     assert "--model net.py:Net --diff | git -C venv/site-packages apply" in shown
@@ -201,7 +201,7 @@ def test_a_step_that_does_not_fail_needs_no_fix(workplace):
 )
 def test_a_written_fix_is_verified_from_the_disk_or_undone(find, workplace, eps, code, outcome):
     """The search is left out, so that a change that does not help, or does not run, can be written."""
-    find(replace(FIX, patch=patch_to(eps)))
+    find(replace(FIX, **change_to(eps)))
     result = run(*ARGUMENTS, "--write", "--json")
     plain = json.loads(result.stdout)
     assert (result.exit_code, plain["verification"]["outcome"]) == (code, outcome)

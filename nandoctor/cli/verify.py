@@ -21,6 +21,7 @@ from nandoctor.text import plural, printable
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
+    from nandoctor.evidence.edits import SourcePatch
     from nandoctor.evidence.report import Fix, Report
     from nandoctor.evidence.verification import FixChoice, Verification
     from nandoctor.working_tree import PatchedFile
@@ -117,12 +118,12 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
     if only_diff:
         from nandoctor.working_tree import encode_diff
 
-        click.echo(encode_diff(_diff_of(choice.fix), Path(choice.fix.patch_root or ".")), nl=False)
+        click.echo(encode_diff(_patch_of(choice.fix)), nl=False)
         return
     if write:
         from nandoctor.working_tree import plan_patch
 
-        files = plan_patch(_diff_of(choice.fix), Path(choice.fix.patch_root or "."), allow_installed=allow_installed)
+        files = plan_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
         verification = _write(files, case, _same_replay(dump, case, options))
         written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
         choice = replace(choice, written=written, verification=verification)
@@ -157,7 +158,8 @@ def _choose(case: Case, pick: int) -> FixChoice:
     )
 
 
-def _diff_of(chosen: Fix) -> str:
+def _patch_of(chosen: Fix) -> SourcePatch:
+    from nandoctor.evidence.edits import SourcePatch
     from nandoctor.renderers.fix_facts import WHERE_TO_RUN
 
     if chosen.kind != "source":
@@ -165,7 +167,7 @@ def _diff_of(chosen: Fix) -> str:
             f"This fix has no diff ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
             remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
         )
-    return chosen.patch
+    return SourcePatch(root=chosen.patch_root or ".", files=chosen.files)
 
 
 def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -> Verification:

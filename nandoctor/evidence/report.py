@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
-from nandoctor.evidence.edits import Edit, FixCost
+from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import Effect, FloatFormat
 from nandoctor.evidence.serialization import INLINED
@@ -236,6 +236,7 @@ class Fix:
     Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A "setting" has
     `settings` instead, and "advice" cannot be run. `verified`: every check that was made was passed. `edit` is what the
     search changed in the run. The smallest change that holds has `rank` 0. `cost` is None where nothing is widened.
+    `files` are those that a diff changes, with their whole texts; a saved report has the diff alone.
     """
 
     kind: Literal["source", "snippet", "setting", "data", "state", "advice"]
@@ -243,6 +244,7 @@ class Fix:
     title: str
     patch: str
     patch_root: str | None = None
+    files: tuple[ChangedFile, ...] = field(default=(), repr=False, compare=False)
     settings: FixSettings | None = None
     verified: bool
     checks: tuple[Check, ...] = ()

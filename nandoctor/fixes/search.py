@@ -342,13 +342,14 @@ def _distance(fix: Fix) -> float:
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
-    root = written.change.root if isinstance(written.change, SourcePatch) else None
+    source = written.change if isinstance(written.change, SourcePatch) else None
     return Fix(
         kind=written.kind,
         edit=edit,
         title=written.title,
         patch=written.text,
-        patch_root=root,
+        patch_root=None if source is None else source.root,
+        files=() if source is None else source.files,
         settings=written.settings,
         verified=proof.passes,
         checks=checks,
