@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import PLAIN
@@ -220,7 +221,7 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
         return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
     if any(map(is_lazy, model.parameters())):
         return None  # it has no shapes before its first forward
-    own, other = ({name: p.shape for name, p in net.named_parameters()} for net in (model, twin))
+    own, other = ({unwrapped_name(name): p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:
         called = f"{class_of(model).__name__}({', '.join(arguments)})"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # What DataParallel and torch.compile put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+# What torch.compile, FSDP and checkpointing put into the names of the parts of a model that they wrap.
+_WRAPPED_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # Names under which scripts keep weights, the likeliest first.
 _STATE_NAMES = (
@@ -167,6 +169,11 @@ def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torc
     while prefix := next((p for p in _WRAPPER_PREFIXES if _is_prefix(state, p)), ""):
         state, removed = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, removed + prefix
     return state, removed
+
+
+def unwrapped_name(name: str) -> str:
+    """The path of a tensor or module as it is where no part of its model is wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED_PARTS)
 
 
 def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:

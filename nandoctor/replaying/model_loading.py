@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
@@ -339,7 +340,9 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
 
 
 def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
-    """The state under the prefix, taken off or put on, that makes the most names fit."""
+    """The state under the prefix, taken off or put on, that makes the most names fit, whichever parts are wrapped."""
+    wrapped = {unwrapped_name(name): name for name in own}
+    state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
     taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
     put_on = {prefix: sum(prefix + name in own for name in state) for prefix in _prefixes(own, state)}
     num_fitting = sum(name in own for name in state)

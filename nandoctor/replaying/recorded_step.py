@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
@@ -188,8 +189,9 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
     with held(*((module, "training", module.training) for module in model.modules())):
         model.train(training)
         if recorded.get("") is training:
+            flags = {unwrapped_name(name): flag for name, flag in recorded.items()}
             for name, module in model.named_modules():
-                module.training = recorded.get(name, training)
+                module.training = flags.get(unwrapped_name(name), training)
         yield
 
 

@@ -48,6 +48,12 @@ def build_stack(width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.ReLU())
 
 
+def make_compiled_in_part() -> nn.Module:
+    model = Wide(3)
+    model.linear = torch.compile(model.linear, backend="eager")
+    return model
+
+
 @pytest.fixture(autouse=True)
 def _in_the_folder_of_this_file(monkeypatch):
     monkeypatch.chdir(HERE)
@@ -66,6 +72,7 @@ def record(folder, caplog, model, **options):
     ("model", "options"),
     [
         (lambda: Wide(3), {"arguments": {"width": 3}}),
+        (make_compiled_in_part, {"arguments": {"width": 3}}),
         (lambda: Wide(3), {"builder": functools.partial(Wide, width=3)}),
         (lambda: nn.Linear(4, 2), {"arguments": {"in_features": 4, "out_features": 2}}),
         (lambda: Wide(3), {"builder": build_wide}),
@@ -73,7 +80,16 @@ def record(folder, caplog, model, **options):
         (lambda: build_stack(5), {"builder": build_stack, "arguments": {"width": 5}}),
         (lambda: build_stack(5), {"builder": functools.partial(build_stack, width=5)}),
     ],
-    ids=["arguments", "partial", "a class of torch", "builder", "sequential", "builder with arguments", "its partial"],
+    ids=[
+        "arguments",
+        "compiled",
+        "partial",
+        "a class of torch",
+        "builder",
+        "sequential",
+        "builder with arguments",
+        "its partial",
+    ],
 )
 def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
     advice, command, path = record(tmp_path, caplog, model(), **options)

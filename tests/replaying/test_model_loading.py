@@ -285,11 +285,20 @@ def test_weights_and_buffers_are_loaded():
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.", "student.backbone."])
+@pytest.mark.parametrize("prefix", ["model.", "module.", "student.backbone."])
 def test_a_prefix_of_the_dump_is_taken_off(prefix):
     model, state = Net(), state_of(Net(), prefix)
     assert load_state(model, state) == [f"The prefix {prefix!r} was taken off the weights' names."]
     assert torch.equal(model.head.weight, state[f"{prefix}head.weight"])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("_orig_mod.", ""), ("", "_orig_mod."), ("", "_fsdp_wrapped_module.")])
+def test_parts_of_the_model_may_be_wrapped_on_one_side(ours, theirs):
+    model = Net()
+    model.encoder = torch.compile(model.encoder, backend="eager") if ours else model.encoder
+    state = {name.replace("encoder.", f"encoder.{theirs}"): tensor for name, tensor in state_of(Net()).items()}
+    assert load_state(model, state) == []
+    assert torch.equal(model.state_dict()[f"encoder.{ours}weight"], state[f"encoder.{theirs}weight"])
 
 
 def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
