@@ -187,10 +187,8 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def run_default(op: OpOverload, *args: Any) -> Any:
     """Run what an op is on devices without a kernel of their own, where another stands in its place on this one."""
-    elsewhere = _find("torch._C.DispatchKeySet")(
-        _find("torch._C._parse_dispatch_key")("IPU")
-    )  # torch has no kernels of it
-    return _find("torch._ops.OpOverload.redispatch")(op, elsewhere, *args)
+    without_kernels = _find("torch._C._parse_dispatch_key")("IPU")
+    return _find("torch._ops.OpOverload.redispatch")(op, _find("torch._C.DispatchKeySet")(without_kernels), *args)
 
 
 @contextmanager
@@ -310,10 +308,15 @@ def is_transforming() -> bool:
     return bool(_find("torch._C._are_functorch_transforms_active")())
 
 
+def outside_transforms() -> AbstractContextManager[None]:
+    """A context in which results can leave the `torch.vmap`, or its kin, that this thread is inside."""
+    return cast(AbstractContextManager[None], _find("torch._C._DisableFuncTorch")())
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """A context in which tensors are read as they are: no function mode, no torch.func, no op tracer in between."""
-    with _find("torch._C.DisableTorchFunction")(), _find("torch._C._DisableFuncTorch")(), unobserved():
+    with _find("torch._C.DisableTorchFunction")(), outside_transforms(), unobserved():
         yield
 
 

@@ -61,9 +61,12 @@ def describe(
     optimizers: Iterable[Optimizer | DeepSpeedEngine],
 ) -> dict[str, Any]:
     """The contents of a dump of `step`."""
+    num_hidden = step.leave_hidden_calls()
+    hidden = [f"calls: {num_hidden} inside torch.func.vmap, whose inputs cannot be kept"] if num_hidden else []
     assert step.before is not None
     model = training.observer.model
     before, lost = training.observer.describe(step.before, step.undo or {})
+    before["state_dict"] |= {name: tensor for name, tensor in (step.lent or {}).items() if name in before["state_dict"]}
     function = getattr(model, training.method or "forward")
     calls, dropped = step.describe(function, is_method=bool(training.method))
     spoiled = step.spoiled if result.reason == "update" else None
@@ -84,7 +87,7 @@ def describe(
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
-        "left_out": [*lost, *dropped, *unfit, *_describe_updates(step, training.observer)],
+        "left_out": [*lost, *hidden, *dropped, *unfit, *_describe_updates(step, training.observer)],
     }
 
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
-from nandoctor.torch_compat import compiled_call, set_compiled_call
+from nandoctor.torch_compat import compiled_call, outside_transforms, set_compiled_call
 
 LOG = logging.getLogger("nandoctor")
 T = TypeVar("T")
@@ -28,14 +28,18 @@ After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
-    """The function, whose failures are one line in the log: a training must not end by its recorder's fault."""
+    """The function, whose failures are one line in the log: a training must not end by its recorder's fault.
+
+    It runs outside of any `torch.func` transform: a step may be saved at a forward within one.
+    """
     failed = False
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T | None:
         nonlocal failed
         try:
-            return function(*args, **kwargs)
+            with outside_transforms():
+                return function(*args, **kwargs)
         except NanDoctorError:
             raise
         except Exception as error:

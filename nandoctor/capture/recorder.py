@@ -36,6 +36,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.project import stop_import
 from nandoctor.text import join_first
+from nandoctor.torch_compat import unwrap
 
 LOG = logging.getLogger("nandoctor")
 
@@ -228,9 +229,9 @@ class Recorder(RecorderSettings):
             )
             return
         step.batch = step.batch if batch is None else held(batch)
-        if step.borrowed:
+        if step.borrowed and step.lent is None:
             self._warn(
-                "torch.func.functional_call gives the model other weights than its own, with which no replay can call "
+                "torch.func.functional_call gives the model other weights at each call, with which no replay can call "
                 "it. Write the step up to the loss as the forward of a module that holds the model, record that "
                 "module, and give loss=loss_of, with def loss_of(output, batch): return output"
             )
@@ -241,7 +242,7 @@ class Recorder(RecorderSettings):
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
         """The loss; None for what is no number, and a line in the log."""
         if loss is None or is_dense(loss):
-            return loss
+            return None if loss is None else unwrap(loss)  # of torch.func.vmap those of all samples
         try:
             return torch.tensor(float(loss))
         except Exception:  # what an object of the training's raises

@@ -16,7 +16,6 @@ from nandoctor.capture.observer import StateBefore, WeightStamp
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.text import join_first
-from nandoctor.torch_compat import unwrap
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,14 +24,15 @@ class RecordedStep:
 
     `step` counts the optimizer's updates, and `micro_batch` the forwards that share one. `explicit`: the loop said
     where the step begins. `between` are the generators before each call but the first.
-    `borrowed` are, by call, the weights that `torch.func.functional_call` gave it. `without_grad`: its calls were
-    made under `torch.no_grad`. `inside` are outputs of children, where the model's own call is not the step. `passed`:
-    another model's optimizer has stepped since a forward that nobody watched, so that the next one begins a step of its
-    own. `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step, and
-    `scale_version` tells whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what
-    is known without it. `accumulated` is the largest magnitude among the gradients after a micro-batch that no update
-    follows. `num_updates` counts how often an optimizer has written the weights since. `stamp` is the observer's after
-    the first forward, and `weights` a copy from before it, where the loop writes them without any optimizer.
+    `borrowed` are, by call, the weights that `torch.func.functional_call` gave it, the same object for calls that were
+    given the same. `without_grad`: its calls were made under `torch.no_grad`. `inside` are outputs of children, where
+    the model's own call is not the step. `passed`: another model's optimizer has stepped since a forward that nobody
+    watched, so that the next one begins a step of its own. `loss_value` is the loss itself, if a rule asks for it.
+    `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is
+    a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude among the
+    gradients after a micro-batch that no update follows. `num_updates` counts how often an optimizer has written the
+    weights since. `stamp` is the observer's after the first forward, and `weights` a copy from before it, where the
+    loop writes them without any optimizer.
     """
 
     step: int
@@ -44,7 +44,7 @@ class RecordedStep:
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
-    borrowed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    borrowed: dict[int, Packed] = field(default_factory=dict)
     without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
@@ -129,12 +129,41 @@ class RecordedStep:
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
 
+    @property
+    def lent(self) -> Mapping[str, torch.Tensor] | None:
+        """The weights that all calls were given in place of the model's own, by name; None without one set for all."""
+        given = [self.borrowed.get(index) for index, packed in enumerate(self.calls) if not packed.hidden]
+        first = given[0] if given else None
+        if first is None or first.hidden or first.overwritten or any(packed is not first for packed in given):
+            return None
+        weights: Mapping[str, torch.Tensor] = first.tree
+        return weights
+
+    def lend(self, weights: dict[str, torch.Tensor]) -> None:
+        """Note what the call that is about to be made is given in place of the model's own weights."""
+        packed, last = pack(weights, "weights"), self.borrowed.get(len(self.calls) - 1)
+        self.borrowed[len(self.calls)] = last if last is not None and _are_same(last, packed) else packed
+
+    def leave_hidden_calls(self) -> int:
+        """Forget the calls within `torch.func.vmap` where there are others, which can be replayed; return how many."""
+        kept = [index for index, packed in enumerate(self.calls) if not packed.hidden]
+        num_hidden = len(self.calls) - len(kept)
+        if not kept or not num_hidden or self.before is None or len(self.returned) != len(self.calls):
+            return 0
+        first, *further = [(self.before.random, *self.between)[index] for index in kept]
+        self.before, self.between = self.before._replace(random=first), further
+        self.borrowed = {now: self.borrowed[old] for now, old in enumerate(kept) if old in self.borrowed}
+        self.calls, self.returned = ([packs[index] for index in kept] for packs in (self.calls, self.returned))
+        return num_hidden
+
     def copy_tensors(self) -> None:
         """Copy all that is held by reference: the loop may write its next batch to the same memory."""
         self.kept_batch = copied(pack(self.batch, "batch", kinds=True))
         for kept in (self.calls, self.returned):
             kept[:] = map(copied, kept)
         self.inside = {name: copied(packed) for name, packed in self.inside.items()}
+        copies = {id(packed): copied(packed) for packed in self.borrowed.values()}
+        self.borrowed = {index: copies[id(packed)] for index, packed in self.borrowed.items()}
 
     def forget_calls(self) -> None:
         """Begin anew with the next call: those so far are no part of the step."""
@@ -185,8 +214,9 @@ class RecordedStep:
 
     def _lent(self) -> Iterator[str]:
         """Tell of the weights that were not the model's own."""
-        for index, weights in self.borrowed.items():
-            spoiled = [name for name, tensor in weights.items() if not unwrap(tensor).isfinite().all()]
+        for index, weights in () if self.lent is not None else self.borrowed.items():
+            held = weights.tree.items()
+            spoiled = [name for name, tensor in held if tensor is not None and not tensor.isfinite().all()]
             how = "by an update inside the loop, or by its gradient" if index else "before the step"
             yield (
                 f"weights of call {index + 1}: functional_call gave it others, and a replay takes the model's own"
@@ -209,6 +239,12 @@ def held(batch: Any) -> Any:
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
     """The arguments of a call by reference."""
     return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)
+
+
+def _are_same(one: Packed, other: Packed) -> bool:
+    """True if they hold the very same memory by the same names."""
+    places = [[(tensor.data_ptr(), tensor.shape) for tensor, _ in packed.tensors] for packed in (one, other)]
+    return one.tree.keys() == other.tree.keys() and places[0] == places[1] and not one.overwritten
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:

@@ -20,7 +20,6 @@ from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import TrainedParameters, TrainingLoop, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
-from nandoctor.torch_compat import is_transforming
 
 LOG = logging.getLogger("nandoctor")
 _MAX_CALLS = 16
@@ -179,13 +178,12 @@ class StepTracker:
                 self._held, self._all = self._observer.held, None
                 self._trained.clear()
             step.before = self._observer.look()
-            copies = self._writes_unseen and not is_transforming()  # what is made within torch.func cannot leave it
-            step.weights = self._find_all().keep() if copies else None
+            step.weights = self._find_all().keep() if self._writes_unseen else None
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
         if borrowed := self._observer.read_borrowed():
-            step.borrowed[len(step.calls)] = borrowed
+            step.lend(borrowed)
         self._given = pack_call(args, kwargs)
         step.calls.append(copied(self._given) if self._copies_inputs else self._given)
         step.num_running += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -254,6 +256,28 @@ def test_what_a_transform_hides_is_named(tmp_path, caplog):
     assert any("torch.func.vmap" in line for line in left_out)
     assert "cannot be replayed" in caplog.text
     assert "nandoctor replay" not in caplog.text
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_functional_training_is_saved_with_its_weights(tmp_path, caplog, explicit):
+    model = Norm(divides=True).requires_grad_(False)
+    given = [{name: weight + step for name, weight in model.named_parameters()} for step in range(3)]
+    x = torch.zeros(3, 4)
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row.unsqueeze(0),)).sum()
+
+    with Recorder(model, folder=tmp_path, loss=lambda output, batch: output.mean()) as recorder:
+        for step, weights in enumerate(given):  # a step is saved before the next forward, which is in a transform
+            with recorder.step(x) if explicit else nullcontext():
+                output = torch.func.functional_call(model, weights, (x if step == 1 else x + 1,))
+                recorder.watch(output.mean(), x)
+                torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    saved = torch.load(recorder.written[0], weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], weight) for name, weight in given[1].items())
+    assert "other weights" not in caplog.text
+    report = nandoctor.replay(recorder.written[0], model=lambda: Norm(divides=True), fixes=False).report
+    assert (report.reproduction.grade, report.origin.phase, report.origin.op) == ("exact", "forward", "div")
 
 
 def test_inputs_under_grad_alone_are_kept(tmp_path):
