@@ -164,11 +164,6 @@ def list_ops(key: str) -> list[str]:
     return list(_find("torch._C._dispatch_get_registrations_for_dispatch_key")(key))
 
 
-def autocast_key(device_type: str) -> str:
-    """The name of the dispatch key."""
-    return f"Autocast{device_type.upper()}"
-
-
 def without_autocast() -> AbstractContextManager[None]:
     """A context in which no op of this thread is cast by the autocast of the CPU or of CUDA."""
     return _guard("Exclude", _autocast_keys())

@@ -55,9 +55,8 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
         with warnings.catch_warnings():
             # The dispatcher's remark that the device's own list is overridden, which is the purpose.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            key = torch_compat.autocast_key(device_type)
             for name, kernel in _make_kernels(device_type).items():
-                library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+                library.impl(name, kernel, f"Autocast{device_type.upper()}")  # type: ignore[no-untyped-call]
         yield
 
 
@@ -65,7 +64,7 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
 def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
     """The kernel of each listed op that this torch has; the other ops of the device's own list fall through."""
     ops = {name: op for name in _runs() if (op := _find_op(name)) is not None}
-    listed = torch_compat.list_ops(torch_compat.autocast_key(device_type))
+    listed = torch_compat.list_ops(f"Autocast{device_type.upper()}")
     own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
     kernels = {name: _make_kernel(op, _runs()[name], device_type) for name, op in ops.items()}
     return dict.fromkeys([name for name in own if name not in _runs()], fallthrough_kernel) | kernels
