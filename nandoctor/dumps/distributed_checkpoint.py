@@ -12,9 +12,8 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import product
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,6 @@ _MAX_NBYTES = 512 << 20
 _MAX_INSTRUCTIONS = 10_000_000
 _MAX_STRIDE = (1 << 63) - 1
 _PACKAGE = "torch.distributed.checkpoint"
-_MAX_SPLIT_DIMS = 8  # a part has 2 to the power of this many corners
-
-_Box = tuple[tuple[int, int], ...]  # the first element and the one behind the last, for each dimension
 
 
 class _Record:
@@ -204,43 +200,20 @@ def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]
     if not parts or numel > files.nbytes or math.prod(max(size, 1) for size in shape) > _MAX_STRIDE:
         raise _unfit(name, f"{numel:,} values in {plural(len(parts), 'part')}")
     whole: torch.Tensor | None = None
-    boxes = []
+    is_there = map_empty(shape, torch.bool)
     for index, place in parts:
         part, offset = files.read(place), _whole(index.fields.get("offset"))
         whole = map_empty(shape, part.dtype) if whole is None else whole
-        _place(whole, part, offset, name)
-        if part.numel():
-            boxes.append(tuple((start, start + size) for start, size in zip(offset, part.shape, strict=True)))
-    if whole is None or not _cover_once(boxes, shape):
-        raise _unfit(name, "they overlap, or values are missing")
-    return whole
-
-
-def _cover_once(boxes: Sequence[_Box], shape: Sequence[int]) -> bool:
-    """Tell whether each element of a tensor of this shape lies in exactly one of the boxes, all of which are in it.
-
-    The sum of the boxes' indicator functions has its mixed difference at the corners alone, with alternating signs;
-    where the differences are those of the whole, the sums are the same function.
-    """
-    whole = tuple((0, size) for size in shape)
-    split = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
-    if 0 in shape or len(split) > _MAX_SPLIT_DIMS:
-        return 0 in shape
-    left: Counter[tuple[int, ...]] = Counter()
-    for box, sign in [(whole, -1), *((box, 1) for box in boxes)]:
-        for ends in product((0, 1), repeat=len(split)):
-            left[tuple(box[dim][end] for dim, end in zip(split, ends, strict=True))] += sign * (-1) ** sum(ends)
-    return not any(left.values())
-
-
-def _place(whole: torch.Tensor, part: torch.Tensor, offset: Sequence[int], name: str) -> None:
-    target = whole
-    fits = len(offset) == part.dim() == whole.dim() and part.dtype == whole.dtype
-    for dim, (start, size) in enumerate(zip(offset, part.shape, strict=False)):
-        if not fits or start + size > whole.shape[dim]:
+        ends = [start + size for start, size in zip(offset, part.shape, strict=False)]
+        if part.dtype != whole.dtype or not len(offset) == part.dim() == whole.dim() or any(map(gt, ends, shape)):
             raise _unfit(name, f"{tuple(part.shape)} at {tuple(offset)} in {tuple(whole.shape)}")
-        target = target.narrow(dim, start, size)
-    target.copy_(part)
+        box = tuple(map(slice, offset, ends))
+        if is_there[box].any():
+            raise _unfit(name, "they overlap")
+        whole[box], is_there[box] = part, True
+    if whole is None or not is_there.all():
+        raise _unfit(name, "values are missing")
+    return whole
 
 
 def _whole(sizes: object) -> tuple[int, ...]:
