@@ -10,7 +10,7 @@ nothing can be told.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ import torch
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Check, Report, TrialOutcome
+from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
 from nandoctor.fixes.agreement import Result
@@ -52,15 +52,6 @@ _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Beginnings of what a recorder could not keep, and a replay cannot do without."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeChange:
-    """What the checks of a change say; `beside_unchanged`: its reference was the step without it, not with it."""
-
-    outcome: TrialOutcome
-    checks: tuple[Check, ...]
-    beside_unchanged: bool
-
-
 def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
     """The trials of the step with the patch taken back; None where that cannot be run, or does not fail."""
     before = replace(step, applied=made)
@@ -88,7 +79,7 @@ def _nonfinite_samples(failed: Result, num_samples: int | None) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is asked: the dump, how to replay it, what the caller knows, and the code beside that of the training.
+    """What is asked: the dump, how to replay it, and what the caller knows.
 
     `other_mode_differs`: the step passes in train mode, and fails in eval mode by the running statistics in the file.
     """
@@ -98,7 +89,6 @@ class _Asked:
     changed: Changed = ()
     failed_before: bool = False
     other_mode_differs: bool = False
-    code: CodeState = field(default_factory=CodeState)
 
 
 def verify_dump(
@@ -179,26 +169,21 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    code = _compare_code(found, asked)
     drawn = "the saved random state" if step.seed is None else f"seed {step.seed}"
-    blank = replace(blank, code=code, run=f"{'train' if step.training else 'eval'} mode, {drawn}")
+    run_in = f"{'train' if step.training else 'eval'} mode, {drawn}"
+    blank = replace(blank, code=_compare_code(found, asked), run=run_in)
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
         return _fails(blank, report, asked)
-    asked = replace(asked, code=code)
     if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and a failing step was most likely a training's
         step = replace(step, training=True)
         modes = {"train" if attempt.training else "eval": None for attempt in report.reproduction.attempts}
         blank = replace(blank, run=f"{' and '.join(modes)} mode, {drawn}")
-    made = _measure(step, asked, random=found.random)
-    reasons = [*_describe_failures(made), *_doubts(found, asked, failed=failure is not None)]
-    measured = replace(blank, notes=tuple(_notes(asked, made, step)))
-    if made is not None:
-        reference: Literal["unchanged", "changed"] = "unchanged" if made.beside_unchanged else "changed"
-        measured = replace(measured, output=made.outcome, reference=reference, checks=made.checks)
-    if reasons:
-        return _cannot_tell(measured, reasons, tuple(_advise(found, asked, made)))
+    measured = _measure(blank, step, asked, random=found.random)
+    measured = replace(measured, notes=tuple(_notes(measured, asked, step)))
+    if reasons := [*_describe_failures(measured), *_doubts(measured, found, asked)]:
+        return _cannot_tell(measured, reasons, tuple(_advise(measured, found, asked)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
@@ -254,15 +239,15 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
     return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
 
 
-def _measure(step: FailingStep, asked: _Asked, *, random: bool) -> MadeChange | None:
-    """Run the step, gradients included, and its variations, beside the code that it had before; None out of memory.
+def _measure(blank: Verification, step: FailingStep, asked: _Asked, *, random: bool) -> Verification:
+    """Run the step, gradients included, and its variations, beside the code that it had before.
 
     Where that code is not known, or does not fail when the change is taken back, the reference is fp32 of the code as
-    it is.
+    it is. Where memory runs out, nothing is known of the output.
     """
     with step.project.running():
         told = asked.changed if isinstance(asked.changed, Mapping) else {}
-        made = find_unchanged(asked.dump, asked.code, {path.resolve(): text for path, text in told.items()})
+        made = find_unchanged(asked.dump, blank.code, {path.resolve(): text for path, text in told.items()})
     lowered = asked.settings.loss_scale if asked.dump.loss_scale not in (None, asked.settings.loss_scale) else None
     try:
         failing = _failing_without(step, made) if made is not None else None
@@ -272,53 +257,48 @@ def _measure(step: FailingStep, asked: _Asked, *, random: bool) -> MadeChange | 
         verifier = Verifier(trials, guilty=guilty, random=random, trusts_fp32=True)
         change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
         judgement, checks = verifier.verify(change, edit)
-        return MadeChange(outcome=judgement.outcome, checks=checks, beside_unchanged=failing is not None)
+        reference: Literal["unchanged", "changed"] = "changed" if failing is None else "unchanged"
+        return replace(blank, output=judgement.outcome, reference=reference, checks=checks)
     except BudgetSpent:
-        return None
+        return blank
 
 
-def _describe_failures(measured: MadeChange | None) -> Iterator[str]:
-    if measured is None:
+def _describe_failures(measured: Verification) -> Iterator[str]:
+    if measured.output is None:
         yield "There is not enough memory to check the output and the gradients."
         return
-    error = measured.outcome.max_rel_err
+    error = measured.output.max_rel_err
     for check in (check for check in measured.checks if check.status == "failed"):
         if check.name in _OF_THE_STEP:
             yield f"The output is finite, but {check.text}."
         elif check.name != "output":
             yield f"The step passes, but not with {check.name}: {check.text}."
-        elif measured.outcome.finite and error is not None:
-            without = "the unchanged code in fp32" if measured.beside_unchanged else "fp32"
+        elif measured.output.finite and error is not None:
+            without = "the unchanged code in fp32" if measured.reference == "unchanged" else "fp32"
             yield f"The step is finite, but too far from {without} for rounding ({percent(error)} off)."
         else:
             yield "The step is finite in the replay, but not whenever it is run."
 
 
-def _doubts(found: Diagnosed, asked: _Asked, *, failed: bool) -> Iterator[str]:
+def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
     """Why a step that passes may not be the one that failed."""
-    recorded, step = asked.dump.recorded, found.step
-    assert step is not None
-    for text in asked.dump.missing if recorded is not None else ():
+    code = measured.code
+    for text in asked.dump.missing if asked.dump.recorded is not None else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
     if asked.dump.other_weights and not asked.failed_before:
         yield "The weights are not known to be those of the failing step, which may still fail with its own."
     if _draws_others(found, asked):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
-    if not failed or asked.failed_before:
+    if measured.failure is None or asked.failed_before or code.changed:
         return
-    if not asked.code.changed and asked.code.basis == "hash":
-        files = join_first(list(asked.code.compared), 3)
+    files = join_first(list(code.compared), 3)
+    if code.basis == "hash":
         yield f"Nothing has changed since the dump was written ({files}), so this is not what failed."
-    elif not asked.code.changed:
-        yield _no_change_known(asked)
-
-
-def _no_change_known(asked: _Asked) -> str:
-    if asked.code.basis == "none":
-        return "The dump holds no hashes of the code, so there is no telling whether it has changed."
-    files = join_first(list(asked.code.compared), 3)
-    return f"No file of the model has changed since the dump was written ({files}), and the step passes."
+    elif code.basis == "time":
+        yield f"No file of the model has changed since the dump was written ({files}), and the step passes."
+    else:
+        yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
 
 
 def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
@@ -332,29 +312,29 @@ def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
     return elsewhere or step.seed is not None or not step.rng_states
 
 
-def _advise(found: Diagnosed, asked: _Asked, made: MadeChange | None) -> Iterator[str]:
+def _advise(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
     """What would make it certain."""
-    step = found.step
+    step, code = found.step, measured.code
     assert step is not None
     if _draws_others(found, asked):
         yield "Give the --seed with which the unchanged code fails."
-    if not asked.code.changed and asked.code.basis != "hash":
+    if not code.changed and code.basis != "hash":
         yield "Name the file that you changed: --changed FILE"
-    failed = {check.name for check in made.checks if check.status == "failed"} if made is not None else set()
+    failed = {check.name for check in measured.checks if check.status == "failed"}
     if "gradients" in failed and step.loss_scale is None and step.low is FP16:
         yield "Give the loss scale of the failing step: --loss-scale N, or 1 where nothing scales the loss."
 
 
-def _notes(asked: _Asked, made: MadeChange | None, step: FailingStep) -> Iterator[str]:
+def _notes(measured: Verification, asked: _Asked, step: FailingStep) -> Iterator[str]:
     """What was not checked, and what was assumed."""
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
-    if made is not None and asked.code.changes and not made.beside_unchanged:
+    if measured.code.changes and measured.reference == "changed":
         yield "The reference is the current code in fp32: the code that failed cannot be run here."
     if asked.other_mode_differs:
         yield (
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
             "made non-finite: reset them before you go on from these weights."
         )
-    if asked.code.basis == "none" and not asked.code.changed:
+    if measured.code.basis == "none" and not measured.code.changed:
         yield "What has changed since the dump was written is not known."
