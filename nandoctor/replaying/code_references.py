@@ -88,7 +88,7 @@ def build_configured(
             "The dump holds no values for a configuration.",
             remedy="Leave --config out, and name a function that builds the model: --model FILE.py:NAME.",
         )
-    found = find_attribute(source, directory=directory) if isinstance(source, str) else source
+    found = find_attribute(source, directory=directory)
     return functools.partial(_build_from_config, found, find_attribute(config, directory=directory), reference)
 
 

@@ -57,7 +57,7 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
         ModelError: nothing there, the code fails when imported or called, or it makes something else.
     """
     with in_project():
-        found = find_attribute(spec, directory=directory) if isinstance(spec, str) else spec
+        found = find_attribute(spec, directory=directory)
         name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
         if isinstance(found, nn.Module):
             if arguments:
@@ -74,14 +74,16 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
         return _call_factory(found, arguments, name)
 
 
-def find_attribute(spec: str, *, directory: Path | None = None) -> Any:
-    """The object that a SPEC names; a SPEC's file or package is imported, with its folder on the import path.
+def find_attribute(spec: Any, *, directory: Path | None = None) -> Any:
+    """The object that a SPEC names, or what was given in its place; it is imported with its folder on the import path.
 
     Within `Project.preparing` that is part of the project; else the folder leaves the import path again.
 
     Raises:
         ModelError: the SPEC is malformed, or nothing is found there.
     """
+    if not isinstance(spec, str):
+        return spec
     location, separator, attribute = spec.rpartition(":")
     if not separator or not location or not attribute:
         raise ModelError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.literals import cuda_code
-from nandoctor.autocast.policy import LOW_DTYPES, REFERENCE, Policy, torch_dtype
+from nandoctor.autocast.policy import LOW_DTYPES, Policy, torch_dtype
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.tensors import comparable_values
@@ -76,15 +76,15 @@ def prepare(
         code = _import_code(dump, source, settings, device)
         dump = fit_state(dump, code.model)
         weight_notes = _load_weights(code, dump, settings, device)
-        outputs = find_outputs(dump, code.model, settings, (code.call, code.loss.function))
+        outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
         batch = read_batch(dump, code.model, outputs.names, device)
         policies = choose_policies(dump, settings, outputs.array)
-        step = replace(_make_step(dump, code, batch, settings), policy=policies[0], progress=progress, project=project)
-        steps = [_called_as(binding, step, batch) for binding in _find_bindings(dump, code, batch, settings)]
+        bindings = _find_bindings(dump, code, batch, settings)
+        steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return Preparation(
         dump=dump,
-        steps=tuple(_in_weights_format(step, dump, settings) for step in steps),
+        steps=tuple(replace(step, progress=progress, project=project) for step in steps),
         modes=_modes(dump, settings),
         seeds=(first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))),
         policies=policies,
@@ -108,31 +108,22 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
     return (True, False) if recorded is None else (recorded,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundLoss:
-    """A loss as it was found, None without one, and notes on that; the `field` is the model's own, by its place."""
-
-    function: Callable[..., Any] | None = None
-    field: str | None = None
-    notes: tuple[str, ...] = ()
-
-    def bind(self, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
-        """The loss as a function of the output and the arrays by name."""
-        if self.function is None:
-            return None if self.field is None else own_loss(self.field)
-        num_calls = len(dump.recorded.calls) if dump.recorded is not None else 1
-        returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-        return _checked(self.function, make, returned)
-
-
-def find_step_loss(dump: Dump, settings: Settings) -> FoundLoss:
-    """The loss that the user named, else the dump's function, else the one that the model returns itself."""
-    spec = settings.loss
-    function = find_attribute(spec, directory=settings.directory) if isinstance(spec, str) else spec
+def _find_loss(dump: Dump, settings: Settings) -> tuple[Callable[..., Any] | None, list[str]]:
+    """The loss that the user named, else the function that the dump does, with notes on it."""
+    function = find_attribute(settings.loss, directory=settings.directory)
     if function is not None or dump.recorded is None:
-        return FoundLoss(function=function)
-    function, notes = find_loss(dump.recorded.loss_function, dump.provenance)
-    return FoundLoss(function=function, field=dump.recorded.loss_field, notes=tuple(notes))
+        return function, []
+    return find_loss(dump.recorded.loss_function, dump.provenance)
+
+
+def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
+    """The loss as a function of the output and the arrays by name; without one, that which the model returns itself."""
+    recorded = dump.recorded
+    if loss is None:
+        return own_loss(recorded.loss_field) if recorded is not None and recorded.loss_field is not None else None
+    num_calls = len(recorded.calls) if recorded is not None else 1
+    returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
+    return _checked(loss, make, returned)
 
 
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
@@ -174,37 +165,16 @@ def _require_room(dump: Dump, settings: Settings, device: torch.device, progress
         progress.expect(str(expected))
 
 
-def _make_step(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> FailingStep:
-    """The step before it is known how the model is called, and in which precision."""
-    return FailingStep(
-        model=code.model,
-        batch=batch.arrays,
-        used=frozenset(),
-        forward=code.model,
-        loss=code.loss.bind(dump, batch.make),
-        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
-        device=torch.device(settings.device),
-        description="",
-        policy=REFERENCE,
-        rng_states=dump.rng_states,
-        recorded=dump.recorded,
-        second_moments=dump.moments,
-        optimizer_eps=dump.optimizer_eps,
-        per_sample=settings.per_sample,
-        saved_flags=dump.saved_flags,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Code:
-    """What was imported for the step: the model as it is built, a call and a loss where there are such; and notes.
+    """What was imported for the step: the model as it is built, functions for call and loss if there are; and notes.
 
     `fills` are the initial values that a large model was not given yet.
     """
 
     model: nn.Module
     call: Callable[..., Any] | None
-    loss: FoundLoss
+    loss: Callable[..., Any] | None
     fills: DeferredFills | None
     notes: tuple[str, ...]
 
@@ -217,11 +187,10 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
     with cuda_code(device):
         with fills.building() if fills is not None else nullcontext():
             model, notes = _build(dump, source, settings)
-        spec = settings.call
-        call = find_attribute(spec, directory=settings.directory) if isinstance(spec, str) else spec
-        loss = find_step_loss(dump, settings)
+        call = find_attribute(settings.call, directory=settings.directory)
+        loss, loss_notes = _find_loss(dump, settings)
     check_method(model, dump, settings)
-    return _Code(model=model, call=call, loss=loss, fills=fills, notes=(*notes, *loss.notes))
+    return _Code(model=model, call=call, loss=loss, fills=fills, notes=(*notes, *loss_notes))
 
 
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
@@ -309,27 +278,42 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     return find_bindings(code.model, available, list(batch.inputs), batch.containers)
 
 
-def _called_as(binding: Binding, step: FailingStep, batch: SavedBatch) -> FailingStep:
-    plain = {name: batch.scalars[name] for name in binding.arrays if name in batch.scalars and name not in step.batch}
+def _make_step(
+    binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
+) -> FailingStep:
+    """The step, with the model called in this way."""
+    model, device = code.model, torch.device(settings.device)
+    plain = {name: batch.scalars[name] for name in binding.arrays if name in batch.scalars and name not in batch.arrays}
     trees = {name: batch.containers[name] for name in binding.arrays if name in batch.containers}
+    used = frozenset({*binding.arrays, *slots(trees)}.intersection(batch.inputs))
 
     def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
         chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
-        filled = {name: fill(tree, tensors, step.device) for name, tree in trees.items() if name not in chosen}
-        return binding.forward(step.model, {**plain, **filled, **chosen})
+        filled = {name: fill(tree, tensors, device) for name, tree in trees.items() if name not in chosen}
+        return binding.forward(model, {**plain, **filled, **chosen})
 
-    used = {*binding.arrays, *slots(trees)}.intersection(batch.inputs)
-    return replace(step, forward=forward, used=frozenset(used), description=binding.description)
-
-
-def _in_weights_format(step: FailingStep, dump: Dump, settings: Settings) -> FailingStep:
-    """The step with fp32 inputs in the format of half-precision weights, as a loop without autocast must pass them."""
     low = low_format(dump.state)
-    if low is None or dump.recorded is not None or settings.call is not None:
-        return step
-    dtype = torch_dtype(low)
-    inputs = {name: step.batch[name] for name in step.used if step.batch[name].dtype is torch.float32}
-    return replace(step, batch={**step.batch, **{name: array.to(dtype) for name, array in inputs.items()}})
+    arrays = dict(batch.arrays)
+    if low is not None and dump.recorded is None and settings.call is None:  # so a loop without autocast passes them
+        wide = [name for name in used if arrays[name].dtype is torch.float32]
+        arrays |= {name: arrays[name].to(torch_dtype(low)) for name in wide}
+    return FailingStep(
+        model=model,
+        batch=arrays,
+        used=used,
+        forward=forward,
+        loss=_bind_loss(code.loss, dump, batch.make),
+        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
+        device=device,
+        description=binding.description,
+        policy=policy,
+        rng_states=dump.rng_states,
+        recorded=dump.recorded,
+        second_moments=dump.moments,
+        optimizer_eps=dump.optimizer_eps,
+        per_sample=settings.per_sample,
+        saved_flags=dump.saved_flags,
+    )
 
 
 def find_device(name: str) -> torch.device:
