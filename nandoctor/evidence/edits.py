@@ -285,12 +285,14 @@ class SourcePatch:
 class Snippet:
     """Python that is run with `model` in scope before the step, or with `batch` where the kind is "data".
 
-    `takes_samples` tells that the batch has fewer samples after it.
+    `takes_samples` tells that the batch has fewer samples after it. `source` is the change of code that has no file,
+    as a notebook's has none, where the snippet makes one: it gives the functions the code that they have in that text.
     """
 
     kind: Literal["snippet", "state", "data"]
     text: str
     takes_samples: bool = False
+    source: SourcePatch | None = None
 
 
 PrintedChange = SourcePatch | Snippet

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from nandoctor.evidence.edits import Edit, SourcePatch, flatten, only_widens
+from nandoctor.evidence.edits import Edit, Snippet, SourcePatch, flatten, only_widens
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     FP32_ERROR,
@@ -99,7 +99,8 @@ class Verifier:
             criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
         elif written.in_backward and not self._trials.sound_reference(()).finite:
             criteria.append(("backward", lambda: ("failed", "no sound gradients to compare those of the code with")))
-        mended = change if isinstance(change, SourcePatch) and not only_widens(edit) else None
+        source = change.source if isinstance(change, Snippet) else change
+        mended = source if isinstance(source, SourcePatch) and not only_widens(edit) else None
         judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
         criteria.append(("samples to blame alone", partial(self._judge_alone, change, judge_varied)))
         checks: list[Check] = []

@@ -139,10 +139,10 @@ def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *,
         yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
     elif untried:
         yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
-    files = (getattr(single, "site", None) for item in ranked for single in flatten((item.edit,)))
-    sources = (site.source.file for site in files if site is not None and site.source is not None)
-    if (unread := next((file for file in sources if not Path(file).is_file()), None)) is not None:
-        yield f"{unread} is no file here: a change of that code cannot be run as a patch, so none of it is verified."
+    advised = flatten(item.edit for item in ranked if item.kind == "advice")
+    sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
+    if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
+        yield f"{unread} is no file here: what is advised for that code could not be run, so none of it is verified."
     if findings.verdict == "numerics":
         tried = ": what was tried changes the operation itself" if ranked else ""
         yield f"fp32 is non-finite as well, so no precision fixes this{tried}."
@@ -196,7 +196,7 @@ class _Search:
         if findings.fp32 is not None and not self._trials.numerics:
             self._trials.with_gradients.know_reference(findings.fp32)
         self._guilty = guilty_samples(findings)
-        self._writer = ChangeWriter(step.model, findings.ops)
+        self._writer = ChangeWriter(step.model, step.loss, findings.ops)
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []

@@ -5,8 +5,9 @@ What is written here is not trusted: the step is run with the text itself before
 
 from __future__ import annotations
 
+import linecache
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,14 @@ class PastBound:
 class SourceWriter:
     """Writes the changes of one step; `ops` are those of its trace, by which arguments are told from constants.
 
+    `names_in` gives the modules and classes that code without a file has from elsewhere, by the name of its file.
     `places` are the expressions that the patch which was written last has changed for an edit, of edits that have one.
     """
 
-    def __init__(self, ops: Sequence[OpCall]) -> None:
-        self._ops = ops
+    def __init__(
+        self, ops: Sequence[OpCall], names_in: Callable[[str], frozenset[str]] = lambda _: frozenset()
+    ) -> None:
+        self._ops, self._names_in = ops, names_in
         self.places: dict[SingleEdit, set[cst.CSTNode]] = {}
         self._files: dict[str, FileChange] = {}
         self._probe: Probe | None = None
@@ -97,7 +101,9 @@ class SourceWriter:
             files = tuple(self._changed_files())
         except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError):
             return None
-        return SourcePatch(root=_root_of([file.path for file in files]), files=files) if files else None
+        with_file = [file.path for file in files if Path(file.path).is_file()]
+        root = _root_of(with_file) if with_file else ""
+        return SourcePatch(root=root, files=files) if files and len(with_file) in (0, len(files)) else None
 
     def at_edge(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
         """The patch with what is on the edge of a domain, or beyond, exactly there; None where none is kept."""
@@ -164,11 +170,9 @@ class SourceWriter:
     def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
         """The file of a site, and the expression that called its op."""
         source = site.source
-        if source is None or not Path(source.file).is_file():
-            raise CannotWriteError
-        change = self._file(source)
-        node = change.tree.find(source)
-        if node is None:
+        change = self._file(source) if source is not None else None
+        node = change.tree.find(source) if change is not None and source is not None else None
+        if change is None or source is None or node is None:
             raise CannotWriteError
         expression = Expression(change.tree, node, self._op_at(site, source), site.op)
         if expression.calls_module():
@@ -184,11 +188,15 @@ class SourceWriter:
 
     def _file(self, source: SourceLine) -> FileChange:
         if source.file not in self._files:
+            path, known = Path(source.file), frozenset[str]()
             try:
-                text, _ = decode_source(Path(source.file).read_bytes())
+                if path.is_file():
+                    text, _ = decode_source(path.read_bytes())
+                else:  # a notebook's cell, and other code that is known by its text alone
+                    text, known = "".join(linecache.getlines(source.file)), self._names_in(source.file)
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
-            self._files[source.file] = FileChange(tree=parse_source(text), file=Path(source.file))
+            self._files[source.file] = FileChange(tree=parse_source(text, known), file=path)
         return self._files[source.file]
 
     def _op_at(self, site: OpSite, source: SourceLine) -> OpCall | None:

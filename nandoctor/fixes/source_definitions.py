@@ -324,7 +324,9 @@ def _may_look_up(call: cst.Call, name: str) -> bool:
 
 
 def _is_elsewhere(file: Path, pattern: str) -> bool:
-    """Tell whether another file of the project has what calls a function: it would have to change as well."""
+    """Tell whether another file of the project, or another cell, may call a function: it would have to change too."""
+    if not file.is_file():
+        return True
     places = [*islice(_places_beside(file), _MOST_PLACES)]
     texts = (place.read_text(errors="ignore") for place in places if place != file and place.is_file())
     return len(places) == _MOST_PLACES or any(re.search(pattern, text) for text in texts)

@@ -32,9 +32,13 @@ class Replacement:
 
 
 class SourceTree:
-    """One parsed file; `mark` is the byte order mark before its text, "" for none."""
+    """One parsed file; `mark` is the byte order mark before its text, "" for none.
 
-    def __init__(self, text: str) -> None:
+    `known` are names of modules and classes that it has without importing them, as another cell of a notebook does.
+    """
+
+    def __init__(self, text: str, known: Set[str] = frozenset()) -> None:
+        self._known = known
         self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
         self.text = text = text.removeprefix(_BYTE_ORDER_MARK)
         self._lines = text.split("\n")  # as Python counts them: a form feed ends none
@@ -155,12 +159,12 @@ class SourceTree:
     @cached_property
     def imported_names(self) -> set[str]:
         """The names that the file's own import statements bind, at any level."""
-        return _Imports(self.module, everywhere=True).names
+        return _Imports(self.module, everywhere=True).names | self._known
 
     @cached_property
     def global_imports(self) -> set[str]:
         """Those that every function may use: imported outside of functions, and not for a type checker alone."""
-        return _Imports(self.module, everywhere=False).names
+        return _Imports(self.module, everywhere=False).names | self._known
 
     def replaced(
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
@@ -184,9 +188,9 @@ class SourceTree:
 
 
 @lru_cache(maxsize=4)
-def parse_source(text: str) -> SourceTree:
+def parse_source(text: str, known: frozenset[str] = frozenset()) -> SourceTree:
     """Parse a file, once for all the changes that a search writes to it: a quarter of a second for 400 lines."""
-    return SourceTree(text)
+    return SourceTree(text, known)
 
 
 def with_import(tree: SourceTree, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -36,6 +37,7 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import BF16, LARGEST_EPS
 from nandoctor.evidence.report import FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.fixes.cells import cell_name, known_names, write_snippet
 from nandoctor.fixes.source_changes import PastBound, SourceWriter
 from nandoctor.ops import CASTS, DIVISIONS
 from nandoctor.text import constant
@@ -73,21 +75,23 @@ class WrittenChange:
 class ChangeWriter:
     """Writes the changes of one step."""
 
-    def __init__(self, model: nn.Module, ops: Sequence[OpCall]) -> None:
+    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall]) -> None:
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
-        self._source = SourceWriter(ops)
+        self._source = SourceWriter(ops, partial(known_names, model=model, loss=loss))
+        self._write_snippet = partial(write_snippet, model=model, loss=loss)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Every way to write an edit that a program can run, the one that asks for least first; none for the rest."""
         singles = flatten((edit,))
         title = write_title(edit)
         patch = self._source.write(singles)
-        if patch is not None:
+        change = patch if patch is None or patch.root else self._write_snippet(patch)
+        if patch is not None and change is not None:
             yield WrittenChange(
-                kind="source",
+                kind="snippet" if isinstance(change, Snippet) else "source",
                 title=write_title(edit, self._source.places),
-                text=patch.diff,
-                change=patch,
+                text=change.text if isinstance(change, Snippet) else patch.diff,
+                change=change,
                 at_edge=self._source.at_edge(singles),
                 past_bound=self._source.past_bound(singles),
                 in_backward=self._source.in_backward(singles),
@@ -314,5 +318,4 @@ _TITLES: dict[str, Callable[[Any], str]] = {
 def _place(site: OpSite) -> str:
     if site.source is None:
         return ""
-    name = site.source.file.replace("\\", "/").rpartition("/")[2]
-    return f"line {site.source.line} of {name}"
+    return f"line {site.source.line} of {cell_name(site.source.file)}"

@@ -31,7 +31,7 @@ from nandoctor.text import (
 )
 
 _MAX_LISTED = 3
-_MAX_DIFF_LINES, _MAX_CODE_LINES = 40, 16
+_MAX_PATCH_LINES = 40
 _TOLD_IN_FULL = ("output", "gradients")
 """The others, of the loss and of variations of the batch, are counted."""
 _REASONS = 2
@@ -302,8 +302,8 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
 
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
-    """The lines of a fix for a screen, and how many are left out: a diff is to be pasted, so that it has more."""
-    lines, most = list(_trim_context(fix.patch)), _MAX_DIFF_LINES if fix.kind == "source" else _MAX_CODE_LINES
+    """The lines of a fix for a screen, and how many are left out."""
+    lines, most = list(_trim_context(fix.patch)), _MAX_PATCH_LINES
     left = max(len(lines) - most, 0)
     more = [f"... {plural(left, 'more line')}"] if left else []
     return (*lines[:most], *more), left

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import gc
+import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -46,7 +47,7 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
         CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
             change as well.
     """
-    swaps = [swap for file in files for swap in _find_swaps(file, model, loss)]
+    swaps = [swap for file in files for swap in find_swaps(file, model, loss)]
     names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
     with ExitStack() as undo:
         for namespace, name in names:
@@ -55,9 +56,10 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
         yield
 
 
-def _find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
+def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
+    """The live functions that a file changes, each with its new code. Raises CannotRunError as `swapped_code`."""
     changed = _changed_codes(file)
-    found = _functions_with(changed, list(_reachable(file.path, model, loss)))
+    found = _functions_with(changed, [function for function, _ in reachable(file.path, model, loss)])
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
@@ -65,6 +67,19 @@ def _find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[Fu
         if code.co_freevars != function.__code__.co_freevars:
             raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
     return swaps
+
+
+def find_places(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType, str]]:
+    """Those of them that can be found from the `model`, each with the expression for it.
+
+    What is not found belongs to other models that are alive, or it is of no code that is found. Raises CannotRunError.
+    """
+    places = {id(function): place for function, place in reachable(file.path, model, loss) if place}
+    swaps = find_swaps(file, model, loss)
+    found = [(function, code, places[id(function)]) for function, code in swaps if id(function) in places]
+    if {code for _, code in swaps} != {code for _, code, _ in found}:
+        raise CannotRunError(f"Not every changed function of {file.path} can be found from the model.")
+    return found
 
 
 @lru_cache(maxsize=16)  # a search runs each change some ten times
@@ -109,37 +124,70 @@ def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int,
     return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
 
 
-def _reachable(path: str, model: nn.Module, loss: Any) -> Iterator[FunctionType]:
-    """The functions of the file that its modules, the model's classes and the loss hold, also inside decorators."""
+def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[tuple[FunctionType, str]]:
+    """The functions of the file that the model's classes, its modules and the loss hold, also inside decorators.
+
+    Each has an expression that finds it where `model` is in scope, "" where there is none.
+    """
     modules = [
         module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
     ]
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    waiting: list[Any] = [*(vars(module) for module in modules), *classes, loss]
+    # The names may be a stranger's: as JSON they are string literals, whatever is in them.
+    named = ((module, json.dumps(name)) for name, module in model.named_modules())
+    places = {module: "model" if name == '""' else f"model.get_submodule({name})" for module, name in named}
+    waiting = deque(_classes_of(places))
+    others = deque((part, f"{place}.{name}") for module, place in places.items() for part, name in _attributes(module))
+    others.extend((item, "") for item in (*map(vars, modules), loss))  # last: what has a place is found by that
     seen: set[int] = set()
-    while waiting:
-        item = waiting.pop()
+    while waiting or others:
+        item, place = (waiting or others).popleft()
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if type(item) is FunctionType and item.__code__.co_filename == path:
-            yield item
-            waiting.append(item.__globals__)  # the module that it comes from need not be in sys.modules
-        waiting += _parts(item)
+        if type(item) is FunctionType:
+            is_of_file = item.__code__.co_filename == path
+            if is_of_file:
+                yield item, place
+            if is_of_file or "__file__" not in item.__globals__:  # not in sys.modules, or the cells of a notebook
+                waiting.append((item.__globals__, place and f"{place}.__globals__"))
+        waiting.extend((part, place and place + suffix) for part, suffix in _parts(item))
 
 
-def _parts(item: Any) -> list[Any]:
+def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
+    """The classes of some modules and what these have and inherit, each with the expression that gives it."""
+    first = {type(module): place for module, place in reversed([*places.items()])}
+    seen: set[type] = set()
+    for kind, place in reversed([*first.items()]):
+        yield kind, f"type({place})"
+        for number, base in enumerate(kind.__mro__):
+            for part, name in _attributes(base) if base not in seen else ():
+                is_hidden = any(name in vars(other) for other in kind.__mro__[:number])
+                yield part, f"type({place}){f'.__mro__[{number}]' * is_hidden}.{name}"
+        seen.update(kind.__mro__)
+
+
+def _parts(item: Any) -> Iterator[tuple[Any, str]]:
     """What may hold a function: a namespace, a class of the file or the model, a descriptor, a closure."""
     if isinstance(item, dict):
-        return [value for value in item.values() if isinstance(value, _HOLDERS)]
-    if type(item) is FunctionType:
-        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY_CELL]
-        return [value for value in [*cells, vars(item).get("__wrapped__")] if isinstance(value, _HOLDERS)]
-    if isinstance(item, type):
-        return [value for value in vars(item).values() if isinstance(value, _HOLDERS)]
-    if isinstance(item, property):
-        return [item.fget, item.fset]
-    return [item.__func__] if isinstance(item, staticmethod | classmethod) else []
+        yield from ((value, f"[{name!r}]") for name, value in item.items() if isinstance(value, _HOLDERS))
+    elif type(item) is FunctionType:
+        cells = enumerate(item.__closure__ or ())
+        inside = [(cell.cell_contents, f".__closure__[{n}].cell_contents") for n, cell in cells if cell != _EMPTY_CELL]
+        wrapped = (vars(item).get("__wrapped__"), ".__wrapped__")
+        yield from (part for part in (wrapped, *inside) if isinstance(part[0], _HOLDERS))
+    elif isinstance(item, type):
+        yield from ((part, f".{name}") for part, name in _attributes(item))
+    elif isinstance(item, property):
+        yield from ((item.fget, ".fget"), (item.fset, ".fset"))
+    elif isinstance(item, staticmethod | classmethod):
+        yield item.__func__, ".__func__"
+
+
+def _attributes(owner: Any) -> Iterator[tuple[Any, str]]:
+    """What an object itself has as attributes, as looking them up gives it: of a static method that is the function."""
+    for name, value in vars(owner).items():
+        if isinstance(value, _HOLDERS):
+            yield value.__func__ if isinstance(value, staticmethod) else value, name
 
 
 def _key(code: CodeType) -> tuple[object, ...]:
@@ -153,7 +201,7 @@ def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, Cod
     if [code.co_name for code in ours] != [code.co_name for code in theirs]:
         raise CannotRunError("The change adds or removes a function.")
     for was, now in zip(ours, theirs, strict=True):
-        if _differs(was, now):
+        if differs(was, now):
             yield was, now
         yield from _changed_pairs(was, now)
 
@@ -162,9 +210,10 @@ def _inner(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def _differs(was: CodeType, now: CodeType) -> bool:
+def differs(was: CodeType, now: CodeType) -> bool:
+    """Tell whether two codes, or codes in them, do something else."""
     pairs = zip(_inner(was), _inner(now), strict=False)
-    return _own(was) != _own(now) or any(_differs(*pair) for pair in pairs)
+    return _own(was) != _own(now) or any(differs(*pair) for pair in pairs)
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
@@ -210,12 +259,29 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: An
     Raises:
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
-    files = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
-    with swapped_code(files, model, loss):
+    with ExitStack() as undo:
+        undo.enter_context(swapped_code([*_files_of(changes, SourcePatch)], model, loss))
+        functions = []
+        for file in _files_of(changes, Snippet):
+            functions += [function for function, _, _ in find_places(file, model, loss)]
+            for namespace, name in _import_names(file, functions):
+                del namespace[name]  # the snippet is to bring it
+                undo.callback(namespace.pop, name, None)
+        before = [(function, "__code__", function.__code__) for function in functions]
+        undo.enter_context(held(*before))
         for change in changes:
             if isinstance(change, Snippet) and change.kind != "data":
                 _execute(change, {"model": model})
+        if any(function.__code__ is code for function, _, code in before):
+            raise CannotRunError("The snippet does not reach every function that it is to change.")
         yield
+
+
+def _files_of(changes: Sequence[PrintedChange], kind: type) -> Iterator[ChangedFile]:
+    for change in changes:
+        if isinstance(change, kind):
+            patch = change.source if isinstance(change, Snippet) else change
+            yield from patch.files if patch is not None else ()
 
 
 def changed_batch(changes: Sequence[PrintedChange], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -92,7 +92,7 @@ def test_each_argument_gets_the_bound_of_its_own_edit(tmp_path):
     ops = step.run(watch=CLOSELY).trace.ops
     logs = [site_of(op) for op in ops if op.op == "log"]
     edits = [ClampArgument(site=site, argument="self", low=low) for site, low in zip(logs, (0.5, 0.25), strict=True)]
-    change = next(ChangeWriter(model, ops).write(Together(edits=tuple(edits))))
+    change = next(ChangeWriter(model, None, ops).write(Together(edits=tuple(edits))))
     assert "torch.log(p.clamp(min=0.5)) - torch.log(q.clamp(min=0.25))" in change.text
     assert "places" not in change.title
     assert change.title.count(";") == 1

@@ -1,5 +1,6 @@
 """The text of a fix, pasted: `git apply` in a copy of the code, and the step run as any training script would."""
 
+import linecache
 import runpy
 import shutil
 import subprocess
@@ -139,14 +140,23 @@ def test_a_library_is_patched_below_site_packages(project):
     assert torch.allclose(output.float(), in_fp32, rtol=0.01, atol=0.01)
 
 
-def test_a_notebook_cell_gets_no_diff(project):
-    space = {"__name__": "__main__"}
-    exec(compile(f"{HEAD}        {BODIES['a lambda']}\n", "<ipython-input-3>", "exec"), space)
-    model = space["Net"]()
-    torch.save({"state_dict": model.state_dict(), "x": torch.randn(3, 8)}, project / "dump.pth")
-    report = nandoctor.replay(project / "dump.pth", model=space["Net"]).report
-    assert {item.kind for item in report.fixes} <= {"snippet", "setting", "advice"}
-    assert any(item.verified for item in report.fixes)
+def test_a_fix_of_a_notebook_cell_is_pasted_in_a_new_one(project):
+    name, cell, space = "<ipython-input-3>", f"{HEAD}        {BODIES['a function in a closure']}\n", {}
+    linecache.cache[name] = len(cell), None, cell.splitlines(keepends=True), name
+    exec(compile(cell, name, "exec"), space)
+    saved = {"state_dict": space["Net"]().state_dict(), "x": torch.randn(3, 8)}
+    torch.save(saved, project / "dump.pth")
+    fix = nandoctor.replay(project / "dump.pth", model=space["Net"]).report.fixes[0]
+    del linecache.cache[name]
+    assert (fix.kind, fix.verified, "of <ipython-input-3>" in fix.title) == ("snippet", True, True)
+    fresh = {}
+    exec(cell, fresh)
+    fresh["model"] = fresh["Net"]()
+    fresh["model"].load_state_dict(saved["state_dict"])
+    exec(fix.patch, fresh)
+    with nandoctor.cuda_autocast():
+        output = fresh["model"](saved["x"])
+    assert torch.allclose(output.float(), fresh["model"](saved["x"]), rtol=0.01, atol=0.01)
 
 
 def test_a_file_that_is_gone_gets_no_diff(project):

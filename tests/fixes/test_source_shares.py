@@ -71,6 +71,7 @@ class Net(nn.Module):
 
 def find_only_call(text, file):
     """The only call of the first function of a text."""
+    file.write_text(text)
     tree = parse_source(text)
     function = next(node for node in nodes_below(tree.module) if isinstance(node, cst.FunctionDef))
     return tree.code(only_call(tree, function, file))

@@ -16,6 +16,6 @@ NAMES = ['x"] + [open("canary", "w")]:#', "back\\slash", 'quote"', "line\nend", 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_in_a_snippet_is_a_string(name):
     edit = Together(edits=(KeepModule(module=name), KeepModule(module="other")))
-    (written,) = ChangeWriter(nn.Identity(), ()).write(edit)
+    (written,) = ChangeWriter(nn.Identity(), None, ()).write(edit)
     (loop,) = (item for item in ast.parse(written.text).body if isinstance(item, ast.For))
     assert ast.literal_eval(loop.iter) == [name, "other"]

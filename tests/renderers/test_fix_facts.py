@@ -204,7 +204,7 @@ def test_a_long_patch_is_cut_on_the_terminal_only():
     assert len(list_fixes(made)[0].patch) == 60
     code = replace(made, fixes=(replace(long, kind="snippet"),), arguments=("nan.pth", "--model", "net.py:Net"))
     shown = summarize_fixes(code)
-    assert (len(shown.patch), shown.patch[-1]) == (17, "... 44 more lines")
+    assert (len(shown.patch), shown.patch[-1]) == (41, "... 20 more lines")
     assert (shown.facts[0].label, shown.facts[0].text) == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
 
 

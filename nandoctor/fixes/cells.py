@@ -1,0 +1,139 @@
+"""Writes a change of code that has no file, such as a notebook's cell, as a snippet that makes it in live functions.
+
+A function is given the code of one that is written out in full. It keeps its identity, globals, closure and defaults,
+so that nothing that holds it need be built again, and the names in its body mean what they meant where it was defined.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, ModuleType
+from typing import Any
+
+import libcst as cst
+from torch import nn
+
+from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
+from nandoctor.fixes.source_expression import nodes_below
+from nandoctor.fixes.source_tree import SourceTree, parse_source
+from nandoctor.replaying.printed_changes import CannotRunError, differs, find_places, reachable
+from nandoctor.text import printable
+
+_HOLDER = "_Fixed"
+"""The class that a new function is written in: a function of a notebook's may have its name, or a variable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A function as text, the expression for it behind that text, and the `lines` that put its code in place."""
+
+    text: str
+    name: str
+    lines: list[str] = field(default_factory=list)
+
+
+def known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
+    """The modules and classes that code without a file can name: another cell may have imported them."""
+    space = next((function.__globals__ for function, _ in reachable(file, model, loss)), {})
+    return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
+
+
+def cell_name(file: str) -> str:
+    """What IPython calls the cell that a code object's file stands for: "cell In[3]"; else the name of the file."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
+    kind, name = describe(file) or ("", "")
+    return printable(f"{kind.lower()} {name}" if name else file.replace("\\", "/").rpartition("/")[2])
+
+
+def write_snippet(patch: SourcePatch, model: nn.Module, loss: Any) -> Snippet | None:
+    """The patch as a snippet; None where a function cannot be found from the model, or not be written alone."""
+    try:
+        texts = [_write_file(file, model, loss) for file in patch.files]
+    except (CannotRunError, LookupError, SyntaxError):
+        return None
+    return Snippet(kind="snippet", text="\n\n".join(texts), source=patch)
+
+
+def _write_file(file: ChangedFile, model: nn.Module, loss: Any) -> str:
+    """The functions that a file changes, each followed by the lines that put its code in place. Raises LookupError."""
+    tree = parse_source(file.after)
+    ways = {code: (outer, way) for code, outer, way in _functions(compile(tree.text, "", "exec", dont_inherit=True))}
+    written: dict[CodeType, _Written] = {}
+    imports: list[str] = []
+    for function, code, place in find_places(file, model, loss):
+        outer, way = ways[code]
+        if outer not in written:
+            written[outer] = _write_function(tree, outer)
+        written[outer].lines.append(f"{place}.__code__ = {written[outer].name}.__code__{way}")
+        if "torch" not in function.__globals__:
+            imports = ["import torch\n", f'{place}.__globals__["torch"] = torch\n']
+    blocks = [f"{item.text}\n\n\n" + "".join(f"{line}\n" for line in item.lines) for item in written.values()]
+    return "\n\n".join([_explain(file) + "".join(imports), *blocks])
+
+
+def _functions(
+    code: CodeType, outer: CodeType | None = None, way: str = ""
+) -> Iterator[tuple[CodeType, CodeType, str]]:
+    """The code of every function in a code, that of the outermost function around it, and the way to it from there."""
+    for place, inner in enumerate(code.co_consts):
+        if isinstance(inner, CodeType):
+            around = outer or (inner if inner.co_flags & inspect.CO_OPTIMIZED else None)  # the body of a class is none
+            further = f"{way}.co_consts[{place}]" if outer else ""
+            if around is not None:
+                yield inner, around, further
+            yield from _functions(inner, around, further)
+
+
+def _write_function(tree: SourceTree, code: CodeType) -> _Written:
+    """The definition that compiles to a code, in its class where that's name is in it: `self.__scale` is short for one.
+
+    Raises LookupError.
+    """
+    imports = "".join(f"import {name};" for name in tree.global_imports)  # what is imported is called otherwise
+    for node in nodes_below(tree.module):
+        if not isinstance(node, cst.FunctionDef | cst.Lambda) or tree.scope_of(node) is not tree.module:
+            continue
+        if (node.name.value if isinstance(node, cst.FunctionDef) else "<lambda>") == code.co_name:
+            around = [parent.name.value for parent in tree.ancestors(node) if isinstance(parent, cst.ClassDef)]
+            for classes in ([_HOLDER], [_HOLDER, *reversed(around)]):
+                text, name = _define(tree, node, classes)
+                made = compile(f"{imports}\n{text}", "", "exec", dont_inherit=True)
+                if not differs(next(_functions(made))[0], code):
+                    return _Written(text=text, name=name)
+    raise LookupError
+
+
+def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Sequence[str]) -> tuple[str, str]:
+    """A function inside of these classes, one in the other, without what is evaluated when it is made; and its name."""
+    params = node.params.visit(_Bare())
+    made: cst.SimpleStatementLine | cst.BaseCompoundStatement
+    if isinstance(node, cst.FunctionDef):
+        name, node = node.name.value, node.with_changes(params=params, returns=None)
+        made = node.with_changes(decorators=(), leading_lines=(), lines_after_decorators=())
+    else:
+        name = "function"
+        made = cst.parse_statement(f"{name} = ({tree.code(node.with_changes(params=params))})")
+    for holder in reversed(classes):
+        made = cst.ClassDef(name=cst.Name(holder), body=cst.IndentedBlock(body=[made]))
+    if name.startswith("__") and not name.endswith("__"):
+        name = f"_{classes[-1].lstrip('_')}{name}"  # as Python has it outside of the class
+    return tree.module.code_for_node(made).strip("\n"), ".".join((*classes, name))
+
+
+class _Bare(cst.CSTTransformer):
+    """Leaves out the annotations and the defaults of parameters: a function that is there has them already."""
+
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:  # noqa: N802 - libcst's own
+        return updated_node.with_changes(annotation=None, default=None, equal=cst.MaybeSentinel.DEFAULT)
+
+
+def _explain(file: ChangedFile) -> str:
+    """The change of the text itself, as a comment: who keeps the notebook has to make it there."""
+    lines = list(difflib.unified_diff(file.before.splitlines(), file.after.splitlines(), n=0, lineterm=""))[2:]
+    changed = "".join(f"# {line}\n" for line in lines if not line.startswith("@@"))
+    return f"# To keep the change, make it in {cell_name(file.path)}:\n{changed}"
