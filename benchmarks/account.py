@@ -26,8 +26,7 @@ from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.edits import Edit, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
-from nandoctor.replaying import runner
-from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch
+from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch, _Recording
 
 REPEATS = 9
 PARTS = {
@@ -69,7 +68,9 @@ class Account:
             mock.patch.object(Verifier, "_verify", _replacing(Verifier._verify, self._verify)),
             mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
             mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
-            mock.patch.object(runner, "_take_gradients", partial(self._take_gradients, runner._take_gradients)),
+            mock.patch.object(
+                _Recording, "_take_gradients", _replacing(_Recording._take_gradients, self._take_gradients)
+            ),
         )
         with ExitStack() as stack:
             for patch in patches:

@@ -20,7 +20,7 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import INTERRUPTED, TensorStats, Trace
+from nandoctor.evidence.trace import INTERRUPTED, ModuleCall, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
@@ -211,45 +211,6 @@ class _Run:
     grad: bool = False
 
 
-class _Observers:
-    """The tracers of one run of `step`: its modules, and where `watch` asks for them its ops and its backward pass."""
-
-    def __init__(self, step: FailingStep, watch: Watch, batch: Batch) -> None:
-        known = [*known_tensors(step.model, batch)]
-        watches_backward = watch.backward and watch.ops
-        self.functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
-        self.gradients = GradientTracer(low=step.low, functions=self.functions) if watches_backward else None
-        self.ops = (
-            OpTracer(known=known, low=step.low, gradients=self.gradients, on_op=watch.on_op) if watch.ops else None
-        )
-        self.modules = Tracer(
-            step.model,
-            counts_for=step.low,
-            statistics=watch.statistics,
-            on_call=step.progress.on_call,
-            producer_of=self.ops.producer_of if self.ops else None,
-            reading_of=self.ops.reading_of if self.ops else None,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Result:
-    """What the forward, the loss and the backward pass left behind."""
-
-    output: Any = None
-    loss: torch.Tensor | None = None
-    bad_gradients: tuple[TensorStats, ...] = ()
-    gradients: Mapping[str, torch.Tensor] | None = None
-    raised: Exception | KeyboardInterrupt | None = None
-    elapsed_s: float = 0.0
-
-    @property
-    def end(self) -> str | None:
-        if isinstance(self.raised, KeyboardInterrupt):
-            return INTERRUPTED
-        return None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
-
-
 def _run(run: _Run) -> Outcome:
     # Once more with a graph, for what takes gradients or hooks them.
     for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
@@ -287,110 +248,148 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
             state_widened(state, run.policy),
             seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
         ):
-            observers = _Observers(step, run.watch, batch)
-            inputs = observers.modules.read({name: batch[name] for name in batch if name in step.used}, counts=True)
-            with (
-                recorded_backends(step.recorded, step.device),
-                apply_policy(run.policy, step.device),
-                drawn_in_fp32() if run.policy is EXACT else nullcontext(),
-                interventions.intervene(run.edits, step.model, step.device, observers.modules.owner),
-            ):
-                result = _execute(run, batch, observers)
-                output, loss = observers.modules.read(result.output), observers.modules.read(result.loss, counts=True)
-            with plain_torch():
-                unread = list_unread(result.output)
-            random, left_nan = draws(), (list_nan_buffers(step.model) if run.watch.statistics != "none" else ())
-        calls = with_nonfinite_state(observers.modules.calls(), observers.modules, step.model, step.low)
-    ops = observers.ops.calls() if observers.ops else ()
-    trace = Trace(
-        policy=run.policy.label,
-        format=run.policy.format,
-        training=step.training,
-        seed=step.seed,
-        calls=calls,
-        batch=collect(inputs),
-        output=collect(output),
-        loss=collect(loss)[0] if loss else None,
-        unread=unread,
-        elapsed_s=result.elapsed_s,
-        raised=result.end,
-        ops=ops,
-        buffers=frozenset(name for name, _ in step.model.named_buffers()),
-        spoilt_buffers=tuple(name for name in left_nan if name not in list_nan_buffers(step.model)),
-        backward=observers.gradients.calls(ops) if observers.gradients else (),
-        function_ops=observers.functions.ops.calls() if observers.functions else (),
-        bad_gradients=result.bad_gradients,
-        num_samples=interventions.sample_count(batch, step.used),
-        time_first=interventions.may_have_time_first(batch, step.used),
-    )
+            recording = _Recording(run, batch)
+            recording.make()
+            random = draws()
+        calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
+    error = recording.raised
     made = Outcome(
-        trace=trace,
-        output=result.output,
+        trace=recording.trace(calls),
+        output=recording.output,
         random=random,
-        loss=result.loss,
-        gradients=result.gradients,
-        out_of_memory=is_out_of_memory(result.raised),
+        loss=recording.loss,
+        gradients=recording.gradients,
+        out_of_memory=is_out_of_memory(error),
     )
-    if isinstance(result.raised, KeyboardInterrupt):
-        raise RunInterrupted(step, made) from result.raised
-    return made, result.raised
+    if isinstance(error, KeyboardInterrupt):
+        raise RunInterrupted(step, made) from error
+    return made, error
 
 
-def _execute(run: _Run, batch: Batch, observers: _Observers) -> _Result:
-    """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
-    result, step = _Result(), run.step
-    started = time.perf_counter()
-    try:
-        with user_code.kept_running(), kept_in_files(run.grad and is_large(step.model)):
-            _run_forward(run, batch, observers, result)
-        loss = result.loss if run.watch.backward else None
-        if loss is not None and run.watch.worth_backward(result.output, loss):
-            with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
-                result.bad_gradients, result.gradients = run_backward(
-                    step.model, loss, loss_scale=step.loss_factor, keep=run.watch.keep
-                )
-        elif run.watch.stand_in is not None:
-            result.gradients = _take_gradients(step, run.watch.stand_in, batch, result)
-    except (Exception, KeyboardInterrupt) as error:
-        result.raised = error
-    finally:
-        if observers.gradients is not None:
-            observers.gradients.close()
-    return replace(result, elapsed_s=time.perf_counter() - started)
+class _Recording:
+    """One run with its tracers, those of its ops and its backward pass where it is watched so, and what it leaves."""
 
+    def __init__(self, run: _Run, batch: Batch) -> None:
+        step, watch = run.step, run.watch
+        known = [*known_tensors(step.model, batch)]
+        watches_backward = watch.backward and watch.ops
+        self._run, self._batch = run, batch
+        self._functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
+        self._backward = GradientTracer(low=step.low, functions=self._functions) if watches_backward else None
+        self._ops = (
+            OpTracer(known=known, low=step.low, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
+        )
+        self.modules = Tracer(
+            step.model,
+            counts_for=step.low,
+            statistics=watch.statistics,
+            on_call=step.progress.on_call,
+            producer_of=self._ops.producer_of if self._ops else None,
+            reading_of=self._ops.reading_of if self._ops else None,
+        )
+        self.output: Any = None
+        self.loss: torch.Tensor | None = None
+        self.gradients: Mapping[str, torch.Tensor] | None = None
+        self.raised: Exception | KeyboardInterrupt | None = None
+        self._bad_gradients: tuple[TensorStats, ...] = ()
 
-def _run_forward(run: _Run, batch: Batch, observers: _Observers, result: _Result) -> None:
-    """Fill in output and loss; where the loss raises, the output stays."""
-    step = run.step
-    with (
-        observers.modules,
-        observers.ops.watching(observers.modules.owner) if observers.ops is not None else nullcontext(),
-        open_checkpoints() if observers.gradients is not None else nullcontext(),
-        torch.set_grad_enabled(run.grad),
-    ):
-        result.output = step.forward(batch)
-        if step.loss is not None:
-            if observers.ops is not None:
-                observers.ops.phase = "loss"
-            with interventions.loss_in_fp32(run.edits, step.device) as widen:
-                result.loss = user_code.compute_loss(step.loss, widen(result.output), batch, device=step.device)
+    def make(self) -> None:
+        """Run the step under the policy of the run and with its edits, and read what it was given and what it made."""
+        run, step, read = self._run, self._run.step, self.modules.read
+        self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
+        with (
+            recorded_backends(step.recorded, step.device),
+            apply_policy(run.policy, step.device),
+            drawn_in_fp32() if run.policy is EXACT else nullcontext(),
+            interventions.intervene(run.edits, step.model, step.device, self.modules.owner),
+        ):
+            started = time.perf_counter()
+            self._execute()
+            self._elapsed_s = time.perf_counter() - started
+            self._given, self._losses = read(self.output), read(self.loss, counts=True)
+        with plain_torch():
+            self._unread = list_unread(self.output)
+        self._left_nan = list_nan_buffers(step.model) if run.watch.statistics != "none" else ()
 
+    def trace(self, calls: tuple[ModuleCall, ...]) -> Trace:
+        """What was recorded; `calls` are those of the modules."""
+        run, step = self._run, self._run.step
+        ops = self._ops.calls() if self._ops else ()
+        end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
+        return Trace(
+            policy=run.policy.label,
+            format=run.policy.format,
+            training=step.training,
+            seed=step.seed,
+            calls=calls,
+            batch=collect(self._taken),
+            output=collect(self._given),
+            loss=collect(self._losses)[0] if self._losses else None,
+            unread=self._unread,
+            elapsed_s=self._elapsed_s,
+            raised=INTERRUPTED if isinstance(self.raised, KeyboardInterrupt) else end,
+            ops=ops,
+            buffers=frozenset(name for name, _ in step.model.named_buffers()),
+            spoilt_buffers=tuple(name for name in self._left_nan if name not in list_nan_buffers(step.model)),
+            backward=self._backward.calls(ops) if self._backward else (),
+            function_ops=self._functions.ops.calls() if self._functions else (),
+            bad_gradients=self._bad_gradients,
+            num_samples=interventions.sample_count(self._batch, step.used),
+            time_first=interventions.may_have_time_first(self._batch, step.used),
+        )
 
-def _take_gradients(
-    step: FailingStep, stand_in: Loss, batch: Batch, made: _Result
-) -> Mapping[str, torch.Tensor] | None:
-    """The gradients that nothing is recorded of; None where the loss or one of them is not finite, or they raise."""
-    try:
-        with torch.enable_grad():
-            loss = made.loss
-            if step.loss is None:
-                loss = user_code.compute_loss(stand_in, made.output, batch, device=step.device)
-        if loss is None or not all_finite(loss):
-            return None
+    def _execute(self) -> None:
+        """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
+        run, watch, model = self._run, self._run.watch, self._run.step.model
+        try:
+            with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
+                self._run_forward()
+            loss = self.loss if watch.backward else None
+            if loss is not None and watch.worth_backward(self.output, loss):
+                self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
+            elif watch.stand_in is not None:
+                self.gradients = self._take_gradients(watch.stand_in)
+        except (Exception, KeyboardInterrupt) as error:
+            self.raised = error
+        finally:
+            if self._backward is not None:
+                self._backward.close()
+
+    def _run_forward(self) -> None:
+        """Fill in output and loss; where the loss raises, the output stays."""
+        run, step, ops = self._run, self._run.step, self._ops
+        with (
+            self.modules,
+            ops.watching(self.modules.owner) if ops is not None else nullcontext(),
+            open_checkpoints() if self._backward is not None else nullcontext(),
+            torch.set_grad_enabled(run.grad),
+        ):
+            self.output = step.forward(self._batch)
+            if step.loss is not None:
+                if ops is not None:
+                    ops.phase = "loss"
+                with interventions.loss_in_fp32(run.edits, step.device) as widen:
+                    self.loss = user_code.compute_loss(step.loss, widen(self.output), self._batch, device=step.device)
+
+    def _run_backward(
+        self, loss: torch.Tensor, *, keep: bool
+    ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
+        step = self._run.step
         with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
-            nonfinite, gradients = run_backward(step.model, loss, loss_scale=step.loss_factor, keep=True)
+            return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)
+
+    def _take_gradients(self, stand_in: Loss) -> Mapping[str, torch.Tensor] | None:
+        """The gradients, with nothing recorded of them; None where the loss or one is not finite, or they raise."""
+        step, loss = self._run.step, self.loss
+        try:
+            with torch.enable_grad():
+                if step.loss is None:
+                    loss = user_code.compute_loss(stand_in, self.output, self._batch, device=step.device)
+            if loss is None or not all_finite(loss):
+                return None
+            nonfinite, gradients = self._run_backward(loss, keep=True)
             return None if nonfinite else gradients
-    except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
-        if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
-            raise
-        return None
+        except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
+            if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
+                raise
+            return None
