@@ -25,6 +25,8 @@ _MAX_HASHED_NBYTES = 1 << 20
 _MAX_OWN_NBYTES = 16 << 20
 _MAX_LINES = 10_000
 
+ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
+
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -46,6 +48,24 @@ def parse(text: str) -> ast.Module | None:
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
+    """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
+    try:
+        tree = parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+    except (SyntaxError, UnicodeDecodeError, OSError):
+        return False
+    body: list[ast.stmt] = tree.body if tree is not None else []
+    *outer, last = name.split(".")
+    for part in outer:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
+    return any(isinstance(node, kinds) and last in _names_of(node) for node in body)
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", statement)]
+    return [str(getattr(target, "id", getattr(target, "name", ""))) for target in targets]
 
 
 def decode_source(data: bytes) -> tuple[str, str]:

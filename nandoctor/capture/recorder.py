@@ -24,6 +24,7 @@ from nandoctor.capture.source_info import (
     ProjectSources,
     advise_loss,
     class_of,
+    describe_loss,
     describe_source,
     plan_rebuild,
     unwrap_model,
@@ -116,7 +117,7 @@ class Recorder(RecorderSettings):
             builder = builder.func
         source = describe_source(builder or class_of(model))
         built = builder is not None and not isinstance(builder, type)
-        loss = None if self.loss is None else describe_source(self.loss)
+        loss = None if self.loss is None else describe_loss(self.loss)
         flags, advice = plan_rebuild(model, source, arguments, built=built)
         for line in (*advice, *advise_loss(self.loss, loss)):
             LOG.warning("nandoctor.Recorder: %s", line)

@@ -20,7 +20,7 @@ from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import PLAIN
 from nandoctor.process_wide import generators_kept
-from nandoctor.source_files import SourceHash, hash_of, hash_source, is_installed, shown_path
+from nandoctor.source_files import ASSIGNED, SourceHash, defines, hash_of, hash_source, is_installed, shown_path
 from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
@@ -85,12 +85,25 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
             return {"module": location, "name": name, "file": "", "sha256": ""}
         path = Path(location).resolve()
         return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
-    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    name = getattr(thing, "__qualname__", f"<{type(thing).__qualname__} object>")
     module = str(getattr(thing, "__module__", ""))
     if (source := _source_file(thing)) is None:
         return {"module": module, "name": name, "file": "", "sha256": ""}
     file = "" if is_installed(source) else shown_path(source)
     return {"module": module, "name": name, "file": file, "sha256": _hash(source)}
+
+
+def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
+    """As `describe_source`; an instance or a lambda goes by its name at the top level of a file of the project."""
+    if isinstance(loss, str) or "<" not in getattr(loss, "__qualname__", "<"):
+        return describe_source(loss)
+    files = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+    for module, path in [(module, _resolve(file)) for module, file in files if isinstance(file, str)]:
+        if path.suffix == ".py" and path.is_relative_to(Path.cwd()) and not is_installed(path):
+            for name, value in list(vars(module).items()):
+                if value is loss and defines(path, name, ASSIGNED):
+                    return {"module": module.__name__, "name": name, "file": shown_path(path), "sha256": _hash(path)}
+    return describe_source(loss)
 
 
 class ProjectSources:

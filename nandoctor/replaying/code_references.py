@@ -31,7 +31,7 @@ from nandoctor.dumps.trees import PLAIN
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import hash_of, own_source
+from nandoctor.source_files import ASSIGNED, defines, hash_of, own_source
 from nandoctor.text import brief, plural
 
 # transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
@@ -107,12 +107,28 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
         return None, [f"{problem}; {command}."]
     directory, spec = _from_file(reference, source.path)
     found = find_attribute(spec, directory=directory)
-    if isinstance(found, type):
-        if not issubclass(found, nn.Module):
-            return None, [f"{brief(reference.spec)} is no function; {command}."]
-        found = build_model(found, {})
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        return None, [f"{brief(reference.spec)} is no function; {command}."]
+    found = build_loss(found)
     note = f"{brief(reference.file)} has changed since the training."
     return found, [note] if source.changed else []
+
+
+def build_loss(found: Any) -> Any:
+    """The loss; an instance of it where a Module class was named.
+
+    Raises:
+        ModelError: the class cannot be called without arguments.
+    """
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        return found
+    try:
+        return build_model(found, {})
+    except ModelError as error:
+        raise ModelError(
+            f"The loss is a class that needs arguments: {error.message}",
+            remedy=f"Write loss_of = {found.__name__}(...) at the top level of a file, and add --loss FILE.py:loss_of.",
+        ) from error
 
 
 def _name_of_loss(reference: Reference) -> str:
@@ -132,7 +148,7 @@ def _why_no_loss(reference: Reference, source: _Source | None, provenance: Prove
         return f"The loss {brief(reference.name)} has no name that it could be imported by"
     if source is None or not reference.file or not reference.name.isidentifier():
         return "The loss function is not in the working directory"
-    if not _defines(source.path, reference.name, (ast.FunctionDef, ast.ClassDef)):
+    if not defines(source.path, reference.name, (ast.FunctionDef, ast.ClassDef, *ASSIGNED)):
         return f"{brief(reference.file)} defines no function {brief(reference.name)}"
     if source.changed and not provenance.here:
         return f"{brief(reference.file)} has changed since the training, and holds the loss"
@@ -162,7 +178,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     if source is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
-    if not _defines(source.path, reference.name, kinds):
+    if not defines(source.path, reference.name, kinds):
         raise _undecided(reference, dump, f"{source.path.name} defines no class of that name")
     if source.changed and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
@@ -175,7 +191,7 @@ def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     path = _installed_path(spec.partition(":")[0])
     if path is None:
         raise _undecided(reference, dump, "no installed package has it")
-    if not _defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
+    if not defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
         raise _undecided(reference, dump, f"{path.name} defines no class of that name")
     return find_attribute(spec)
 
@@ -217,18 +233,6 @@ def _installed_path(module: str) -> Path | None:
     base = Path(found.origin).parent.joinpath(*parts)
     places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
     return next((place for place in places if place.is_file()), None)
-
-
-def _defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
-    """Tell from the source whether the file defines that name, the last part of it as one of these kinds."""
-    try:
-        body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, UnicodeDecodeError, OSError, ValueError, RecursionError, MemoryError):
-        return False
-    *outer, last = name.split(".")
-    for part in outer:
-        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
-    return any(isinstance(node, kinds) and getattr(node, "name", "") == last for node in body)
 
 
 def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:

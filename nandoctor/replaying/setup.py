@@ -26,6 +26,7 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of, private_memory, return_freed_memory
 from nandoctor.replaying.code_references import (
     build_configured,
+    build_loss,
     check_method,
     describe_change,
     find_loss,
@@ -110,7 +111,7 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
 
 def _find_loss(dump: Dump, settings: Settings) -> tuple[Callable[..., Any] | None, list[str]]:
     """The loss that the user named, else the function that the dump does, with notes on it."""
-    function = find_attribute(settings.loss, directory=settings.directory)
+    function = build_loss(find_attribute(settings.loss, directory=settings.directory))
     if function is not None or dump.recorded is None:
         return function, []
     return find_loss(dump.recorded.loss_function, dump.provenance)

@@ -155,6 +155,53 @@ def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, 
     assert command == f"nandoctor replay {path} --model FILE.py:NAME"
 
 
+class Power(nn.Module):
+    def __init__(self, exponent: float) -> None:
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.abs().pow(self.exponent).mean()
+
+
+def make_loss(exponent: float):
+    return lambda output, _: output.abs().pow(exponent).mean()
+
+
+root = Power(0.5)
+partial_root: functools.partial = functools.partial(Power.forward, Power(0.5))
+closure_root = make_loss(0.5)
+if random.random() < 2:
+    conditional_root = Power(0.5)
+
+
+@pytest.mark.parametrize("loss", [root, partial_root, closure_root], ids=["instance", "partial", "closure"])
+def test_a_loss_goes_by_its_name_in_the_file(tmp_path, caplog, loss):
+    model = nn.Linear(2, 1, bias=False)
+    arguments = {"in_features": 2, "out_features": 1, "bias": False}
+    with Recorder(model, folder=tmp_path, loss=loss, arguments=arguments) as recorder:
+        value = loss(model(torch.zeros(3, 2)), None)
+        recorder.watch(value, torch.zeros(1))
+        value.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert len(caplog.messages) == 1
+    report = nandoctor.replay(recorder.written[0], fixes=False).report
+    assert (report.origin.phase, report.origin.op) == ("backward", "pow")
+
+
+def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
+    torch.save({"state_dict": nn.Linear(2, 1).state_dict(), "input": torch.zeros(3, 2)}, tmp_path / "nan.pth")
+    with pytest.raises(ModelError, match="class that needs arguments") as caught:
+        nandoctor.replay(tmp_path / "nan.pth", model=lambda: nn.Linear(2, 1), loss=Power)
+    assert "loss_of = Power(...)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("loss", [Power(0.5), conditional_root], ids=["local", "below an if"])
+def test_a_loss_without_a_name_is_never_replaced_by_its_class(tmp_path, caplog, loss):
+    Recorder(Wide(3), folder=tmp_path, loss=loss, arguments={"width": 3}).close()
+    assert "cannot import the loss (<Power object>)" in caplog.messages[0]
+
+
 @pytest.mark.parametrize(
     "loss", [lambda output, batch: output.sum(), nn.CrossEntropyLoss(), torch.nn.functional.mse_loss],
     ids=["lambda", "instance", "of torch"],
