@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,10 +59,7 @@ def run_backward(
                 "without --loss the forward alone is judged.",
             )
         if is_large(model):
-            released = ReleasedGradients(model, keep=keep, loss_scale=loss_scale)
-            with released.watching():
-                run_backward_in_modes(loss * loss_scale)
-            return released.nonfinite(), released.kept
+            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
         run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         for part in made.values() if keep and loss_scale != 1 else ():
@@ -70,44 +68,33 @@ def run_backward(
         return nonfinite, made if keep else None
 
 
-class ReleasedGradients:
-    """Reads each parameter's gradient when it is complete, and lets it go; `kept` has them in files, at scale 1."""
+def _run_releasing(
+    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
+) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
+    """Read each gradient when it is complete, and let it go; those that are kept lie in files, at scale 1."""
+    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    readings: dict[str, Reading] = {}
+    kept: dict[str, torch.Tensor] = {}
 
-    def __init__(self, model: nn.Module, *, keep: bool, loss_scale: float) -> None:
-        self._readings: dict[str, Reading] = {}
-        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        self._scale = loss_scale
-        self.kept: dict[str, torch.Tensor] | None = {} if keep else None
+    def take(name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        reading = measure(gradient)
+        if reading is not None and not is_finite(reading):
+            readings[name] = reading
+        if keep:
+            before = kept.get(name)  # a reentrant checkpoint adds its part by itself
+            unscaled = gradient / loss_scale
+            unscaled = unscaled if before is None else unscaled + before
+            kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context for the backward pass."""
-        with ExitStack() as stack:
-            for name, parameter in self._parameters.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._take(name))  # type: ignore[no-untyped-call]
-                stack.callback(hook.remove)
-            yield
-
-    def nonfinite(self) -> tuple[TensorStats, ...]:
-        """The non-finite gradients, by the names of their parameters."""
-        return collect([(name, self._readings[name]) for name in self._parameters if name in self._readings])
-
-    def _take(self, name: str) -> Any:
-        def take(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                return
-            reading = measure(gradient)
-            if reading is not None and not is_finite(reading):
-                self._readings[name] = reading
-            if self.kept is not None:
-                before = self.kept.get(name)  # a reentrant checkpoint adds its part by itself
-                unscaled = gradient / self._scale
-                self.kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(
-                    unscaled if before is None else unscaled + before
-                )
-
-        return take
+    with ExitStack() as stack:
+        for name, parameter in parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+            stack.callback(hook.remove)
+        run_backward_in_modes(loss * loss_scale)
+    return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 
 def known_tensors(
