@@ -14,7 +14,7 @@ from nandoctor.dumps.directories import stub_error
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, PickledArray, is_array, is_bytes, is_tensor, types_of
-from nandoctor.dumps.trees import KIND, MAX_DEPTH, MAX_NAME, PLAIN, Slot, name_tensors
+from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_DEPTH, MAX_NAME, PLAIN, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size, dtype_name
 
@@ -95,7 +95,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     # The weights; none where they had no room in the file, which says so.
     state = get(saved, "state_dict", dict, {})
     if not state and not any(text.startswith("state_dict") for text in contents.left_out):
-        raise DumpError("it holds no state dict.", remedy="Take the file as the recorder wrote it.")
+        raise DumpError("it holds no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     shelf = _Shelf(contents)
     recorded = read_recorded(saved, shelf.take, values.check_state)
@@ -140,10 +140,8 @@ class _Shelf:
     def take(self, name: str, value: Any) -> str:
         """Keep the array, and tell the name that it goes by."""
         if not is_array(value):
-            raise DumpError(
-                f"{brief(name)!r} is {_describe(value)}, where tensors and plain data belong.",
-                remedy="Take the file as the recorder wrote it.",
-            )
+            found = _describe(value)
+            raise DumpError(f"{brief(name)!r} is {found}, where tensors and plain data belong.", remedy=AS_WRITTEN)
         tensor = _take_tensor(self._contents, _check_name(name), value)
         is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.dumps.stored_tensor import is_bytes, is_dense
-from nandoctor.dumps.trees import name_tensors, slots
+from nandoctor.dumps.trees import AS_WRITTEN, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.source_files import SourceHash
@@ -28,7 +28,6 @@ MAX_SAMPLED = 64
 """Values that are kept of a weight which is left to a checkpoint."""
 _CAST_FORMATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_CALLS = 1000
-_AS_WRITTEN = "Take the file as the recorder wrote it."
 T = TypeVar("T")
 
 Take = Callable[[str, Any], str]
@@ -301,7 +300,7 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     for name in (name for of in casts.values() for name in of.values()):
         if not isinstance(name, str) or name not in _CAST_FORMATS:
             told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise DumpError(f"FSDP casts to {told} in no training.", remedy=_AS_WRITTEN)
+            raise DumpError(f"FSDP casts to {told} in no training.", remedy=AS_WRITTEN)
     return ModuleCasts(**casts)
 
 
@@ -315,9 +314,9 @@ def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
 def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
     at, values = fields.get("at"), fields.get("values")
     if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
-        raise DumpError("a sample of a weight in it is none.", remedy=_AS_WRITTEN)
+        raise DumpError("a sample of a weight in it is none.", remedy=AS_WRITTEN)
     if at.shape != values.shape or at.numel() > MAX_SAMPLED:
-        raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=_AS_WRITTEN)
+        raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=AS_WRITTEN)
     return WeightSample(at=at, values=values)
 
 
@@ -379,12 +378,12 @@ def _tried(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str)
 
 def no_state(whose: str) -> DumpError:
     """The error for what claims to be the state of a random generator."""
-    return DumpError(f"what it holds as the state of {whose}'s random generator is none.", remedy=_AS_WRITTEN)
+    return DumpError(f"what it holds as the state of {whose}'s random generator is none.", remedy=AS_WRITTEN)
 
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
     """The words of a Mersenne twister, whose number its owner would complain about at replay."""
     words = fields.get(name)
     if not is_dense(words) or words.shape != (number,) or dtype_name(words.dtype) != "int64":
-        raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=_AS_WRITTEN)
+        raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=AS_WRITTEN)
     return words.numpy()

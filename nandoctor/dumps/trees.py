@@ -16,6 +16,8 @@ KIND = "<type>"
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
 MAX_NAME = 512
 MAX_DEPTH = 16
+AS_WRITTEN = "Take the file as the recorder wrote it."
+"""What to do where a file is not what its format says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +49,7 @@ def _check_key(key: Any, name: str) -> Any:
     """A name is put together of all keys above a tensor, so that none may be longer than a name."""
     if isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME):
         return key
-    raise DumpError(
-        f"{name!r} holds a key that is neither a short text nor a number.",
-        remedy="Take the file as the recorder wrote it.",
-    )
+    raise DumpError(f"{name!r} holds a key that is neither a short text nor a number.", remedy=AS_WRITTEN)
 
 
 def slots(tree: Any) -> Iterator[str]:

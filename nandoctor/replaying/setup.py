@@ -82,22 +82,16 @@ def prepare(
         policies = choose_policies(dump, settings, outputs.array)
         bindings = _find_bindings(dump, code, batch, settings)
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
-    first = settings.seed if settings.seed is not None or dump.rng_states else 0
+    notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
+    notes += [f"The recorder could not keep {text}." for text in dump.missing]
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress, project=project) for step in steps),
         modes=_modes(dump, settings),
-        seeds=(first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))),
+        seeds=_seeds(dump, settings),
         policies=policies,
         outputs=outputs,
-        notes=(
-            *dump.notes,
-            *code.notes,
-            *weight_notes,
-            *batch.notes,
-            *(f"The recorder could not keep {text}." for text in dump.missing),
-            *_describe_guess(policies, outputs.array),
-        ),
+        notes=(*notes, *_describe_guess(policies, outputs.array)),
     )
 
 
@@ -107,6 +101,12 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
         return (settings.mode == "train",)
     recorded = dump.recorded.training.get("") if dump.recorded is not None else None
     return (True, False) if recorded is None else (recorded,)
+
+
+def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
+    """The user's word, else the saved random state (None), else 0; and those of further tries."""
+    first = settings.seed if settings.seed is not None or dump.rng_states else 0
+    return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
 
 
 def _find_loss(dump: Dump, settings: Settings) -> tuple[Callable[..., Any] | None, list[str]]:
