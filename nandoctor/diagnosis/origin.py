@@ -297,14 +297,16 @@ def _overflows(op: OpCall) -> bool:
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
-    """An infinity that the code wrote down itself, or that a healthy fp32 run has at the same place."""
+    """An infinity that the code wrote down itself, or those that a healthy fp32 run has at the same place, and no more."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:
         return False
     if writes_infinity(source.op) or is_log_of_mask(source.op, ops):
         return True
-    reference_op = source.reference_op
-    return reference.finite and reference_op is not None and not reference_op.outputs_finite
+    same = source.reference_op
+    if not reference.finite or same is None or same.outputs_finite:
+        return False
+    return source.op.analysis is None or same.analysis is None or source.op.analysis.num_bad <= same.analysis.num_bad
 
 
 OutsideKind = Literal["weight", "buffer", "input", "target"]

@@ -192,3 +192,37 @@ def test_a_logarithm_that_numpy_took_of_zero(examine):
     report = examine(Loud(), {"x": silent})
     assert (report.verdict, line(report)) == ("numerics", "return self.read(torch.from_numpy(levels))")
     assert blamed(examine(Loud(), {"x": silent + 1})) == HEALTHY
+
+
+def of_places(hidden):
+    """Positions that bf16 rounds to one and the same."""
+    place = torch.tensor([1.0, 256, 257, 300, 400]).to(hidden.dtype)
+    return 1 / (place[:, None] - place).abs()
+
+
+def of_shares(function):
+    return lambda hidden: function((torch.eye(5) + torch.eye(5).roll(1, 0) * 1e-9).to(hidden.dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "amp_dtype", "cause"),
+    [
+        (of_places, "bfloat16", "division-by-zero"),
+        (of_shares(torch.log), "float16", "log-of-zero"),
+        (of_shares(lambda share: share.pow(-0.5)), "float16", "division-by-zero"),
+    ],
+    ids=["positions", "log", "root"],
+)
+def test_more_infinities_than_are_meant(examine, make, amp_dtype, cause):
+    """A mask removes those that fp32 has too; what rounding adds to them is left, and the op is to blame for it."""
+
+    class Weighted(nn.Linear):
+        def forward(self, x):
+            hidden = super().forward(x)
+            made = make(hidden)
+            meant = make(hidden.float()).isinf()
+            return made.to(hidden.dtype).masked_fill(meant, 0) @ hidden
+
+    report = examine(Weighted(4, 4), {"x": normal(5, 4)}, amp_dtype=amp_dtype)
+    assert (report.verdict, report.cause.code) == ("precision", cause)
+    assert report.origin.op in ("reciprocal", "div", "log", "pow")
