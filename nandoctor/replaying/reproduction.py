@@ -202,7 +202,7 @@ def reproduce(preparation: Preparation) -> Replayed:
         ModelError: the model cannot be called with the batch.
     """
     try:
-        best = _search(preparation.steps, preparation)
+        best, others = _search_first(preparation)
     except RunInterrupted as stop:
         made = stop.outcome
         if not made.trace.calls or not stop.step.progress.stop():
@@ -211,7 +211,6 @@ def reproduce(preparation: Preparation) -> Replayed:
         if made.trace.output:  # only the backward pass, or the loss, was not seen to its end
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
-    others = preparation.policies[1:]
     for policy in others:
         if best.step.progress.interrupted or best.reproduction.grade in ("exact", "no-reference"):
             break
@@ -225,6 +224,20 @@ def reproduce(preparation: Preparation) -> Replayed:
     low = best.step.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
     return replace(best, notes=(told,))
+
+
+def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:
+    """The best replay under the first policy that the model runs under at all, and the policies after that."""
+    refusal: ModelError | None = None
+    for place, policy in enumerate(preparation.policies):
+        try:
+            found = _search(tuple(replace(step, policy=policy) for step in preparation.steps), preparation)
+        except ModelError as error:
+            refusal = refusal or error
+        else:
+            return found, preparation.policies[place + 1 :]
+    assert refusal is not None
+    raise refusal
 
 
 @contextmanager

@@ -155,3 +155,29 @@ def test_autocast_is_tried_where_the_dump_contradicts_its_output(tmp_path):
     report = nandoctor.replay(tmp_path / "dump.pth", model, fixes=False).report
     assert under(report) == ("precision", "cuda", "fp16", "exact")
     assert any("autocast was off" in note for note in report.notes)
+
+
+class Axes(nn.Module):
+    """Decompositions that no half precision has a kernel for, of a product that autocast computes in it."""
+
+    def __init__(self, decompose):
+        super().__init__()
+        self.scale, self.decompose = nn.Parameter(torch.ones(())), decompose
+
+    def forward(self, x):
+        return self.decompose(self.scale * x.mT @ x)
+
+
+@pytest.mark.parametrize(
+    "decompose",
+    [
+        lambda m: torch.linalg.eigh(m)[1],
+        lambda m: torch.linalg.svd(m)[0],
+        lambda m: torch.linalg.inv(m + m.new_ones(3).diag()),
+    ],
+    ids=["eigh", "svd", "inv"],
+)
+def test_a_model_that_runs_without_autocast_alone(replay, decompose):
+    x = torch.cat([torch.eye(3), torch.zeros(1, 3)])
+    report = replay(Axes(decompose), {"x": x, "output": Axes(decompose)(x).detach()})
+    assert under(report)[1:] == ("none", "fp32", "exact")
