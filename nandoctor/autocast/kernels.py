@@ -122,13 +122,26 @@ class _Call:
 Run = Callable[[_Call], Any]
 
 
+class _Running(threading.local):
+    """Tells whether this thread is in a kernel that leaves no cast to those that it calls."""
+
+    op = False
+
+
+_running = _Running()
+
+
 def _make_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return run(_Call(op=op, device_type=device_type, args=args, kwargs=kwargs))
 
     def kernel_without_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch_compat.without_autocast():
-            return kernel(*args, **kwargs)
+            # torch.func hands an op on to its next level with autocast as it was outside of this kernel.
+            if _running.op:
+                return op(*args, **kwargs)
+            with held((_running, "op", True)):
+                return kernel(*args, **kwargs)
 
     return kernel if run is _run_several_products else kernel_without_autocast
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor.process_wide import Patch, Shared, held, patched
-from nandoctor.torch_compat import is_enabled, set_enabled, without_autocast
+from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, without_autocast
 from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
@@ -30,6 +30,16 @@ _ASKS = frozenset({torch.finfo, torch.iinfo})
 
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 """Within which torch suspends function modes, also for what a checkpoint computes again."""
+
+_SCALAR_FORMS = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), torch.ops.aten.mul.Scalar),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.ops.aten.mul_.Scalar),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), torch.ops.aten.div.Scalar),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.ops.aten.div_.Scalar),
+    Tensor.__rtruediv__: torch.ops.aten.mul.Scalar,
+}
+"""Torch makes a tensor of the number that a tensor is multiplied with, and torch.func wraps that: no kernel in Python can
+read it then."""
 
 _HALF_SIZE = 2  # bytes
 
@@ -196,6 +206,8 @@ class _DeviceLiterals(TorchFunctionMode):
             args = (args[0], self._device, *args[2:])
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
+        if func in _SCALAR_FORMS and not kwargs and len(args) == 2 and is_transforming():
+            func, args = _without_number_tensor(func, *args)
         if func in _BACKWARD:
             with held((_replay, "is_marking", False)):
                 return func(*args, **(kwargs or {}))
@@ -204,6 +216,13 @@ class _DeviceLiterals(TorchFunctionMode):
             # A copied model's buffers are sent to the device after; its other tensors stay where training had them.
             _mark(made, () if func is Tensor.__deepcopy__ else (*args, *kwargs.values()) if kwargs else args)
         return made
+
+
+def _without_number_tensor(func: Callable[..., Any], first: Any, second: Any) -> tuple[Callable[..., Any], Any]:
+    """The call that takes the number in `first * second` or `first / second` as a number; the same call without one."""
+    if not isinstance(second, (int, float)):
+        return func, (first, second)
+    return _SCALAR_FORMS[func], (first.reciprocal() if func is Tensor.__rtruediv__ else first, second)
 
 
 def _mark(made: Any, arguments: tuple[Any, ...]) -> None:

@@ -100,8 +100,9 @@ class Finding(_AnalysedOp):
 
     @property
     def format(self) -> FloatFormat:
-        """The format of the op's output, which its values had to fit."""
-        return self.op.outputs[0].dtype
+        """The format that its values had to fit: its output's, or that of the product alone, to which vmap adds a bias."""
+        made, exact = self.op.outputs[0].dtype, self.analysis.exact
+        return self.low if self.op.op in PRODUCTS and exact is not None and made.holds(exact) else made
 
     @property
     def overflowed(self) -> bool:

@@ -74,7 +74,8 @@ def _explain_pole(finding: Finding) -> Account | None:
     """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
     operands, op = finding.analysis.operands, finding.op.op
     taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
-    if op in _NO_FUNCTIONS or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
+    is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
+    if not is_function or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
         return None
     values = ", ".join(map(number, taken))
     return Account(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
-from nandoctor.torch_compat import tree_tensors, without_autocast
+from nandoctor.torch_compat import plain_torch, tree_tensors, unwrap, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.exact_counts import count_exactly, find_nonfinite
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
@@ -24,22 +24,22 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
-    output = _without_passed_on(call, output)
-    nonfinite = find_nonfinite(output)
-    own = format_of(output.dtype) or FP64
-    counts, _ = count_exactly(output, own, low, place=True)
-    exact = recompute(call, place, like=output)
-    worst, value = _find_worst(nonfinite, exact)
-    taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
-    operands = [(name, values) for name, values in taken if values is not None]
-    return OpAnalysis(
-        counts=counts,
-        numel=output.numel(),
-        exact=value,
-        length=_length(call, [tensor for _, tensor in operands], output),
-        num_full_rows=None if (rows := full_rows(call)) is None else int(rows.sum()),
-        operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
-    )
+    exact, rows = recompute(call, place, like=output), full_rows(call)
+    with plain_torch():  # a transform of torch.func would wrap every number that is taken of these
+        output = _without_passed_on(call, output)
+        own = format_of(output.dtype) or FP64
+        counts, _ = count_exactly(output, own, low, place=True)
+        worst, value = _find_worst(find_nonfinite(output), exact)
+        taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
+        operands = [(name, values) for name, values in taken if values is not None]
+        return OpAnalysis(
+            counts=counts,
+            numel=output.numel(),
+            exact=value,
+            length=_length(call, [tensor for _, tensor in operands], output),
+            num_full_rows=None if rows is None else int(unwrap(rows).sum()),
+            operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
+        )
 
 
 def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,8 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
         return None
     leaves = tree_tensors(output)
     values = numbers_in(leaves[place]) if place < len(leaves) else None
-    return None if values is None or values.shape != like.shape else values.double()
+    with plain_torch():
+        return None if values is None or values.shape != like.shape else values.double()
 
 
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:

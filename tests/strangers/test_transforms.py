@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.utils.parametrizations import spectral_norm
 from visits import blamed, line, normal
 
@@ -99,3 +99,36 @@ def test_the_log_determinant_of_a_singular_matrix(examine):
 
     report = examine(Flow(), {"x": normal(4, 8)})
     assert blamed(report) == ("numerics", "", "linalg_slogdet", "log-of-zero")
+
+
+@pytest.mark.parametrize("transform", [grad, lambda function: lambda x: jvp(function, (x,), (x,))[1], jacrev])
+def test_a_division_inside_a_transform(examine, transform):
+    class Slope(Layered):
+        def forward(self, x):
+            slope = transform(lambda rows: (self.inner(rows) / (rows - rows).sum()).float().sum())(x)
+            return self.head(x) + slope.sum()
+
+    report = examine(Slope(), {"x": normal(4, 8)})
+    assert blamed(report) == ("numerics", "", "div", "division-by-zero")
+    assert "(rows - rows).sum()" in line(report)
+
+
+def test_the_derivative_of_forward_mode_at_a_singular_point(examine):
+    class Slope(Layered):
+        def forward(self, x):
+            return self.head(x) + jvp(lambda rows: (0 * self.inner(rows)).sqrt(), (x,), (x,))[1].sum()
+
+    assert blamed(examine(Slope(), {"x": normal(4, 8)})) == ("numerics", "", "_unpack_dual", None)
+
+
+def test_a_product_that_vmap_takes_apart(examine):
+    """vmap adds the bias in fp32 to a product that fp16 could not hold."""
+
+    class Ensemble(Layered):
+        def forward(self, x):
+            weights = torch.stack([self.inner.weight, 3e4 * self.inner.weight])
+            return vmap(lambda weight: functional_call(self.inner, {"weight": weight}, (x,)))(weights).mean(0)
+
+    report = examine(Ensemble(), {"x": 100 * normal(4, 8)})
+    assert blamed(report) == ("precision", "inner", "linear", "matmul-overflow")
+    assert "fp16 stops at" in report.cause.headline
