@@ -61,9 +61,9 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, RunProgress
-from nandoctor.replaying.reproduction import Preparation, Replayed, choose_policies, reproduce, run_whole
+from nandoctor.replaying.reproduction import Preparation, Replayed, reproduce, run_whole
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
-from nandoctor.replaying.saved_arrays import view_sample
+from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state

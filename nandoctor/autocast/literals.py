@@ -31,15 +31,15 @@ _ASKS = frozenset({torch.finfo, torch.iinfo})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 """Within which torch suspends function modes, also for what a checkpoint computes again."""
 
-_SCALAR_FORMS = {
+_SCALAR_FORMS: Mapping[Any, Any] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), torch.ops.aten.mul.Scalar),
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.ops.aten.mul_.Scalar),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), torch.ops.aten.div.Scalar),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.ops.aten.div_.Scalar),
     Tensor.__rtruediv__: torch.ops.aten.mul.Scalar,
 }
-"""Torch makes a tensor of the number that a tensor is multiplied with, and torch.func wraps that: no kernel in Python can
-read it then."""
+"""Torch makes a tensor of the number that a tensor is multiplied with, and torch.func wraps that: a kernel in Python
+cannot take it then."""
 
 _HALF_SIZE = 2  # bytes
 

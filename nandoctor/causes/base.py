@@ -100,7 +100,7 @@ class Finding(_AnalysedOp):
 
     @property
     def format(self) -> FloatFormat:
-        """The format that its values had to fit: its output's, or that of the product alone, to which vmap adds a bias."""
+        """The format that its values had to fit: its output's, or that of a product to which vmap adds a bias."""
         made, exact = self.op.outputs[0].dtype, self.analysis.exact
         return self.low if self.op.op in PRODUCTS and exact is not None and made.holds(exact) else made
 

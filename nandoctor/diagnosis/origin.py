@@ -297,7 +297,7 @@ def _overflows(op: OpCall) -> bool:
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
-    """An infinity that the code wrote down itself, or those that a healthy fp32 run has at the same place, and no more."""
+    """Infinities that the code wrote down itself, or as many as a healthy fp32 run has at the same place."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:
         return False

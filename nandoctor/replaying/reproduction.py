@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.dumps.tensors import comparable_values, stored_values
+from nandoctor.dumps.tensors import comparable_values
 from nandoctor.errors import ModelError
-from nandoctor.evidence.formats import BF16, EDGE, FORMATS, FP16, FP32, FloatFormat
+from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
+from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import SavedOutputs, is_finite_array
-from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.user_code import WRONG_CALL
-from nandoctor.tracing.tensor_stats import all_finite, format_of
+from nandoctor.text import brief
+from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 CLOSE_ENOUGH = 0.02
@@ -227,17 +227,24 @@ def reproduce(preparation: Preparation) -> Replayed:
 
 
 def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:
-    """The best replay under the first policy that the model runs under at all, and the policies after that."""
-    refusal: ModelError | None = None
-    for place, policy in enumerate(preparation.policies):
-        try:
-            found = _search(tuple(replace(step, policy=policy) for step in preparation.steps), preparation)
-        except ModelError as error:
-            refusal = refusal or error
-        else:
-            return found, preparation.policies[place + 1 :]
-    assert refusal is not None
-    raise refusal
+    """The best replay under the first policy that the model runs under, and the policies after that one.
+
+    One that is not the first has to show the failing step.
+    """
+    try:
+        return _search(preparation.steps, preparation), preparation.policies[1:]
+    except ModelError as error:
+        if not isinstance(error.__cause__, RuntimeError) or is_out_of_memory(error.__cause__):
+            raise
+        for place, policy in enumerate(preparation.policies[1:], 2):
+            with suppress(ModelError):
+                found = _search(tuple(replace(step, policy=policy) for step in preparation.steps), preparation)
+                if found.accepted:
+                    first = preparation.policies[0]
+                    how = f"Under {first.format} autocast" if first.ambient else "Without autocast"
+                    note = f"{how} the model does not run: {brief(str(error.__cause__))}"
+                    return replace(found, notes=(note,)), preparation.policies[place:]
+        raise
 
 
 @contextmanager
@@ -345,60 +352,3 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
 def _agrees(reproduction: Reproduction) -> bool:
     close = (reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
     return reproduction.grade == "exact" or (reproduction.grade == "same-mask" and close)
-
-
-_ENOUGH = 8
-"""So many values that all fit a format tell that they were computed in it."""
-
-
-def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
-    """The user's word; else what the recorder saw; else what there is to try, by the weights and the `saved` output."""
-    recorded = dump.recorded.autocast if dump.recorded is not None else None
-    weights = low_format(dump.state)
-    if settings.amp_dtype is not None or settings.policy is not None:
-        told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
-        ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
-        return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
-    if recorded is not None:
-        if not recorded.enabled:
-            off = Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False)
-            if weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
-                return (off,)
-            return off, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
-        return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
-    low = weights or (None if saved is None else _computed_in(saved)) or FP16
-    autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
-    # With fp32 weights the format is that of the model's own regions, until a run shows none.
-    without = Policy(name="cuda", format=weights or FP16, ambient=False)
-    return (without, *autocast) if weights is not None else (*autocast, without)
-
-
-def low_format(state: Mapping[str, torch.Tensor]) -> FloatFormat | None:
-    """The half-precision format that all weights were saved in; None where some are in another."""
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
-    return format_of(next(iter(dtypes))) if len(dtypes) == 1 and dtypes <= set(LOW_DTYPES) else None
-
-
-def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
-    """Whose op lists a recorded autocast followed; those of CUDA where nothing is known."""
-    return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
-
-
-def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
-    if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
-        return None
-    return FORMATS[autocast.dtype]
-
-
-def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
-    """The half-precision format of a saved output, or the one that all its values fit in, as `.float()` leaves them."""
-    if saved.dtype in LOW_DTYPES:
-        return format_of(saved.dtype)
-    if saved.dtype is not torch.float32:
-        return None
-    values = stored_values(saved.detach()).flatten()
-    values = values[torch.isfinite(values) & (values != 0)]
-    if values.numel() < _ENOUGH:
-        return None
-    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
-    return next(map(format_of, fitting), None)

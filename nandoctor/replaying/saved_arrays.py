@@ -1,4 +1,4 @@
-"""The arrays of a dump: the batch as the training loop passed it around, and the outputs to compare a replay with."""
+"""The arrays of a dump: the loop's batch, the outputs to compare a replay with, the precisions that they tell of."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
-from nandoctor.dumps.tensors import comparable_values
+from nandoctor.dumps.recorded_format import Autocast
+from nandoctor.dumps.tensors import comparable_values, stored_values
 from nandoctor.dumps.trees import Slot, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
+from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.replaying.input_binding import required_names
 from nandoctor.replaying.recorded_step import make_batch
 from nandoctor.replaying.settings import Settings
+from nandoctor.tracing.tensor_stats import format_of
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -301,3 +305,60 @@ def _view_signal(name: str, array: torch.Tensor, sample: int) -> Signal | None:
 
 def _limit(piece: torch.Tensor, limit: torch.Tensor) -> float | None:
     return float(limit) if bool(piece.isfinite().all()) else None
+
+
+_ENOUGH = 8
+"""So many values that all fit a format tell that they were computed in it."""
+
+
+def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
+    """The user's word; else what the recorder saw; else what there is to try, by the weights and the `saved` output."""
+    recorded = dump.recorded.autocast if dump.recorded is not None else None
+    weights = low_format(dump.state)
+    if settings.amp_dtype is not None or settings.policy is not None:
+        told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
+        ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
+        return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
+    if recorded is not None:
+        if not recorded.enabled:
+            off = Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False)
+            if weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
+                return (off,)
+            return off, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
+        return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
+    low = weights or (None if saved is None else _computed_in(saved)) or FP16
+    autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
+    # With fp32 weights the format is that of the model's own regions, until a run shows none.
+    without = Policy(name="cuda", format=weights or FP16, ambient=False)
+    return (without, *autocast) if weights is not None else (*autocast, without)
+
+
+def low_format(state: Mapping[str, torch.Tensor]) -> FloatFormat | None:
+    """The half-precision format that all weights were saved in; None where some are in another."""
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
+    return format_of(next(iter(dtypes))) if len(dtypes) == 1 and dtypes <= set(LOW_DTYPES) else None
+
+
+def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
+    """Whose op lists a recorded autocast followed; those of CUDA where nothing is known."""
+    return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
+
+
+def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
+    if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
+        return None
+    return FORMATS[autocast.dtype]
+
+
+def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
+    """The half-precision format of a saved output, or the one that all its values fit in, as `.float()` leaves them."""
+    if saved.dtype in LOW_DTYPES:
+        return format_of(saved.dtype)
+    if saved.dtype is not torch.float32:
+        return None
+    values = stored_values(saved.detach()).flatten()
+    values = values[torch.isfinite(values) & (values != 0)]
+    if values.numel() < _ENOUGH:
+        return None
+    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
+    return next(map(format_of, fitting), None)

@@ -42,9 +42,17 @@ from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import RunProgress
 from nandoctor.replaying.project import Project, arguments_of
 from nandoctor.replaying.recorded_step import bind_calls, own_loss
-from nandoctor.replaying.reproduction import Preparation, choose_policies, low_format
+from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.saved_arrays import MakeBatch, SavedBatch, describe_batch, find_outputs, read_batch
+from nandoctor.replaying.saved_arrays import (
+    MakeBatch,
+    SavedBatch,
+    choose_policies,
+    describe_batch,
+    find_outputs,
+    low_format,
+    read_batch,
+)
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, kept_running, place_of
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
