@@ -150,7 +150,7 @@ class _Packer:
         if len(self.tensors) == num_tensors:
             del self.notes[num_notes:]
             return self._leave_out(value, name)
-        self.notes.append(f"{name}: kept as the fields of a {type(value).__qualname__}, without its methods")
+        self.notes.append(f"{name}: the methods of a {type(value).__qualname__}, whose fields are kept")
         return {**packed, KIND: f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def _leave_out(self, value: Any, name: str) -> None:
@@ -198,8 +198,24 @@ def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -
         return device
     if type(tree) is dict:
         filled = {key: fill(item, tensors, device) for key, item in tree.items() if key != KIND}
-        return _rebuild(tree[KIND], filled) if isinstance(tree.get(KIND), str) else filled
+        return _rebuild(tree[KIND], filled) if isinstance(tree.get(KIND), (str, type)) else filled
     return type(tree)(fill(item, tensors, device) for item in tree) if type(tree) in (list, tuple) else tree
+
+
+def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
+    """The tree in which what stands for an object has its class itself, where `find` knows it by its name."""
+    if type(tree) is not dict:
+        return type(tree)(with_classes(item, find) for item in tree) if type(tree) in (list, tuple) else tree
+    items = {key: with_classes(item, find) for key, item in tree.items()}
+    found = find(items[KIND]) if isinstance(items.get(KIND), str) else None
+    return items if found is None or not _has_attributes(found) else {**items, KIND: found}
+
+
+def _has_attributes(kind: type[Any]) -> bool:
+    """Tell whether its objects are their attributes, and nothing that a constructor of the class has to make."""
+    is_keyed = issubclass(kind, Mapping) or callable(getattr(kind, "keys", None))
+    is_made = any("__new__" in vars(base) for base in kind.__mro__ if base is not object)
+    return not is_made and (dataclasses.is_dataclass(kind) or not is_keyed)
 
 
 class Fields(dict[str, Any]):
@@ -218,8 +234,13 @@ class Fields(dict[str, Any]):
         return self
 
 
-def _rebuild(kind: str, fields: dict[str, Any]) -> Any:
+def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
     """What has the same fields as an object of that class; code of the class is not run."""
+    if isinstance(kind, type):
+        instance = object.__new__(kind)
+        for name, value in fields.items():
+            object.__setattr__(instance, name, value)
+        return instance
     if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
         return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})
     if kind.startswith(_NAMED_TUPLE) and all(name.isidentifier() and not iskeyword(name) for name in fields):

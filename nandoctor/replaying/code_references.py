@@ -15,7 +15,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.code_request import approving_command, code_rows, is_transformers_config
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.packing import with_classes
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import PLAIN
@@ -153,6 +154,32 @@ def _why_no_loss(reference: Reference, source: _Source | None, provenance: Prove
     if source.changed and not provenance.here:
         return f"{brief(reference.file)} has changed since the training, and holds the loss"
     return ""
+
+
+def give_classes(dump: Dump, model: nn.Module) -> Dump:
+    """The dump with the classes of the objects among its arguments and in its batch, so that these have their methods.
+
+    Of the user's own dump they are looked up in what the model's code has imported by now; nothing more is imported.
+    """
+    recorded = dump.recorded
+    if recorded is None or not dump.provenance.own:
+        return dump
+    find = functools.partial(_find_imported, main=type(model).__module__)
+    calls = [replace(c, args=with_classes(c.args, find), kwargs=with_classes(c.kwargs, find)) for c in recorded.calls]
+    return replace(dump, recorded=replace(recorded, calls=tuple(calls), batch=with_classes(recorded.batch, find)))
+
+
+def _find_imported(kind: str, main: str) -> type[Any] | None:
+    """The class of that dotted name; what the training's script defines is looked for beside the model."""
+    place, _, name = kind.rpartition(".")
+    outer: list[str] = []
+    while place and place != "__main__" and place not in sys.modules:
+        place, _, last = place.rpartition(".")
+        outer.insert(0, last)
+    found: Any = sys.modules.get(main if place == "__main__" else place)
+    for part in (*outer, name):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) else None
 
 
 def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections import UserDict, namedtuple
@@ -17,6 +18,7 @@ import nandoctor
 from nandoctor.dumps.packing import Fields, fill, pack
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.unpickle import find_stand_in
+from nandoctor.errors import NanDoctorError
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 CPU = torch.device("cpu")
@@ -69,6 +71,66 @@ def test_an_object_comes_back_with_its_fields(value):
     assert (made.n, made["n"], made.to("cuda") is made, len(notes)) == (2, 2, True, 1)
     with pytest.raises(AttributeError, match=r"no 'edges' of this object, only its fields: .*x"):
         _ = made.edges
+
+
+class Molecule:
+    """A batch with methods, whose constructor is not to be called again."""
+
+    def __init__(self, atoms, bonds):
+        if atoms is not X:
+            raise RuntimeError("made anew")
+        self.atoms, self.bonds = atoms, bonds
+
+    @property
+    def degrees(self):
+        return torch.zeros(len(self.atoms)).index_add_(0, self.bonds, torch.ones(len(self.bonds)))
+
+    def mean(self):
+        return self.atoms / self.degrees.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A frozen batch that has another."""
+
+    molecule: Molecule
+    weight: float = 2.0
+
+    def mean(self):
+        assert isinstance(self.molecule, Molecule)
+        return self.molecule.mean() * self.weight
+
+
+class Averages(nn.Linear):
+    """Calls a method of its batch."""
+
+    def forward(self, batch):
+        return super().forward(batch.mean())
+
+
+def mean_of(output, batch):
+    return (output - batch.mean()).mean()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_objects_of_the_own_dump_have_their_methods(tmp_path, nested):
+    molecule = Molecule(X, torch.tensor([0, 1, 1, 2]))  # the last atom has no bond
+    batch = Nested(molecule) if nested else molecule
+    model = Averages(3, 3)
+    with nandoctor.Recorder(model, folder=tmp_path, loss=mean_of) as recorder:
+        recorder.watch(mean_of(model(batch), batch), batch)
+    own = nandoctor.replay(recorder.written[0], model=lambda: Averages(3, 3), loss=mean_of, fixes=False).report
+    assert (own.reproduction.grade, own.cause.code) == ("exact", "division-by-zero")
+    recorder.written[0].write_bytes(altered(recorder.written[0].read_bytes()))
+    with pytest.raises(NanDoctorError, match="the dump has no 'mean' of this object"):
+        nandoctor.replay(recorder.written[0], model=lambda: Averages(3, 3), loss=mean_of)
+
+
+def altered(data):
+    """The file as somebody else might have written it: without the signature."""
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    torch.save(loaded, written := io.BytesIO())
+    return written.getvalue()
 
 
 def test_named_tuples_and_packed_sequences_come_back_as_such():
