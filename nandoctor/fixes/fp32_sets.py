@@ -39,25 +39,16 @@ def search_fp32_sets(
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     products = _overflowing_products(findings)
     guesses = _guess(members, products, findings)
-    before, found, complete = trials.num_judged, [], True
-    of_few = trials.of_samples(few) if few is not None else None
-    # To leave either out costs no more than to try both, and is asked anyway.
+    # To leave either of two out costs no more than to try both, and is asked anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-
-    def passes(kept: Kept) -> bool:
-        known = trials.judged(*kept)
-        if known is not None:
-            return known
-        return kept in trusted or (of_few if of_few and _fails(of_few) else trials).passes(*kept)
-
-    def count() -> int:
-        return trials.num_judged - before + (of_few.num_judged if of_few else 0)
-
+    ask = _Sufficiency(trials, few, trusted)
+    found: list[Kept] = []
+    complete = True
     try:
-        enough = guesses[0] and passes(tuple(guesses[0]))
-        for kept in find_minimal_sets(members, passes, guesses=guesses[:1] if enough else guesses):
+        enough = guesses[0] and ask.passes(tuple(guesses[0]))
+        for kept in find_minimal_sets(members, ask.passes, guesses=guesses[:1] if enough else guesses):
             if not (is_fix(kept) or trials.passes(*kept)):
-                probed = count()
+                probed = ask.num_probes
                 again, sets = search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
                 return replace(again, num_probes=again.num_probes + probed), sets
             found.append(kept)
@@ -66,7 +57,26 @@ def search_fp32_sets(
     except BudgetSpent:
         complete = False
     recorded = tuple(map(_record_set, found))
-    return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=count(), complete=complete), found
+    return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=ask.num_probes, complete=complete), found
+
+
+class _Sufficiency:
+    """Tells whether sets are enough: by `few` samples where these fail, `trusted` ones untried; and counts the runs."""
+
+    def __init__(self, trials: Trials, few: tuple[int, ...] | None, trusted: Sequence[Kept]) -> None:
+        self._trials, self._trusted, self._before = trials, trusted, trials.num_judged
+        self._of_few = trials.of_samples(few) if few is not None else None
+
+    def passes(self, kept: Kept) -> bool:
+        known = self._trials.judged(*kept)
+        if known is not None:
+            return known
+        of_few = self._of_few
+        return kept in self._trusted or (of_few if of_few and _fails(of_few) else self._trials).passes(*kept)
+
+    @property
+    def num_probes(self) -> int:
+        return self._trials.num_judged - self._before + (self._of_few.num_judged if self._of_few else 0)
 
 
 def _record_set(kept: Kept) -> Fp32Set:
