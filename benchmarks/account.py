@@ -23,10 +23,10 @@ from workloads import Workload, dump_of, make_encoder, make_unet
 import nandoctor
 from nandoctor import pipeline
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
-from nandoctor.evidence.edits import Edit, Snippet, SourcePatch, flatten
+from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
-from nandoctor.replaying.runner import MODULES_ONLY, Change, FailingStep, Outcome, Watch, _Recording
+from nandoctor.replaying.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _Recording
 
 REPEATS = 9
 PARTS = {
@@ -159,10 +159,10 @@ def _describe(step: FailingStep, policy: Policy, watch: Watch, changes: Sequence
 
 
 def _tell(changes: Sequence[Change]) -> str:
-    texts = [str(change.text) for change in changes if isinstance(change, SourcePatch | Snippet)]
-    edits: list[Edit] = [change for change in changes if not isinstance(change, SourcePatch | Snippet)]
+    texts = [change.text for change in changes if isinstance(change, Snippet)]
+    texts += [change.diff for change in changes if isinstance(change, SourcePatch)]
     told = [f"text of {len(text.splitlines())} lines" for text in texts]
-    return ", ".join([*told, *(_brief(edit) for edit in flatten(edits))])
+    return ", ".join([*told, *(_brief(edit) for edit in flatten(changes))])
 
 
 def _brief(edit: Any) -> str:

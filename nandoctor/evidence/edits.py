@@ -243,16 +243,6 @@ SingleEdit = (
 Edit = SingleEdit | Together
 
 
-def flatten(edits: Iterable[Edit]) -> tuple[SingleEdit, ...]:
-    """The edits one by one."""
-    return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
-
-
-def only_widens(edit: Edit) -> bool:
-    """Tell whether a change does nothing but to keep code in fp32."""
-    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
     """One file: its absolute path, and the whole text before and after, with the line endings that the file has."""
@@ -296,6 +286,19 @@ class Snippet:
 
 
 PrintedChange = SourcePatch | Snippet
+Change = Edit | PrintedChange
+"""An edit of the search, or a change as it is printed."""
+
+
+def flatten(changes: Iterable[Change]) -> tuple[SingleEdit, ...]:
+    """The edits among changes, one by one."""
+    edits = (change for change in changes if not isinstance(change, SourcePatch | Snippet))
+    return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
+
+
+def only_widens(edit: Edit) -> bool:
+    """Tell whether a change does nothing but to keep code in fp32."""
+    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,11 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
-from nandoctor.evidence.edits import KeepSamples, SetLossScale, Snippet, SourcePatch, UseFormat, flatten
+from nandoctor.evidence.edits import Change, KeepSamples, SetLossScale, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
-from nandoctor.replaying.runner import Change
 from nandoctor.text import number, percent
 from nandoctor.torch_compat import tree_map
 
@@ -265,13 +264,9 @@ def at_scale(change: Change, scale: float) -> tuple[Change, ...]:
 
 def scale_set_by(change: Change) -> float | None:
     """The loss scale that a change asks for, None where it leaves that alone."""
-    if isinstance(change, SourcePatch | Snippet):
-        return None
     return next((edit.value for edit in flatten((change,)) if isinstance(edit, SetLossScale)), None)
 
 
 def in_bf16(change: Change, *, before: bool) -> bool:
     """Tell whether the step runs in bf16 with a change, as it did `before` or because the change asks for it."""
-    if isinstance(change, SourcePatch | Snippet):
-        return before
-    return any(isinstance(edit, UseFormat) and edit.format is BF16 for edit in flatten((change,))) or before
+    return before or any(isinstance(edit, UseFormat) and edit.format is BF16 for edit in flatten((change,)))

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from nandoctor.evidence.edits import Edit, Snippet, SourcePatch, flatten, only_widens
+from nandoctor.evidence.edits import Change, Edit, Snippet, SourcePatch, flatten, only_widens
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     FP32_ERROR,
@@ -40,7 +40,7 @@ from nandoctor.fixes.variations import (
 )
 from nandoctor.fixes.verify import Judgement, Trials, selects, with_samples
 from nandoctor.fixes.writing import WrittenChange
-from nandoctor.replaying.runner import Change, FailingStep
+from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import constant, join_words, number, percent
 
 _COARSER_IN_BF16 = 8

@@ -16,7 +16,7 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
-from nandoctor.evidence.edits import KeepSamples, Snippet, SourcePatch, UseFormat, flatten
+from nandoctor.evidence.edits import Change, KeepSamples, Snippet, SourcePatch, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.evidence.trace import Trace
@@ -38,7 +38,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import select_samples
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.printed_changes import CannotRunError
-from nandoctor.replaying.runner import Change, FailingStep, Watch
+from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.tracing.tensor_stats import all_finite
 
 GRADIENT_TOLERANCE = 0.1
@@ -382,6 +382,5 @@ def selects(edits: Iterable[Change]) -> bool:
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:
     """What two sets of changes that do the same have in common."""
-    printed = {change for change in changes if isinstance(change, SourcePatch | Snippet)}
-    edits = (change for change in changes if not isinstance(change, SourcePatch | Snippet))
-    return frozenset(printed.union(flatten(edits)))
+    changes = tuple(changes)
+    return frozenset((*flatten(changes), *(change for change in changes if isinstance(change, SourcePatch | Snippet))))

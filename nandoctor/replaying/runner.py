@@ -18,7 +18,7 @@ from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.dump_summary import SavedFlags
-from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
+from nandoctor.evidence.edits import Change, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import INTERRUPTED, ModuleCall, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
@@ -50,8 +50,6 @@ from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
-Change = Edit | PrintedChange
-"""An edit of the search, or a change as it is printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +181,7 @@ class FailingStep:
         """
         policy = policy or self.policy
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
-        singles = flatten(change for change in changes if not isinstance(change, SourcePatch | Snippet))
+        singles = flatten(changes)
         per_sample = self.per_sample and watch.statistics != "none"
         run = _Run(
             step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
