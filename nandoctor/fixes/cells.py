@@ -18,8 +18,7 @@ import libcst as cst
 from torch import nn
 
 from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
-from nandoctor.fixes.source_expression import nodes_below
-from nandoctor.fixes.source_tree import SourceTree, parse_source
+from nandoctor.fixes.source_tree import SourceTree, nodes_in, parse_source
 from nandoctor.replaying.printed_changes import CannotRunError, differs, find_places, reachable
 from nandoctor.text import printable
 
@@ -95,7 +94,7 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
     Raises LookupError.
     """
     imports = "".join(f"import {name};" for name in tree.global_imports)  # what is imported is called otherwise
-    for node in nodes_below(tree.module):
+    for node in nodes_in(tree.module):
         if not isinstance(node, cst.FunctionDef | cst.Lambda) or tree.scope_of(node) is not tree.module:
             continue
         if (node.name.value if isinstance(node, cst.FunctionDef) else "<lambda>") == code.co_name:

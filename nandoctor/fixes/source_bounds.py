@@ -92,22 +92,21 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
     if not isinstance(target, cst.BaseExpression):
         raise CannotWriteError
     taken = _argument(change, target, edit, probe)
+    before: tuple[str, ...] = ()
     if edit.keeps_sign and edit.low is not None:
         first, again, before = change.named(target, taken, "divisor")
         low = constant(edit.low)
         is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
         text = f"torch.where({is_near}, {low}, {again})"
-        change.replacements.extend(expression.with_texts({target: text}, before))
-        return
-    if edit.nan:
-        change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.nan_to_num(0.0)"}))
-        return
-    if probe == "past bound alone":
-        change.replacements.extend(expression.with_texts({target: taken}))
-        return
-    bounds = {"min": edit.low, "max": edit.high}
-    given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
-    change.replacements.extend(expression.with_texts({target: f"{grouped(taken)}.clamp({given})"}))
+    elif edit.nan:
+        text = f"{grouped(taken)}.nan_to_num(0.0)"
+    elif probe == "past bound alone":
+        text = taken
+    else:
+        bounds = {"min": edit.low, "max": edit.high}
+        given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
+        text = f"{grouped(taken)}.clamp({given})"
+    change.replacements.extend(expression.with_texts({target: text}, before))
 
 
 def _take_zero(change: FileChange, expression: Expression) -> None:
@@ -120,7 +119,7 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
         averaged = expression.argument_node("self")
         first, again, before = change.named(averaged, tree.code(averaged), "averaged")
         text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
-        change.replacements.append(Replacement(node=node, text=text, before=before))
+        change.replace(node, text, before)
         return
     if (spread := _write_spread(change, expression)) is not None:
         change.replacements.append(spread)
@@ -133,7 +132,7 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
     text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
     statements = tuple(line for _, _, lines in named.values() for line in lines)
-    change.replacements.append(Replacement(node=node, text=text, before=(*statements, *before)))
+    change.replace(node, text, (*statements, *before))
 
 
 def _argument(
@@ -158,7 +157,7 @@ def write_guard(change: FileChange, expression: Expression, edit: GuardArgument,
     else:
         safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
         text = _zero_where(_outside(edit, first, again), tree, node, {argument: safe})
-    change.replacements.append(Replacement(node=expression.node, text=text, before=before))
+    change.replace(expression.node, text, before)
 
 
 def _zero_where(

@@ -35,9 +35,8 @@ from nandoctor.fixes.source_expression import (
     CannotWriteError,
     Expression,
     FileChange,
-    attribute_text,
+    float_text,
     grouped,
-    nodes_below,
     number_in,
     operand_text,
     parse_expression,
@@ -46,7 +45,7 @@ from nandoctor.fixes.source_expression import (
 )
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_shares import check_shares
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, parse_source, with_import
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in, parse_source, with_import
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
@@ -145,9 +144,7 @@ class SourceWriter:
                 write_guard(change, expression, edit, self._probe)
         elif isinstance(edit, SetFlag):
             change, expression = self._open(edit.site)
-            change.replacements.append(
-                Replacement(node=expression.node, text=expression.with_keyword(edit.argument, "True"))
-            )
+            change.replace(expression.node, expression.with_keyword(edit.argument, "True"))
         elif isinstance(edit, ScaleFirst):
             self._scale_first(edit)
         elif isinstance(edit, StableLog):
@@ -209,13 +206,13 @@ class SourceWriter:
         constants = [node for node in expression.constants() if number_in(node) == edit.was]
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
         if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
-            change.replacements.append(Replacement(node=expression.node, text=expression.with_keyword("eps", value)))
+            change.replace(expression.node, expression.with_keyword("eps", value))
             return
         named = expression.argument_node(edit.argument)
         if len(constants) == 1:
-            change.replacements.append(Replacement(node=constants[0], text=value))
+            change.replace(constants[0], value)
         elif not constants and isinstance(named, (cst.Name, cst.Attribute)):
-            change.replacements.append(Replacement(node=named, text=value))
+            change.replace(named, value)
         else:
             raise CannotWriteError
 
@@ -229,19 +226,18 @@ class SourceWriter:
             return
         tree, widened = change.tree, expression.widened()
         if expression.op is None or expression.op.op not in PRODUCTS:
-            change.replacements.append(Replacement(node=expression.node, text=widened))
+            change.replace(expression.node, widened)
             return
         statement = tree.statement_of(expression.node)
         if statement is None:
             raise CannotWriteError
         if expression.is_whole(statement):
-            change.replacements.append(Replacement(node=expression.node, text=widened))
+            change.replace(expression.node, widened)
             change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
             return
-        name = tree.free_name("product", expression.node, change.names)
-        change.names.add(name)
+        name = change.new_name("product", expression.node)
         before = f"{OUT_OF_AUTOCAST}\n    {name} = {f'({widened})' if parse_expression(widened).lpar else widened}\n"
-        change.replacements.append(Replacement(node=expression.node, text=name, before=(before,)))
+        change.replace(expression.node, name, (before,))
 
     def _keep_line(self, source: SourceLine) -> None:
         """The whole statement outside of autocast, with the names that were tensors cast where they are read."""
@@ -251,7 +247,7 @@ class SourceWriter:
             raise CannotWriteError
         names = self._tensor_names(change.tree, source) | set(change.tree.module_arguments(statement))
         for node in names:
-            change.replacements.append(Replacement(node=node, text=attribute_text(change.tree, node, "float()")))
+            change.replace(node, float_text(change.tree, node))
         change.replacements.extend(self._casts(change.tree, source))
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
@@ -305,14 +301,11 @@ class SourceWriter:
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
         scaled = f"{operand_text(change.tree, first)} {operator} {factor}"
-        is_inside = product.node in set(nodes_below(scale.node.left)) | {scale.node.left}
-        left = change.tree.code(scale.node.left)
-        if is_inside:
-            text = text_with(change.tree, scale.node.left, {first: f"({scaled})"})
-            change.replacements.append(Replacement(node=scale.node, text=text))
+        if product.node in nodes_in(scale.node.left):
+            change.replace(scale.node, text_with(change.tree, scale.node.left, {first: f"({scaled})"}))
             return
-        change.replacements.append(Replacement(node=first, text=scaled))
-        change.replacements.append(Replacement(node=scale.node, text=left))
+        change.replace(first, scaled)
+        change.replace(scale.node, change.tree.code(scale.node.left))
 
     def _stable_log(self, edit: StableLog) -> None:
         change, expression = self._open(edit.site)
@@ -361,16 +354,14 @@ class SourceWriter:
             text = tree.code(mask)
             empty = f"~{grouped(text)}.any(-1, keepdim=True)"
             whole = text_with(tree, expression.node, {mask: f"{grouped(text)} | {empty}"})
-            made = f"{whole}.masked_fill({empty}, 0.0)"
-            change.replacements.append(Replacement(node=expression.node, text=made))
+            change.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
             return
         scores = expression.argument_node("self")
-        name = tree.free_name("empty", expression.node, change.names)
-        change.names.add(name)
+        name = change.new_name("empty", expression.node)
         before = f"{name} = torch.isneginf({tree.code(scores)}).all(-1, keepdim=True)"
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
-        change.replacements.append(Replacement(node=expression.node, text=text, before=(before,)))
+        change.replace(expression.node, text, (before,))
 
 
 def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:

@@ -15,8 +15,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, calls_in, nodes_below, text_with
-from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, calls_in, text_with
+from nandoctor.fixes.source_tree import Replacement, SourceTree, names_in, nodes_in
 from nandoctor.source_files import PACKAGE_FOLDERS
 
 _COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
@@ -42,7 +42,7 @@ class Definitions:
     def _bound(self) -> dict[str, list[tuple[Position, cst.CSTNode]]]:
         """By name: where each binding has taken effect, and the node that makes it, in the order of the text."""
         found: dict[str, list[tuple[Position, cst.CSTNode]]] = {}
-        for node in nodes_below(self._function.body):
+        for node in nodes_in(self._function.body):
             for name in _names_bound(node):
                 found.setdefault(name, []).append((self._tree.end_of(node), node))
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
@@ -90,9 +90,9 @@ class Definitions:
 
     def _names_read(self, expression: cst.CSTNode) -> set[str]:
         """The names in an expression, and the attributes: `self.scale` beside `self`."""
-        nodes = (expression, *nodes_below(expression))
+        nodes = nodes_in(expression)
         attributes = {self._tree.code(node) for node in nodes if isinstance(node, cst.Attribute)}
-        return self._tree.names_in(expression) | attributes
+        return names_in(expression) | attributes
 
     def _is_run_later(self, node: cst.CSTNode) -> bool:
         """Tell whether a node is in a function inside of this one: its names are looked up when that is called."""
@@ -107,12 +107,12 @@ class Definitions:
         self, candidates: Iterable[cst.Assign], replaced: Iterable[cst.CSTNode], still_read: Set[str]
     ) -> list[cst.Assign]:
         """The assignments among the candidates that nothing reads once the `replaced` expressions are gone."""
-        gone: set[cst.CSTNode] = {below for node in replaced for below in (node, *nodes_below(node))}
+        gone: set[cst.CSTNode] = {below for node in replaced for below in nodes_in(node)}
         left, found = list(candidates), list[cst.Assign]()
         while True:
             read = [
                 node
-                for node in nodes_below(self._function)
+                for node in nodes_in(self._function)
                 if isinstance(node, cst.Name) and node not in gone and not self._is_target(node)
             ]
             more = [node for node in left if _name_of(node) not in still_read and not self._reads(node, read)]
@@ -120,7 +120,7 @@ class Definitions:
                 return found
             found += more
             left = [node for node in left if node not in more]
-            gone.update(below for node in more for below in nodes_below(node))
+            gone.update(below for node in more for below in nodes_in(node))
 
     def _reads(self, assignment: cst.Assign, names: Iterable[cst.Name]) -> bool:
         """Tell whether one of the names may stand for what an assignment gives."""
@@ -211,9 +211,9 @@ class GivenValue:
         """Give the function what the value is computed of, by a `name`, and compute the value inside if it is read."""
         yield Replacement(node=self.value, text=tree.code(inner))
         yield Replacement(node=self.parameter, text=name)
-        gone = {below for node in replaced for below in (node, *nodes_below(node))}
+        gone = {below for node in replaced for below in nodes_in(node)}
         body = self.function.body
-        reads = (node for node in nodes_below(body) if isinstance(node, cst.Name) and node not in gone)
+        reads = (node for node in nodes_in(body) if isinstance(node, cst.Name) and node not in gone)
         first = next((node for node in reads if node.value == self.parameter.value), None)
         if first is not None:
             if tree.statement_of(first) not in body.body:
@@ -226,7 +226,7 @@ class GivenProbabilities:
     """The parameters of the functions of one file whose values can be taken inside."""
 
     def __init__(self, change: FileChange) -> None:
-        self._tree, self._file, self._names = change.tree, change.file, change.names
+        self._change, self._tree = change, change.tree
         self._named: dict[cst.BaseExpression, tuple[GivenValue, str]] = {}
         self._only_calls: dict[cst.FunctionDef, cst.Call | None] = {}
 
@@ -270,7 +270,7 @@ class GivenProbabilities:
         if function not in self._only_calls:
             self._only_calls[function] = None
             with suppress(CannotWriteError):
-                self._only_calls[function] = only_call(self._tree, function, self._file)
+                self._only_calls[function] = only_call(self._tree, function, self._change.file)
         return self._only_calls[function]
 
     def name_of(self, inner: cst.BaseExpression) -> str:
@@ -278,8 +278,7 @@ class GivenProbabilities:
         if inner not in self._named:
             raise CannotWriteError
         given, name = self._named[inner]
-        name = name or self._tree.free_name("logits", given.function.body, self._names)
-        self._names.add(name)
+        name = name or self._change.new_name("logits", given.function.body)
         self._named[inner] = given, name
         return name
 
@@ -298,7 +297,7 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
     Raises:
         CannotWriteError: another call may be made, or the function is not called directly.
     """
-    nodes = [*nodes_below(tree.module)]
+    nodes = [*nodes_in(tree.module)]
     all_calls = [node for node in nodes if isinstance(node, cst.Call)]
     called, made = function.name.value, ""
     if called == "forward":

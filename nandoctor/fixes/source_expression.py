@@ -15,7 +15,7 @@ import libcst as cst
 import torch
 
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in
 from nandoctor.ops import PRODUCTS
 
 HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
@@ -188,7 +188,7 @@ class Expression:
             tensors = [self._promoting(tensors)]
         if isinstance(self.node, cst.AugAssign):
             operator, target = operator_text(self.tree, self.node), self.tree.code(target_of(self.node))
-            wide = attribute_text(self.tree, target_of(self.node), "float()")
+            wide = float_text(self.tree, target_of(self.node))
             return f"{target} = {wide} {operator} {operand_text(self.tree, self.node.value)}"
         return text_with(self.tree, self.spelled, {value: _in_fp32(self.tree, value) for value in tensors})
 
@@ -261,13 +261,6 @@ def target_of(node: cst.AugAssign) -> cst.BaseExpression:
     return node.target
 
 
-def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Every node of the tree below a node."""
-    for child in node.children:
-        yield child
-        yield from nodes_below(child)
-
-
 _MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})
 _ARITHMETIC: Mapping[type, Callable[[float, float], float]] = {
     cst.Add: operator.add,
@@ -337,12 +330,12 @@ def _in_fp32(tree: SourceTree, node: cst.BaseExpression) -> str:
     """The text of a tensor cast to fp32, in place of a cast to fp16 that the code makes itself."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "half":
         node = node.func.value
-    return attribute_text(tree, node, "float()")
+    return float_text(tree, node)
 
 
-def attribute_text(tree: SourceTree, node: cst.BaseExpression, call: str) -> str:
-    """The text of a method call on an expression."""
-    return f"{operand_text(tree, node)}.{call}"
+def float_text(tree: SourceTree, node: cst.BaseExpression) -> str:
+    """The text of an expression cast to fp32."""
+    return f"{operand_text(tree, node)}.float()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +349,16 @@ class FileChange:
     wraps: list[Wrap] = field(default_factory=list)
     unread: list[cst.Assign] = field(default_factory=list)
 
+    def replace(self, node: cst.CSTNode, text: str, before: tuple[str, ...] = ()) -> None:
+        """Put a text in the place of an expression, and statements before its own."""
+        self.replacements.append(Replacement(node=node, text=text, before=before))
+
+    def new_name(self, wanted: str, node: cst.CSTNode) -> str:
+        """A name that neither the function around a node nor another change of the file binds."""
+        name = self.tree.free_name(wanted, node, self.names)
+        self.names.add(name)
+        return name
+
     def named(self, node: cst.CSTNode, text: str, wanted: str) -> tuple[str, str, tuple[str, ...]]:
         """The text of a value that is needed more than once: the first time, then, and the statements before.
 
@@ -365,8 +368,7 @@ class FileChange:
         if isinstance(parsed, (cst.Name, cst.Attribute)):
             return text, text, ()
         text = f"({text})" if parsed.lpar else text
-        name = self.tree.free_name(wanted, node, self.names)
-        self.names.add(name)
+        name = self.new_name(wanted, node)
         if self.tree.statement_of(node) is None:
             return f"({name} := {text})", name, ()
         return name, name, (f"{name} = {text}",)
@@ -377,7 +379,7 @@ class FileChange:
         A call may draw random numbers, or update the statistics of a layer.
         """
         text = self.tree.code(node)
-        if any(isinstance(below, HAS_EFFECTS) for below in (node, *nodes_below(node))):
+        if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
             return self.named(node, text, wanted)
         return text, text, ()
 

@@ -23,11 +23,10 @@ from nandoctor.fixes.source_expression import (
     calls_in,
     grouped,
     negated,
-    nodes_below,
     number_in,
     text_with,
 )
-from nandoctor.fixes.source_tree import Replacement
+from nandoctor.fixes.source_tree import Replacement, names_in, nodes_in
 from nandoctor.ops import CASTS, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
@@ -64,7 +63,7 @@ class LogSpace:
         tree, function = change.tree, change.tree.function_of(node)
         if function is None:
             raise CannotWriteError
-        self._tree, self._function, self._ops, self._names = tree, function, ops, change.names
+        self._change, self._tree, self._function, self._ops = change, tree, function, ops
         self._definitions = Definitions(tree, function)
         self._calls = dict(calls_in(tree, function, ops))
         self._place: cst.CSTNode = node
@@ -126,7 +125,7 @@ class LogSpace:
         return f"torch.exp({log.wide} - {grouped(divisor.text)})"
 
     def _changes(self, texts: Mapping[cst.CSTNode, str]) -> tuple[list[Replacement], list[cst.Assign]]:
-        read = {name for text in texts.values() for name in self._tree.names_in(cst.parse_expression(f"({text})"))}
+        read = {name for text in texts.values() for name in names_in(cst.parse_expression(f"({text})"))}
         unread = self._definitions.unread(self._through, texts, read)
         written = (
             Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
@@ -318,7 +317,7 @@ class LogSpace:
             return _Log(text=self._given.name_of(node), is_low=self._is_low(node))
         is_low = self._is_low(node)
         self._sources.add(node)
-        if any(isinstance(below, HAS_EFFECTS) for below in (node, *nodes_below(node))):
+        if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
             if self._place not in set(self._tree.ancestors(node)):
                 return self._hoist(node)
         elif not self._is_known_here(node):
@@ -336,8 +335,7 @@ class LogSpace:
         if self._place in set(self._tree.ancestors(node)):  # all of the statement that holds it is written anew
             return self._named_before(_Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
-            name = self._tree.free_name("logits", node, self._names)
-            self._names.add(name)
+            name = self._change.new_name("logits", node)
             self._hoisted[node] = Replacement(node=node, text=name, before=(f"{name} = {code}",))
         return _Log(text=self._hoisted[node].text, is_low=self._is_low(node))
 
@@ -345,8 +343,7 @@ class LogSpace:
         """A name for a value, given before the statement that is written anew."""
         if self._tree.statement_of(self._place) is None:
             raise CannotWriteError
-        name = self._tree.free_name(wanted, self._place, self._names)
-        self._names.add(name)
+        name = self._change.new_name(wanted, self._place)
         self._before.setdefault(self._place, {})[name] = f"{name} = {log.text}"
         return _Log(text=name, is_low=log.is_low)
 
@@ -358,7 +355,7 @@ class LogSpace:
 
     def _is_known_here(self, node: cst.CSTNode, without: cst.CSTNode | None = None) -> bool:
         if without is not None:
-            others = [child for child in node.children if child is not without and without not in nodes_below(child)]
+            others = [child for child in node.children if child is not without and without not in nodes_in(child)]
             inner = [child for child in node.children if child not in others and child is not without]
             return all(self._is_known_here(child) for child in others) and all(
                 self._is_known_here(child, without=without) for child in inner

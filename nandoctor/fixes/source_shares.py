@@ -9,8 +9,8 @@ from typing import Literal
 import libcst as cst
 
 from nandoctor.fixes.source_definitions import Definitions, in_loop, only_call
-from nandoctor.fixes.source_expression import CannotWriteError, nodes_below, number_in
-from nandoctor.fixes.source_tree import SourceTree
+from nandoctor.fixes.source_expression import CannotWriteError, number_in
+from nandoctor.fixes.source_tree import SourceTree, nodes_in
 from nandoctor.ops import CASTS
 
 _Kind = Literal["powers", "sum", "linear"]
@@ -95,7 +95,7 @@ def _reads_of(tree: SourceTree, assignment: cst.Assign) -> Iterator[cst.Name]:
     if len(assignment.targets) != 1 or not isinstance(target, cst.Name) or function is None:
         raise CannotWriteError
     definitions = Definitions(tree, function)
-    for name in nodes_below(function.body):
+    for name in nodes_in(function.body):
         if not isinstance(name, cst.Name) or name.value != target.value or definitions.is_no_read(name):
             continue
         value = definitions.value_of(name)

@@ -116,16 +116,12 @@ class SourceTree:
     def module_arguments(self, statement: cst.SimpleStatementLine) -> list[cst.Name]:
         """The names that a statement hands to submodules: the `x` of `self.norm(x)`."""
         found: list[cst.Name] = []
-
-        class Calls(cst.CSTVisitor):
-            def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 - libcst's own
-                function = node.func
-                while isinstance(function, (cst.Attribute, cst.Subscript)):
-                    function = function.value
-                if isinstance(function, cst.Name) and function.value == "self":
-                    found.extend(arg.value for arg in node.args if isinstance(arg.value, cst.Name))
-
-        statement.visit(Calls())
+        for call in (node for node in nodes_in(statement) if isinstance(node, cst.Call)):
+            function = call.func
+            while isinstance(function, (cst.Attribute, cst.Subscript)):
+                function = function.value
+            if isinstance(function, cst.Name) and function.value == "self":
+                found.extend(arg.value for arg in call.args if isinstance(arg.value, cst.Name))
         return found
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
@@ -137,21 +133,10 @@ class SourceTree:
         scopes = (item for item in self.ancestors(node) if isinstance(item, (cst.FunctionDef, cst.Lambda)))
         return next(scopes, self.module)
 
-    def names_in(self, node: cst.CSTNode) -> set[str]:
-        """Every name that occurs below a node."""
-        found: set[str] = set()
-
-        class Names(cst.CSTVisitor):
-            def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 - libcst's own
-                found.add(node.value)
-
-        node.visit(Names())
-        return found
-
     def free_name(self, wanted: str, node: cst.CSTNode, others: Set[str] = frozenset()) -> str:
         """A name that the function around a node does not use, and that is none of the `others`."""
         scope = self.function_of(node) or self.module
-        taken, name, number = self.names_in(scope) | others, wanted, 2
+        taken, name, number = names_in(scope) | others, wanted, 2
         while name in taken:
             name, number = f"{wanted}_{number}", number + 1
         return name
@@ -185,6 +170,18 @@ class SourceTree:
         removed = {self.statement_of(node) for node in without}
         around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
         return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around, removed)).code
+
+
+def nodes_in(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node, and every node below it."""
+    yield node
+    for child in node.children:
+        yield from nodes_in(child)
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """Every name that occurs in a node."""
+    return {item.value for item in nodes_in(node) if isinstance(item, cst.Name)}
 
 
 @lru_cache(maxsize=4)

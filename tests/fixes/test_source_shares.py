@@ -6,9 +6,9 @@ import libcst as cst
 import pytest
 
 from nandoctor.fixes.source_definitions import only_call
-from nandoctor.fixes.source_expression import CannotWriteError, nodes_below
+from nandoctor.fixes.source_expression import CannotWriteError
 from nandoctor.fixes.source_shares import check_shares
-from nandoctor.fixes.source_tree import parse_source
+from nandoctor.fixes.source_tree import nodes_in, parse_source
 
 SHARES = {
     "at once": "w = x.exp()\nreturn w / w.sum(-1, keepdim=True)",
@@ -40,7 +40,7 @@ OTHERS = {
 def write(body):
     """A tree of a function with this body, and the powers in it."""
     tree = parse_source("import torch\n\n\ndef scores(self, x, y, v, t):\n" + textwrap.indent(body, " " * 4) + "\n")
-    calls = (node for node in nodes_below(tree.module) if isinstance(node, cst.Call))
+    calls = (node for node in nodes_in(tree.module) if isinstance(node, cst.Call))
     return tree, next(node for node in calls if tree.code(node) == "x.exp()")
 
 
@@ -73,7 +73,7 @@ def find_only_call(text, file):
     """The only call of the first function of a text."""
     file.write_text(text)
     tree = parse_source(text)
-    function = next(node for node in nodes_below(tree.module) if isinstance(node, cst.FunctionDef))
+    function = next(node for node in nodes_in(tree.module) if isinstance(node, cst.FunctionDef))
     return tree.code(only_call(tree, function, file))
 
 
