@@ -129,9 +129,15 @@ def find_held(step: FailingStep) -> Taken | None:
             return step.forward(batch)
 
     replace(step, forward=forward).run(watch=Watch(stage="closer look", statistics="none"))
-    gc.collect()
     ours = Counter(storage_of(tensor) for tensor, _ in made)
-    return next((site for tensor, site in made if count_storage_users(tensor) > ours[storage_of(tensor)]), None)
+
+    def find() -> Taken | None:
+        return next((site for tensor, site in made if count_storage_users(tensor) > ours[storage_of(tensor)]), None)
+
+    if find() is None:
+        return None
+    gc.collect()  # through all of torch and of the model: only where something is there that may be garbage
+    return find()
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
