@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 import weakref
@@ -204,4 +203,4 @@ class Tracer:
             reading = add_counts(reading, tensor, low)
         if self._producer_of is None:
             return reading
-        return dataclasses.replace(reading, producer=self._producer_of(tensor))
+        return reading._replace(producer=self._producer_of(tensor))

@@ -31,7 +31,15 @@ from nandoctor.tracing.dispatch_hook import CallSite, Invocation, Proceed, find_
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
-from nandoctor.tracing.tensor_stats import Reading, collect_all, is_finite, is_unreadable, measure, plain_part
+from nandoctor.tracing.tensor_stats import (
+    Reading,
+    collect_all,
+    is_finite,
+    is_unreadable,
+    limits_of,
+    measure,
+    plain_part,
+)
 
 OnOp = Callable[[int, Invocation, Any], None]
 """Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
@@ -304,7 +312,7 @@ def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bo
 
 def _kinds(readings: Iterable[Reading | None]) -> set[str]:
     """Which of "nan", "inf" and "-inf" there are; beside a NaN nothing else shows."""
-    limits = [limit for reading in readings if reading is not None for limit in reading.limits.tolist()]
+    limits = [limit for reading in readings if reading is not None for limit in limits_of(reading)]
     return {str(limit) for limit in limits if not math.isfinite(limit)}
 
 

@@ -9,8 +9,8 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from nandoctor.autocast.nan_keeping import holds_finite
 from nandoctor.dumps.tensors import as_stored
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import answers_itself, sparse_values, unwrap
+from nandoctor.torch_compat import answers_itself, outside_transforms, sparse_values, unwrap
 from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
@@ -34,15 +34,17 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What the cheap pass keeps of one tensor: three small tensors that stay on the device until they are collected."""
+class Reading(NamedTuple):
+    """What the cheap pass keeps of one tensor; `limits` and `sample` stay on another device until they are collected.
+
+    Those of a CPU's tensor are there at once, the sample in fp32.
+    """
 
     shape: tuple[int, ...]
     dtype: FloatFormat
     numel: int
-    limits: torch.Tensor
-    sample: torch.Tensor
+    limits: torch.Tensor | tuple[float, float]
+    sample: torch.Tensor | NDArray[np.float32]
     counts: NonfiniteCounts | None = None
     finite_limits: tuple[float, float] | None = None
     producer: int | None = None
@@ -73,15 +75,8 @@ def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> R
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
-    every = values.numel() <= SAMPLE_SIZE
-    sample = values.flatten().clone() if every else torch.take(values, _sample_indices(values.numel(), values.device))
-    reading = Reading(
-        shape=tuple(values.shape),
-        dtype=float_format,
-        numel=values.numel(),
-        limits=_limits(values, sample),
-        sample=sample,
-    )
+    limits, sample = _read(values)
+    reading = Reading(tuple(values.shape), float_format, values.numel(), limits, sample)
     return reading if counts_for is None else add_counts(reading, tensor, counts_for)
 
 
@@ -95,14 +90,15 @@ def add_counts(
     counts, limits = count_exactly(
         values, reading.dtype, low, samples=rows_are_samples, place=place, per_sample=per_sample
     )
-    return replace(reading, counts=counts, finite_limits=limits)
+    return reading._replace(counts=counts, finite_limits=limits)
 
 
 def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
     """Tell whether exact counts would tell more, as of `TensorStats`; this waits for the device."""
     if not is_finite(reading):
         return True
-    magnitudes = np.abs(reading.sample.float().numpy(force=True))
+    sample = reading.sample
+    magnitudes = np.abs(sample.float().numpy(force=True) if isinstance(sample, torch.Tensor) else sample)
     counted = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
     num_small = np.count_nonzero(counted < low.smallest_normal)
     return bool(num_small > round(_LOWEST * (len(counted) - 1)))  # of which the 5 % quantile is one
@@ -110,7 +106,13 @@ def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
 
 def is_finite(reading: Reading | None) -> bool:
     """Tell whether no NaN and no infinity was read; this waits for the device."""
-    return reading is None or all(map(math.isfinite, reading.limits.tolist()))
+    return reading is None or all(map(math.isfinite, limits_of(reading)))
+
+
+def limits_of(reading: Reading) -> Sequence[float]:
+    """Smallest and largest value, both NaN beside a NaN; this waits for the device."""
+    limits = reading.limits
+    return limits if isinstance(limits, tuple) else limits.tolist()
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -135,8 +137,8 @@ def collect(readings: Readings) -> tuple[TensorStats, ...]:
 def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
     """Bring many groups of readings from the device in two transfers; what stands in several is summed up once."""
     distinct = {id(reading): reading for group in groups for _, reading in group}
-    limits = _fetch([reading.limits.double() for reading in distinct.values()])
-    samples = _fetch([reading.sample.float() for reading in distinct.values()])
+    limits = _fetch([reading.limits for reading in distinct.values()], torch.float64)
+    samples = _fetch([reading.sample for reading in distinct.values()], torch.float32)
     rows = zip(distinct.items(), limits, samples, _quantiles(samples), strict=True)
     stats = {
         key: _summarize(reading, float(low), float(high), sample, quantiles)
@@ -148,17 +150,17 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
     ]
 
 
-def _fetch(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-    """Flat tensors on the host, with one transfer from each device."""
-    fetched: dict[int, NDArray[Any]] = {}
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        joined = torch.cat([tensors[place] for place in places]).cpu().numpy()
+def _fetch(values: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """The same with flat tensors as arrays on the host, with one transfer from each device."""
+    fetched = list(values)
+    for device in {value.device for value in values if isinstance(value, torch.Tensor)}:
+        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.device == device]
+        joined = torch.cat([values[place].to(dtype) for place in places]).cpu().numpy()
         end = 0
         for place in places:
-            start, end = end, end + tensors[place].numel()
+            start, end = end, end + values[place].numel()
             fetched[place] = joined[start:end]
-    return [fetched[place] for place in range(len(tensors))]
+    return fetched
 
 
 def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -206,19 +208,20 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
-def _limits(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """Smallest and largest value, both NaN beside a NaN: where one is in the sample, as after most failures, it tells.
-
-    A device is not waited for.
-    """
-    limits = _range_of(sample)
-    tells_all = sample.numel() == values.numel() or (values.is_cpu and bool(limits.isnan().any()))
-    return limits if tells_all else _range_of(as_stored(values))
-
-
-def _range_of(values: torch.Tensor) -> torch.Tensor:
-    ends = torch.aminmax(values)
-    return torch.stack(ends, out=ends.min.new_empty(0))  # without `out`, bf16 autocast refuses fp16
+def _read(values: torch.Tensor) -> tuple[Any, Any]:
+    """The limits and the sample of a `Reading`. A device other than the CPU is not waited for."""
+    numel = values.numel()
+    with outside_transforms():
+        sample = values.reshape(-1) if numel <= SAMPLE_SIZE else values.take(_sample_indices(numel, values.device))
+        if not values.is_cpu:
+            ends = torch.aminmax(as_stored(values))
+            # Without `out`, bf16 autocast refuses fp16.
+            return torch.stack(ends, out=ends.min.new_empty(0)), sample.clone()
+        numbers = sample.to(torch.float32, copy=True).numpy()
+        if math.isnan(numbers.min()):  # as after most failures, and it tells all
+            return (math.nan, math.nan), numbers
+        low, high = torch.aminmax(as_stored(values))
+        return (low.item(), high.item()), numbers
 
 
 @functools.lru_cache(maxsize=256)
