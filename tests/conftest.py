@@ -14,20 +14,26 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-import torch.utils._device
-from hypothesis import HealthCheck, settings
 from ready_python import ReadyPython
-
-import nandoctor
-from nandoctor.evidence.report import Report
-from nandoctor.evidence.serialization import from_plain, to_plain
 
 ROOT = Path(__file__).parent.parent
 
-# No test depends on how busy the machine is, and each run makes the same examples.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("repeatable")
+
+def pytest_configure(config):
+    """Import what takes seconds, except in the process that hands tests out to others, which wait for it."""
+    if config.option.dist != "no":
+        return
+    from hypothesis import HealthCheck, settings
+
+    # No test depends on how busy the machine is, and each run makes the same examples.
+    checks = [HealthCheck.too_slow]
+    settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=checks)
+    settings.load_profile("repeatable")
+    global torch, nandoctor  # noqa: PLW0603
+    import torch
+    import torch.utils._device
+
+    import nandoctor
 
 
 SLOW_TO_IMPORT = {
@@ -65,6 +71,29 @@ def own_configuration(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def observer_kept():
+    """The op tracer stays known to torch, idle: to register it takes longer than to trace a small model.
+
+    That each test lets go of it shows in `torch_state`.
+    """
+    from nandoctor.torch_compat import OBSERVER_KEY
+    from nandoctor.tracing.dispatch_hook import observer_registered
+
+    key = torch._C._parse_dispatch_key(OBSERVER_KEY)
+    with observer_registered:
+        assert torch._C._dispatch_has_backend_fallback(key)
+        yield
+    assert not torch._C._dispatch_has_backend_fallback(key)
+
+
+def num_holders():
+    from nandoctor.autocast.kernels import shared_kernels
+    from nandoctor.tracing.dispatch_hook import observer_registered
+
+    return observer_registered._num_holders, shared_kernels("cpu")._num_holders
+
+
 def jit_autocast_mode():
     mode = torch._C._jit_set_autocast_mode(True)
     torch._C._jit_set_autocast_mode(mode)
@@ -90,6 +119,7 @@ def torch_state():
         "function_modes": torch._C._len_torch_function_stack(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),
         "global_forward_hooks": len(torch.nn.modules.module._global_forward_hooks),
+        "holders": num_holders(),
         "kernels": {
             op: torch._C._dispatch_dump(f"aten::{op}").count("AutocastCPU")
             for op in ("linear", "softmax.int", "upsample_nearest2d.vec", "mean", "exp")
@@ -126,6 +156,9 @@ def sample_reports(tmp_path_factory):
 
     Processes that run the tests together share them: every second begins at the other end.
     """
+    from nandoctor.evidence.report import Report
+    from nandoctor.evidence.serialization import from_plain, to_plain
+
     process, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
     folder = folder.parent if process else folder
     samples = sorted((ROOT / "sample_dumps").glob("*.pth"), reverse=bool(process) and int(process[2:]) % 2 == 1)
