@@ -249,9 +249,9 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if findings.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(replayed.step, findings)
-    step, recorded = replayed.step, replayed.step.recorded
+    step = replayed.step
     slots = measure_slots(step.second_moments, step.model, step.low)
-    findings = _diagnose_optimizer(replace(findings, slots=slots), None if recorded is None else recorded.update)
+    findings = _diagnose_optimizer(replace(findings, slots=slots), step.recorded.update)
     return _with_gaps(findings, replayed)
 
 

@@ -151,7 +151,7 @@ def _fails_by_running_statistics(report: Report) -> bool:
 
 
 def _guessed_mode(dump: Dump, settings: Settings) -> bool:
-    return settings.mode is None and (dump.recorded is None or not dump.recorded.training)
+    return settings.mode is None and not dump.recorded.training
 
 
 def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
@@ -283,7 +283,7 @@ def _describe_failures(measured: Verification) -> Iterator[str]:
 def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
     """Why a step that passes may not be the one that failed."""
     code = measured.code
-    for text in asked.dump.missing if asked.dump.recorded is not None else ():
+    for text in asked.dump.missing if asked.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
     if asked.dump.other_weights and not asked.failed_before:
@@ -303,11 +303,10 @@ def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator
 
 def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
     """Tell whether the step draws random numbers, and the replay may draw others than the failing step did."""
-    step, recorded = found.step, asked.dump.recorded
+    step, autocast = found.step, asked.dump.recorded.autocast
     assert step is not None
     if not found.random or asked.settings.seed is not None or asked.failed_before:
         return False
-    autocast = recorded.autocast if recorded is not None else None
     elsewhere = autocast is not None and autocast.device != step.device.type
     return elsewhere or step.seed is not None or not step.rng_states
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.dumps.array_roles import is_loss, role_of
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.optimizer_state import SecondMoment
-from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
@@ -53,16 +53,21 @@ class Dump:
     other_states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     tree: Any = None
-    recorded: Recorded | None = None
+    recorded: Recorded = field(default_factory=Recorded)
     provenance: Provenance = field(default_factory=Provenance)
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the recorder wrote it, or anybody in its format."""
+        return self.layout == FORMAT
+
+    @property
     def holds_weights(self) -> bool:
         """False where they had no room in the file, or nobody put them there; a model may have none to put."""
-        return self.layout != "batch-only" and (self.recorded is None or self.recorded.checkpoint is None)
+        return self.layout != "batch-only" and self.recorded.checkpoint is None
 
     @property
     def losses(self) -> dict[str, float]:
@@ -72,7 +77,7 @@ class Dump:
     @property
     def saved_flags(self) -> SavedFlags:
         """What the recorder says went wrong; of any other file, a loss that is not finite."""
-        if self.recorded is None:
+        if not self.is_recorded:
             return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
         return SavedFlags(
@@ -167,7 +172,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
     if not dump.holds_weights:
         yield "No weights: a replay takes them from a checkpoint, with --weights PATH."
     yield from dump.missing
-    if dump.recorded is not None:
+    if dump.is_recorded:
         return
     roles = {entry.role for entry in arrays}
     if not roles & {"input", "unknown"}:
@@ -193,7 +198,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
 
 
 def _notes(dump: Dump) -> Iterator[str]:
-    if dump.recorded is not None:
+    if dump.is_recorded:
         # What a replay would import and call, whether it asks first, and under what it runs.
         if dump.provenance.own:
             yield "Your own recorder wrote it, so a replay runs the code that it names."

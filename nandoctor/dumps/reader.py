@@ -19,7 +19,7 @@ from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container, open_part
 from nandoctor.dumps.pickle_scan import Scan, scan_pickle
-from nandoctor.dumps.recorded_format import is_recorded
+from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
 from nandoctor.dumps.unpickle import load_pickle
@@ -120,7 +120,9 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
         if not contents.arrays:
             raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
     scalars = {**contents.scalars, **dump.scalars}
-    return replace(dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=None, layout="plain")
+    return replace(
+        dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=Recorded(), layout="plain"
+    )
 
 
 def _torch_values(container: Container) -> TorchValues:

@@ -134,7 +134,7 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The step as the recorder saw it.
+    """The step as the recorder saw it; of a file that is not the recorder's nothing is known of all this.
 
     `calls` are the calls of the model in their order, or of its `method`; `watched` are the modules inside whose
     outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
@@ -146,7 +146,7 @@ class Recorded:
     `module_casts` where FSDP2 had a policy.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...] = ()
     method: str = ""
     watched: tuple[str, ...] = ()
     batch: Any = None

@@ -59,8 +59,7 @@ def _lists(dump: Dump) -> Iterator[tuple[str, list[Any]]]:
     for name, array in dump.arrays.items():
         if _is_vector_of_integers(array):
             yield name, array.tolist()
-    if dump.recorded is not None:
-        yield from _lists_in(dump.recorded.batch, "batch", dump)
+    yield from _lists_in(dump.recorded.batch, "batch", dump)
 
 
 def _lists_in(tree: Any, name: str, dump: Dump) -> Iterator[tuple[str, list[Any]]]:

@@ -95,7 +95,7 @@ def _find(report: Report, dump: Dump) -> Finding:
 
     samples = report.origin.elements.samples if report.origin is not None else None
     inputs = [
-        array.name for array in report.dump.arrays if _is_input(array.name, array.role, recorded=bool(dump.recorded))
+        array.name for array in report.dump.arrays if _is_input(array.name, array.role, recorded=dump.is_recorded)
     ]
     return Finding(
         verdict=report.verdict,

@@ -75,7 +75,7 @@ def _file_of(item: Callable[..., Any] | Any) -> str | None:
     return getattr(code, "co_filename", None)
 
 
-def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> CodeState | None:
+def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState | None:
     """By the hashes in the dump; None where it has none of a file that is here.
 
     A model that comes from a file which the training did not have is another one than the training's.
@@ -92,7 +92,7 @@ def _compare_hashes(recorded: Recorded | None, of_model: Collection[Path]) -> Co
         for name, path in here.items()
         if hash_of(path) != hashes[name].sha256
     ]
-    if recorded is not None and recorded.sources and len(hashes) <= _MAX_FILES:
+    if recorded.sources and len(hashes) <= _MAX_FILES:
         unknown = sorted(set(of_model) - set(named.values()))
         changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
@@ -107,10 +107,8 @@ def _take_within(files: Mapping[str, Path], nbytes: int) -> Iterator[tuple[str, 
             yield name, path
 
 
-def recorded_hashes(recorded: Recorded | None) -> dict[str, SourceHash]:
+def recorded_hashes(recorded: Recorded) -> dict[str, SourceHash]:
     """By relative path; an older recorder kept those of the model's and the loss's file alone."""
-    if recorded is None:
-        return {}
     references = [reference for reference in (recorded.model, recorded.loss_function) if reference is not None]
     single = {item.file: SourceHash(sha256=item.sha256) for item in references if item.file and item.sha256}
     return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
@@ -145,9 +143,9 @@ def _lines(data: bytes) -> list[str]:
     return data.decode("utf-8", "surrogateescape").splitlines()
 
 
-def _changed_settings(recorded: Recorded | None, settings: Settings) -> Iterator[str]:
+def _changed_settings(recorded: Recorded, settings: Settings) -> Iterator[str]:
     """What the user asked of the replay that the training did not do, by the record of it."""
-    autocast = recorded.autocast if recorded is not None else None
+    autocast = recorded.autocast
     if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
         yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
 

@@ -74,7 +74,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
 
 
 def build_configured(
-    source: ModelSource, config: str, recorded: Recorded | None, directory: Path
+    source: ModelSource, config: str, reference: Reference | None, directory: Path
 ) -> Callable[[], nn.Module]:
     """What builds a model of transformers from the class and the configuration class that the user named.
 
@@ -83,7 +83,6 @@ def build_configured(
     Raises:
         ModelError: the dump holds no such values, or the names are not of such classes.
     """
-    reference = recorded.model if recorded is not None else None
     if reference is None or not isinstance(reference.arguments.get("config"), Mapping):
         raise ModelError(
             "The dump holds no values for a configuration.",
@@ -161,9 +160,9 @@ def give_classes(dump: Dump, model: nn.Module) -> Dump:
 
     Of the user's own dump they are looked up in what the model's code has imported by now; nothing more is imported.
     """
-    recorded = dump.recorded
-    if recorded is None or not dump.provenance.own:
+    if not dump.provenance.own:
         return dump
+    recorded = dump.recorded
     find = functools.partial(_find_imported, main=type(model).__module__)
     calls = [replace(c, args=with_classes(c.args, find), kwargs=with_classes(c.kwargs, find)) for c in recorded.calls]
     return replace(dump, recorded=replace(recorded, calls=tuple(calls), batch=with_classes(recorded.batch, find)))
@@ -303,7 +302,7 @@ def _is_plain(value: Any) -> bool:
 
 def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
     spec = brief(reference.spec)
-    command = approving_command(dump, Recorded(calls=(), model=reference))
+    command = approving_command(dump, Recorded(model=reference))
     return ModelError(
         f"The dump names {spec} as its model, and nandoctor does not import that by itself: {why}.",
         remedy=f"If you know that code, run where it is: {command}",
@@ -323,17 +322,17 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
         ModelError: the user named another method than the one that was recorded.
     """
     recorded = dump.recorded
-    method = recorded.method if recorded is not None else ""
+    method = recorded.method
     if settings.method is not None and settings.method != (method or "forward"):
         raise ModelError(
             f"The dump holds calls of {method or 'forward'}, not of {settings.method}.",
             remedy="Leave --method out, or name a function that makes the call: --call FILE.py:NAME.",
         )
-    if recorded is None or settings.call is not None or settings.inputs:
+    if settings.call is not None or settings.inputs:
         method = ""  # the recorded call is not made
     allowed = _OWN_METHODS if dump.provenance.own else ("",)
     knows_method = method in allowed or settings.method == method
-    if recorded is not None and not (knows_method and (has_model or dump.provenance.own)):
+    if dump.is_recorded and not (knows_method and (has_model or dump.provenance.own)):
         rows = [f"  {label:<11} {text}" for label, text in code_rows(recorded)]
         why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
         raise UnapprovedCodeError(
@@ -348,7 +347,7 @@ def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
     Raises:
         ModelError: it has none of that name, or something else than a function.
     """
-    method = dump.recorded.method if dump.recorded is not None else ""
+    method = dump.recorded.method
     if not method or settings.call is not None or settings.inputs:
         return
     defined = next((vars(kind)[method] for kind in type(model).__mro__ if method in vars(kind)), None)

@@ -361,7 +361,7 @@ def arguments_of(dump: Dump) -> Iterator[None]:
     A script may read at its top level what it cannot go on without. Anybody else's words are not given to the user's
     code.
     """
-    token = _arguments.set(dump.recorded.argv if dump.recorded is not None and dump.provenance.own else ())
+    token = _arguments.set(dump.recorded.argv if dump.provenance.own else ())
     try:
         yield
     finally:

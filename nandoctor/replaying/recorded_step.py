@@ -103,9 +103,9 @@ def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
 
 
 @contextmanager
-def recorded_backends(recorded: Recorded | None, device: torch.device) -> Iterator[None]:
+def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None]:
     """Torch's switches as they were, where the replay is on the kind of device that they were set for."""
-    if recorded is None or recorded.autocast is None or recorded.autocast.device != device.type:
+    if recorded.autocast is None or recorded.autocast.device != device.type:
         yield
         return
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
 
 @contextmanager
 def seeded(
-    seed: int | None, device: torch.device, states: Sequence[torch.Tensor], recorded: Recorded | None
+    seed: int | None, device: torch.device, states: Sequence[torch.Tensor], recorded: Recorded
 ) -> Iterator[Callable[[], bool]]:
     """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch's were drawn.
 
@@ -209,7 +209,7 @@ def seeded(
         _seed_torch(seed or 0, device)
         if seed is None:
             restore_generators(states, device)
-            if recorded is not None and recorded.random is not None:
+            if recorded.random is not None:
                 restore_host_generators(recorded.random)
         before = _generator_states(device)
         token = _from_saved_states.set(seed is None)

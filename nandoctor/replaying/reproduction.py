@@ -218,8 +218,7 @@ def reproduce(preparation: Preparation) -> Replayed:
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    recorded = preparation.dump.recorded
-    if recorded is None or recorded.autocast is None or not (others and best.step.policy.ambient):
+    if preparation.dump.recorded.autocast is None or not (others and best.step.policy.ambient):
         return best
     low = best.step.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."

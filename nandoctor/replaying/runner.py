@@ -130,7 +130,7 @@ class FailingStep:
     training: bool = True
     seed: int | None = 0
     rng_states: tuple[torch.Tensor, ...] = ()
-    recorded: Recorded | None = None
+    recorded: Recorded = field(default_factory=Recorded)
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
     per_sample: bool = False
@@ -239,7 +239,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
-    with in_mode(step.model, step.training, step.recorded.training if step.recorded is not None else {}):
+    with in_mode(step.model, step.training, step.recorded.training):
         with (
             restored(step.model, traced=run.watch.ops) as state,
             printed_changes(run.printed, step.model, step.loss),

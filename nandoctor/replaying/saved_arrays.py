@@ -66,7 +66,7 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
     A recorder's file has the formats of the training. In any other, float64 is what numpy made of float32, unless the
     model is in float64 itself.
     """
-    keeps_float64 = dump.recorded is not None or any(item.dtype == torch.float64 for item in model.parameters())
+    keeps_float64 = dump.is_recorded or any(item.dtype == torch.float64 for item in model.parameters())
     narrowed = [name for name, array in dump.arrays.items() if array.dtype == torch.float64 and not keeps_float64]
     arrays = {
         name: array.to(device, torch.float32 if name in narrowed else array.dtype)
@@ -92,9 +92,8 @@ def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> M
     Of any other it is the container that all inputs stand in, `batch` in `{"batch": {...}, "logit": ...}`; where there
     is no such, all that was saved.
     """
-    recorded = dump.recorded
-    if recorded is not None:
-        return lambda tensors: make_batch(recorded, tensors, device)
+    if dump.is_recorded:
+        return lambda tensors: make_batch(dump.recorded, tensors, device)
     tree = dump.tree if dump.tree is not None else {name: Slot(name=name) for name in dump.arrays}
     first = {name.partition(".")[0] for name in inputs}
     only = tree.get(next(iter(first))) if len(first) == 1 else None
@@ -150,7 +149,7 @@ def find_outputs(
         DumpError: the settings name an output that is not there.
     """
     taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
-    if dump.recorded is not None and settings.output is None:
+    if dump.is_recorded and settings.output is None:
         # The largest array of floating-point numbers first.
         names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
         names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
@@ -161,12 +160,12 @@ def find_outputs(
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
         first = next(iter(names), None)
     if first is None:
-        perhaps = _unknown_nonfinite(dump.arrays, taken) if dump.recorded is None else []
+        perhaps = [] if dump.is_recorded else _unknown_nonfinite(dump.arrays, taken)
         arrays = tuple((name, dump.arrays[name]) for name in perhaps)
         return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=arrays)
     # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
     parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
-    place = settings.output or (parts.removeprefix(".") if dump.recorded is not None else None)
+    place = settings.output or (parts.removeprefix(".") if dump.is_recorded else None)
     return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
 
 
@@ -209,7 +208,7 @@ def is_finite_array(array: torch.Tensor) -> bool:
 
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     """A saved output or loss of a single number, where no array was saved: one that is non-finite before others."""
-    if dump.recorded is not None:
+    if dump.is_recorded:
         return None
     outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
     outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | dump.losses
@@ -313,7 +312,7 @@ _ENOUGH = 8
 
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
     """The user's word; else what the recorder saw; else what there is to try, by the weights and the `saved` output."""
-    recorded = dump.recorded.autocast if dump.recorded is not None else None
+    recorded = dump.recorded.autocast
     weights = low_format(dump.state)
     if settings.amp_dtype is not None or settings.policy is not None:
         told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16

@@ -108,7 +108,7 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
     """The user's word, else what the recorder saw, else both."""
     if settings.mode:
         return (settings.mode == "train",)
-    recorded = dump.recorded.training.get("") if dump.recorded is not None else None
+    recorded = dump.recorded.training.get("")
     return (True, False) if recorded is None else (recorded,)
 
 
@@ -121,17 +121,15 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
 def _find_loss(dump: Dump, settings: Settings) -> tuple[Callable[..., Any] | None, list[str]]:
     """The loss that the user named, else the function that the dump does, with notes on it."""
     function = build_loss(find_attribute(settings.loss, directory=settings.directory))
-    if function is not None or dump.recorded is None:
-        return function, []
-    return find_loss(dump.recorded.loss_function, dump.provenance)
+    return find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
 
 
 def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
     """The loss as a function of the output and the arrays by name; without one, that which the model returns itself."""
-    recorded = dump.recorded
     if loss is None:
-        return own_loss(recorded.loss_field) if recorded is not None and recorded.loss_field is not None else None
-    num_calls = len(recorded.calls) if recorded is not None else 1
+        field = dump.recorded.loss_field
+        return own_loss(field) if field is not None else None
+    num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
     return _checked(loss, make, returned)
 
@@ -168,7 +166,7 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
 
 def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: RunProgress) -> None:
     """Check that the replay fits into memory, and tell what that of a large model takes."""
-    has_loss = settings.loss is not None or (dump.recorded is not None and dump.recorded.loss_function is not None)
+    has_loss = settings.loss is not None or dump.recorded.loss_function is not None
     expected = forecast(dump, device, backward=has_loss)
     require_room(expected, device, settings.memory)
     if expected.mapped_nbytes:
@@ -243,10 +241,10 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     """The model that the user named, else the one that the dump does."""
     if source is not None:
         if settings.config is not None:
-            configured = build_configured(source, settings.config, dump.recorded, settings.directory)
+            configured = build_configured(source, settings.config, dump.recorded.model, settings.directory)
             return build_within(lambda: build_model(configured, {}), dump.state), []
         return build_model(source, settings.model_args, directory=settings.directory), []
-    if dump.recorded is None:
+    if not dump.is_recorded:
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
             remedy="Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set "
@@ -264,7 +262,7 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
     Of another file they are taken where all of its weights are in half precision; a note says so.
     """
     low = low_format(dump.state)
-    if dump.recorded is None and low is None:
+    if not dump.is_recorded and low is None:
         return []
     named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in dump.state]
     widened = low is not None and any(tensor.dtype is torch.float32 for _, tensor in named)
@@ -283,7 +281,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     available = {**batch.scalars, **batch.inputs}
     if settings.inputs:
         return [bind_inputs(settings.inputs, available, list(batch.inputs), batch.containers)]
-    if dump.recorded is not None and dump.recorded.calls:
+    if dump.recorded.calls:
         return [bind_calls(dump.recorded, torch.device(settings.device))]
     return find_bindings(code.model, available, list(batch.inputs), batch.containers)
 
@@ -304,7 +302,7 @@ def _make_step(
 
     low = low_format(dump.state)
     arrays = dict(batch.arrays)
-    if low is not None and dump.recorded is None and settings.call is None:  # so a loop without autocast passes them
+    if low is not None and not dump.is_recorded and settings.call is None:  # so a loop without autocast passes them
         wide = [name for name in used if arrays[name].dtype is torch.float32]
         arrays |= {name: arrays[name].to(torch_dtype(low)) for name in wide}
     return FailingStep(

@@ -40,7 +40,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
             raise _missing_weights(dump)
         return dump
     path = settings.directory / settings.weights
-    checkpoint = None if dump.recorded is None else dump.recorded.checkpoint
+    checkpoint = dump.recorded.checkpoint
     known = sample_weights(dump.state) if checkpoint is None else checkpoint.samples
     kept = {} if dump.holds_weights else dump.state
     state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
@@ -54,7 +54,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         other_states={},
         prefix="",
         layout="plain" if dump.layout == "batch-only" else dump.layout,
-        recorded=None if dump.recorded is None else replace(dump.recorded, checkpoint=None),
+        recorded=replace(dump.recorded, checkpoint=None),
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
         notes=(*dump.notes, _describe_match(match, brief(str(settings.weights), 1000))),
         other_weights=match.num_other > 0 or match.rounded_to != "" or not match.num_compared,
@@ -62,9 +62,8 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
 
 
 def _missing_weights(dump: Dump) -> DumpError:
-    recorded = dump.recorded
-    path = recorded.checkpoint.path if recorded is not None and recorded.checkpoint is not None else ""
-    why = "they would have passed the recorder's max_nbytes" if recorded is not None else "a batch alone was saved"
+    path = dump.recorded.checkpoint.path if dump.recorded.checkpoint is not None else ""
+    why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
     file, checkpoint = shlex.quote(brief(str(dump.path), 1000)), shlex.quote(path) if path else "CHECKPOINT"
     command = f"nandoctor replay {file} --weights {checkpoint}"
     return DumpError(
@@ -177,7 +176,7 @@ def nonfinite_state(dump: Dump) -> Dump:
 
 def cast_weights(dump: Dump) -> Dump:
     """The dump with its weights in the formats that they were cast to; a note names those that overflow by it."""
-    casts = dump.recorded.module_casts if dump.recorded is not None else None
+    casts = dump.recorded.module_casts
     if casts is None:
         return dump
     formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
@@ -193,9 +192,9 @@ def cast_weights(dump: Dump) -> Dump:
     return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
 
 
-def add_casts(model: nn.Module, recorded: Recorded | None) -> None:
+def add_casts(model: nn.Module, recorded: Recorded) -> None:
     """Cast floating-point inputs and outputs of the modules that the policy was of."""
-    casts = recorded.module_casts if recorded is not None else None
+    casts = recorded.module_casts
     if casts is None:
         return
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())

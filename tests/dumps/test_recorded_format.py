@@ -89,4 +89,4 @@ def test_a_tree_without_end_is_refused(tmp_path):
 def test_a_word_of_the_format_in_a_plain_dump_is_no_claim(tmp_path):
     torch.save({"format": "png", "state_dict": {"weight": IMAGE}, "image": IMAGE}, tmp_path / "dump.pth")
     dump = read_dump(tmp_path / "dump.pth")
-    assert (dump.layout, dump.scalars, dump.recorded) == ("plain", {"format": "png"}, None)
+    assert (dump.layout, dump.scalars, dump.is_recorded) == ("plain", {"format": "png"}, False)

@@ -25,7 +25,7 @@ def project(tmp_path, monkeypatch):
 
 def changes(hashes, folder):
     sources = {name: SourceHash(sha256=sha256) for name, sha256 in hashes.items()}
-    dump = SimpleNamespace(path=folder / "dump.pth", recorded=Recorded(calls=(), sources=sources))
+    dump = SimpleNamespace(path=folder / "dump.pth", recorded=Recorded(sources=sources))
     step = SimpleNamespace(model=nn.Linear(2, 2), project=SimpleNamespace(files=lambda _: set()))
     return find_changes(dump, step, Settings())
 

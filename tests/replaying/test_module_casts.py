@@ -22,7 +22,7 @@ CASTS = ModuleCasts(
 
 
 def recorded(casts=CASTS):
-    return Recorded(calls=(), module_casts=casts)
+    return Recorded(module_casts=casts)
 
 
 def dump_of(state, casts=CASTS):

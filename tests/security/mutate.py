@@ -228,7 +228,7 @@ def examine(path):
         if not dump.provenance.own:
             with suppress(NanDoctorError):
                 replay(dump, fixes=False)
-        case = replay(dump, Net(), fixes=False, method=dump.recorded.method or None if dump.recorded else None)
+        case = replay(dump, Net(), fixes=False, method=dump.recorded.method or None)
         print_report(case.report, Console(file=io.StringIO(), width=80))
         report_html(case.report)
     finally:

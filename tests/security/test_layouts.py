@@ -177,6 +177,6 @@ def test_an_odd_switch_is_left_as_it_is(value):
     """Of some torch would warn, in words of the file that no terminal may get."""
     cpu = Autocast(enabled=False, device="cpu", dtype="float16")
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    recorded = Recorded(calls=(), autocast=cpu, backends=dict.fromkeys(BACKENDS, value))
+    recorded = Recorded(autocast=cpu, backends=dict.fromkeys(BACKENDS, value))
     with recorded_backends(recorded, torch.device("cpu")):
         assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
