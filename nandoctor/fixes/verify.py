@@ -83,7 +83,7 @@ class Trials:
         self._lost_at = lost_at
         self._budget = budget
         self._backward = backward and step.loss is not None
-        self._is_own_batch = step.loss not in SURROGATES
+        self._is_own_step = step.loss not in SURROGATES
         self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
         failed = TrialOutcome(finite=False, max_rel_err=None)
@@ -110,14 +110,14 @@ class Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
         made = Trials(step, self._budget, numerics=self.numerics)
         made._shares_references = False
-        made._is_own_batch = made._is_own_batch and self._is_own_batch and step.batch is self.step.batch
+        made._is_own_step = made._is_own_step and self._is_own_step and step.batch is self.step.batch
         return made
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
         """The trials of the same step with these samples alone, judged as this one is, out of the same budget."""
         step = with_samples(self.step, samples)
         made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward, lost_at=self._lost_at)
-        made._shares_references = made._is_own_batch = False
+        made._shares_references = made._is_own_step = False
         return made
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
@@ -126,7 +126,7 @@ class Trials:
             return self
         step = replace(self.step, training=training, seed=seed)
         made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
-        made._shares_references = False
+        made._shares_references = made._is_own_step = False
         made._writes_infinities = self._writes_infinities
         return made
 
@@ -307,8 +307,8 @@ class Trials:
         try:
             return self._forgive(self._run(edits, precision), edits, precision)
         except LossError:
-            # Of a loss that cannot be computed nothing follows for the change; another batch may not suit it.
-            if self._is_own_batch and not selects(edits):
+            # Of a loss that cannot be computed nothing follows for the change; another batch or mode may not suit it.
+            if self._is_own_step and not selects(edits):
                 if not edits:
                     raise
                 self.reference()  # raises as well where it is not the change that the loss cannot be computed with

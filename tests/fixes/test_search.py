@@ -192,6 +192,29 @@ def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     assert lines[StepSetting(dtype=FP32)].max_rel_err == 0
 
 
+class Detector(nn.Linear):
+    """In eval mode its output is one that the loss of the training does not take, as that of a detector."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        return {"box": found.square().sqrt().mean()} if self.training else [found]
+
+
+def total(output, _):
+    return sum(output.values())
+
+
+def test_a_loss_that_another_mode_does_not_suit(tmp_path):
+    model = Detector(4, 2, bias=False)
+    arrays = {"x": torch.zeros(3, 4), "output": model(torch.zeros(3, 4))}
+    dump = save(tmp_path / "d.pth", model, **arrays)
+    report = nandoctor.replay(dump, model=lambda: Detector(4, 2, bias=False), loss=total).report
+    assert (report.origin.phase, report.origin.op) == ("backward", "sqrt")
+    assert report.fixes[0].verified
+    tried = [line.setting.training for line in report.counterfactuals if line.group == "mode"]
+    assert tried == [True]
+
+
 @pytest.mark.parametrize("options", [{"max_trials": -1}, {"time": "long"}, {"fixes": "yes"}])
 def test_a_setting_that_means_nothing(options, tmp_path):
     with pytest.raises(nandoctor.NanDoctorError):
