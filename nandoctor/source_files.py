@@ -9,6 +9,7 @@ import ast
 import hashlib
 import io
 import os
+import sys
 import sysconfig
 import tokenize
 import warnings
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 _LINE_NBYTES = 4
 _LINE_DIGITS = 2 * _LINE_NBYTES
@@ -66,6 +68,11 @@ def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
 def _names_of(statement: ast.stmt) -> list[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", statement)]
     return [str(getattr(target, "id", getattr(target, "name", ""))) for target in targets]
+
+
+def find_typed(module: str, name: str) -> Any:
+    """What this notebook or console defines under that name, in no file; None elsewhere."""
+    return getattr(sys.modules["__main__"], name, None) if module == "__main__" and hasattr(sys, "ps1") else None
 
 
 def decode_source(data: bytes) -> tuple[str, str]:

@@ -42,12 +42,14 @@ class DumpFolder:
         return path, fitting
 
 
-def say_next(path: Path, written: Mapping[str, Any], flags: str) -> str:
-    """What was saved, and the command that replays it."""
+def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
+    """What was saved, and the command that replays it; without `flags` the call in this notebook."""
     lost = [part for part in ("calls", "state_dict") if part not in written]
     if lost:
         what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
         return f"Saved to {path} without {what}: it cannot be replayed. Raise max_nbytes of the Recorder."
+    if flags is None:
+        return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"

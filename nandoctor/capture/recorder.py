@@ -26,6 +26,7 @@ from nandoctor.capture.source_info import (
     class_of,
     describe_loss,
     describe_source,
+    flags_for_loss,
     plan_rebuild,
     unwrap_model,
 )
@@ -109,8 +110,11 @@ class Recorder(RecorderSettings):
         atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
         self._handles.callback(atexit.unregister, self._tracker.on_exception)
 
-    def _describe_training(self) -> tuple[Training, str]:
-        """What all files have in common, and the flags that a replay will need; the log says how to do without."""
+    def _describe_training(self) -> tuple[Training, str | None]:
+        """What all files have in common, and the flags that a replay will need; the log says how to do without.
+
+        None where only this notebook can replay them.
+        """
         model, builder, arguments = self._observer.model, self.builder, self.arguments or {}
         if isinstance(builder, functools.partial) and not builder.args:
             arguments = {**builder.keywords, **arguments}
@@ -119,6 +123,7 @@ class Recorder(RecorderSettings):
         built = builder is not None and not isinstance(builder, type)
         loss = None if self.loss is None else describe_loss(self.loss)
         flags, advice = plan_rebuild(model, source, arguments, built=built)
+        flags = None if flags is None else flags + flags_for_loss(loss)
         for line in (*advice, *advise_loss(self.loss, loss)):
             LOG.warning("nandoctor.Recorder: %s", line)
         training = Training(
@@ -371,7 +376,7 @@ class Recorder(RecorderSettings):
                 "def loss_of(output, batch): return ..."
             )
 
-    def _find_flags(self) -> str:
+    def _find_flags(self) -> str | None:
         """What has to follow `nandoctor replay FILE`; more than was known at first, where the model was rebuilt."""
         reshaped = self._observer.find_reshaped()
         if not reshaped:

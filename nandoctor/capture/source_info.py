@@ -16,11 +16,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.classify import unwrapped_name
-from nandoctor.dumps.code_request import is_transformers_config
+from nandoctor.dumps.code_request import argument_options, is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import PLAIN
 from nandoctor.process_wide import generators_kept
-from nandoctor.source_files import ASSIGNED, SourceHash, defines, hash_of, hash_source, is_installed, shown_path
+from nandoctor.source_files import (
+    ASSIGNED,
+    SourceHash,
+    defines,
+    find_typed,
+    hash_of,
+    hash_source,
+    is_installed,
+    shown_path,
+)
 from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
@@ -179,35 +188,48 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
 
 def plan_rebuild(
     model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
-) -> tuple[str, list[str]]:
+) -> tuple[str | None, list[str]]:
     """The flags that follow `nandoctor replay FILE` for the model's sake, "" for none; and advice how to do without.
 
-    Its class is called with `arguments` on the meta device, without weights, to see whether it can be made again.
+    None where only this notebook or console has what builds it. The class is called with `arguments` on the meta
+    device, without weights, to see whether it can be made again.
     """
-    name = source["name"]
-    if "<" in name or not (source["file"] or source["module"] not in ("__main__", "")):
+    name, file = source["name"], source["file"]
+    is_typed = not file and find_typed(source["module"], name) is not None
+    if "<" in name or (not file and source["module"] in ("__main__", "") and not is_typed):
         where = "inside a function" if "<" in name else "in no file"
         return " --model FILE.py:NAME", [
             f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         ]
-    if built and _is_own_function(source) and all(map(_is_plain, arguments.values())):
-        return "", []
-    if built:
-        location = source["file"] if source["module"] == "__main__" or source["file"] else source["module"]
-        return f" --model {shlex.quote(f'{location}:{name}')}", []
+    is_plain = all(map(_is_plain, arguments.values()))
     from_config = not arguments and is_transformers_config(type(getattr(model, "config", None)))
-    problem = _try_config(model) if from_config else _try_class(model, arguments)
-    if problem is None:
-        return "", []
-    return " --model FILE.py:NAME", [
-        f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, plain data that {name} was called "
-        "with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the model."
-    ]
+    problem = None if built else _try_config(model) if from_config else _try_class(model, arguments)
+    if problem is not None:
+        return " --model FILE.py:NAME", [
+            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, plain data that {name} was "
+            "called with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the "
+            "model."
+        ]
+    if is_typed and is_plain:
+        return None, [
+            f"{name} is defined in no file, so its dumps are replayed here, by nandoctor.replay(FILE): to replay them "
+            "elsewhere, define it at the top level of a .py file."
+        ]
+    if _is_elsewhere(source) or (built and not (_is_own_function(source) and is_plain)):
+        location = file if source["module"] == "__main__" or file else source["module"]
+        words = ["--model", f"{location}:{name}", *(argument_options(arguments) if not built else ())]
+        return "".join(f" {shlex.quote(word)}" for word in words), []
+    return "", []
+
+
+def _is_elsewhere(source: Mapping[str, str]) -> bool:
+    """Tell whether its file is outside of the working directory, from where a replay imports nothing by itself."""
+    return Path(source["file"]).is_absolute()
 
 
 def _is_own_function(source: Mapping[str, str]) -> bool:
     """Tell whether it stands at the top level of a file in the working directory, from where a replay imports it."""
-    return bool(source["file"]) and not Path(source["file"]).is_absolute() and source["name"].isidentifier()
+    return bool(source["file"]) and not _is_elsewhere(source) and source["name"].isidentifier()
 
 
 def _try_config(model: nn.Module) -> str | None:
@@ -248,12 +270,19 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
+def flags_for_loss(source: Mapping[str, str] | None) -> str:
+    """The flags that follow `nandoctor replay FILE` for the sake of a loss in a file of another folder."""
+    is_named = source is not None and _is_elsewhere(source) and source["name"].isidentifier()
+    return f" --loss {shlex.quote('{file}:{name}'.format(**source))}" if source is not None and is_named else ""
+
+
 def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
     """What to change where a replay could not import the loss, or not call it with an output and a batch."""
     if loss is None or source is None:
         return
     name = source["name"].rpartition(".")[2] or source["name"]
-    if not _is_own_function(source):
+    is_typed = not source["file"] and find_typed(source["module"], source["name"]) is not None
+    if not (_is_own_function(source) or flags_for_loss(source) or is_typed):
         yield (
             f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
             "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."

@@ -233,7 +233,7 @@ class StepPolicy:
         *,
         spike: float | None = None,
         on_save: OnSave | None = None,
-        replay_flags: Callable[[], str] = str,
+        replay_flags: Callable[[], str | None] = str,
     ) -> None:
         self.history = history
         self.folder = folder
@@ -327,7 +327,8 @@ class StepPolicy:
                 f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
                 "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
             )
-        return path, say_next(path, written, self._replay_flags() + _flags_for(step, result, contents))
+        flags = self._replay_flags()
+        return path, say_next(path, written, None if flags is None else flags + _flags_for(step, result, contents))
 
 
 def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:

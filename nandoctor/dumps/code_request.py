@@ -47,18 +47,23 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
-    words += ["--model", model.spec if model is not None and model.can_be_named else "FILE.py:NAME"]
+    named = model.spec if model is not None and model.can_be_named else "FILE.py:NAME"
+    words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's, once it is written into a file
     if model is not None and model.config:
         words += ["--config", model.config.spec]
     elif model is not None:
-        for name, value in model.arguments.items():
-            text = as_option(value)
-            words += ["--model-arg", f"{name}={text}"] if text is not None and str(name).isidentifier() else []
+        words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
     if loss is not None and loss.can_be_named:
-        words += ["--loss", loss.spec]
+        words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return " ".join(map(_quote, words))
+
+
+def argument_options(arguments: Mapping[str, Any]) -> list[str]:
+    """The `--model-arg` options of those that can be typed."""
+    typed = [(name, as_option(value)) for name, value in arguments.items() if str(name).isidentifier()]
+    return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
 def _whereabouts(reference: Reference) -> str:

@@ -32,7 +32,7 @@ from nandoctor.dumps.trees import PLAIN
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import ASSIGNED, defines, hash_of, own_source
+from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, own_source
 from nandoctor.text import brief, plural
 
 # transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
@@ -100,6 +100,8 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     """
     if reference is None:
         return None, []
+    if provenance.own and not reference.file and (typed := find_typed(reference.module, reference.name)) is not None:
+        return build_loss(typed), []
     command = f"to replay the backward pass, {_name_of_loss(reference)}"
     source = _find_source(reference)
     problem = _why_no_loss(reference, source, provenance)
@@ -199,7 +201,12 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
     """The class; of the project's own files also a function at the top level, which the training built the model by."""
     if not reference.file:
-        return _import_installed(reference, reference.spec, dump)
+        if reference.module != "__main__":
+            return _import_installed(reference, reference.spec, dump)
+        if (typed := find_typed(reference.module, reference.name)) is None:
+            why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
+            raise _undecided(reference, dump, why)
+        return typed
     source = _find_source(reference)
     if source is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import random
+import shlex
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +191,45 @@ def test_a_loss_goes_by_its_name_in_the_file(tmp_path, caplog, loss):
     assert len(caplog.messages) == 1
     report = nandoctor.replay(recorder.written[0], fixes=False).report
     assert (report.origin.phase, report.origin.op) == ("backward", "pow")
+
+
+CELL = """
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / x.sum()
+
+def loss_of(output, batch):
+    return output.mean()
+"""
+
+
+def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch):
+    main = types.ModuleType("__main__")
+    exec(CELL, vars(main) | {"nn": nn}, vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    model = main.Head(2, 1)
+    arguments = {"in_features": 2, "out_features": 1}
+    with Recorder(model, folder=tmp_path, loss=main.loss_of, arguments=arguments) as recorder:
+        recorder.watch(main.loss_of(model(torch.zeros(3, 2)), None), torch.zeros(1))
+    assert "Head is defined in no file, so its dumps are replayed here" in caplog.messages[0]
+    assert caplog.messages[1].endswith(f"; next, here: nandoctor.replay({str(recorder.written[0])!r})")
+    report = nandoctor.replay(recorder.written[0], fixes=False).report
+    assert (report.reproduction.grade, report.origin.op) == ("exact", "div")
+    monkeypatch.delattr(sys, "ps1")
+    with pytest.raises(ModelError, match="typed into a notebook") as caught:
+        nandoctor.replay(recorder.written[0])
+    assert "--model FILE.py:Head" in caught.value.remedy
+
+
+def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as Hydra does
+    _, command, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
+    flags = f"--model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3 --loss {HERE / 'trainings.py'}:loss_of"
+    assert command == f"nandoctor replay {path} {flags}"
+    words = dict(itertools.pairwise(shlex.split(flags)))
+    report = nandoctor.replay(path, model=words["--model"], model_args={"width": 3}, fixes=False).report
+    assert report.reproduction.grade == "exact"
 
 
 def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
