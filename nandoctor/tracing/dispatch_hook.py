@@ -208,6 +208,8 @@ _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 # With the separator at its end: torchvision lies beside torch, and is the user's to hear of.
 _SKIPPED_ROOTS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen", "<eval_with_key>")
+# Other words for torch's operations, whose own lines tell no more of a model than torch's do.
+_NOTATIONS = frozenset({"einops", "einx", "opt_einsum"})
 _MAX_EXPRESSION_LINES = 20
 _RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
 
@@ -302,7 +304,10 @@ def find_place(frame: FrameType | None = None) -> CallSite:
     """Where the user's innermost frame is."""
     frame = frame or sys._getframe(1)
     script = script_traceback()
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_ROOTS):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_SKIPPED_ROOTS)
+        or frame.f_globals.get("__name__", "").partition(".")[0] in _NOTATIONS
+    ):
         # Further out than the runner is whoever called nandoctor.
         frame = None if frame.f_code.co_filename == _RUNNER else frame.f_back
     if frame is None:

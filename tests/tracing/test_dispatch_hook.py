@@ -58,3 +58,11 @@ def test_the_folders_passed_over_end_with_a_separator():
     assert not f"{torch_folder}vision/ops.py".startswith(dispatch_hook._SKIPPED_ROOTS)
     assert f"{torch_folder}/nn/functional.py".startswith(dispatch_hook._SKIPPED_ROOTS)
     assert Path(dispatch_hook._RUNNER).is_file()
+
+
+@pytest.mark.parametrize("name", ["einops._backends", "einx.op", "opt_einsum"])
+def test_other_words_for_torchs_operations_are_passed_over(name, library):
+    _, forward = library("notation")
+    forward.__globals__["__name__"] = name
+    [(file, _)] = lines_of(forward)
+    assert file == __file__
