@@ -225,11 +225,6 @@ def _describe_stranger(head: bytes) -> DumpError:
 def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
     members = _find_members(data, begin)
     folder = next(iter(members), "").partition("/")[0]  # that of the first member, as torch takes it
-    if f"{folder}/constants.pkl" in members:
-        raise DumpError(
-            "it is a TorchScript program, not a dump.",
-            remedy="Save torch.jit.load(path).state_dict() with torch.save, and the batch with it.",
-        )
     if f"{folder}/data.pkl" not in members:
         raise _describe_archive(list(members))
     pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
@@ -280,6 +275,11 @@ def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise _cut_short() from error
+    if any(entry.filename.partition("/")[2] == "constants.pkl" for entry in entries):
+        raise DumpError(
+            "it is a TorchScript program, not a dump.",
+            remedy="Save torch.jit.load(path).state_dict() with torch.save, and the batch with it.",
+        )
     for entry in entries:
         _check_entry(entry)
     if entries and min(entry.header_offset for entry in entries) != begin:

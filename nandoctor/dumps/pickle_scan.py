@@ -297,9 +297,9 @@ def _describe_number(number: int, size: int) -> _Value:
 
 
 def _begins_with_rebuild(arguments: _Value) -> bool:
-    """Whether the first of these arguments is one of torch's functions that make a tensor of a storage."""
+    """Whether the first of these is torch's function that makes a tensor of a storage, or is refused by its name."""
     function = arguments.items[0].global_name if arguments.items else None
-    return function is not None and function.startswith(_REBUILDS)
+    return function is not None and (function.startswith(_REBUILDS) or not is_known(function))
 
 
 def _is_stale(arguments: _Value) -> bool:

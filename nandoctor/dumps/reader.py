@@ -258,7 +258,8 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
 
         raise DumpError(
             f"torch cannot rebuild its tensors ({detail}).",
-            remedy=f"The file is damaged, then copy it again; or a torch newer than {version('torch')} wrote it.",
+            remedy=f"Copy it again, it may be damaged; or load it with the torch that wrote it, if newer than "
+            f"{version('torch')}.",
         ) from error
 
 

@@ -180,3 +180,10 @@ def test_an_odd_switch_is_left_as_it_is(value):
     recorded = Recorded(autocast=cpu, backends=dict.fromkeys(BACKENDS, value))
     with recorded_backends(recorded, torch.device("cpu")):
         assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "masked"])
+def test_an_honest_class_is_refused_as_what_it_is(kind, tmp_path):
+    torch.save({"state_dict": {}, "x": KINDS[kind](torch.ones(2, 2))}, tmp_path / "case.pth")
+    with pytest.raises(DumpError, match="it would run code that reading weights and arrays does not need: torch"):
+        read_dump(tmp_path / "case.pth")
