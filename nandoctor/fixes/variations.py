@@ -10,6 +10,7 @@ import torch
 
 from nandoctor.diagnosis.conclusion import Gap
 from nandoctor.diagnosis.verdict import doubt_gradients
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import LossError, ModelError
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.runner import FailingStep, Watch
@@ -61,8 +62,10 @@ def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _in_another_order(batch: Batch, _: frozenset[str]) -> dict[str, torch.Tensor]:
-    return {name: value.roll(1, 0) if value.dim() else value for name, value in batch.items()}
+def _in_another_order(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
+    if not all(is_dense(batch[name]) for name in used & batch.keys()):
+        return None  # a sparse one has no samples to move
+    return {name: value.roll(1, 0) if is_dense(value) and value.dim() else value for name, value in batch.items()}
 
 
 def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
@@ -76,7 +79,7 @@ def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None
 
 def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
     """The measured values times a factor; flags of 0 and 1 are not measured."""
-    measured = frozenset(name for name in used if name in batch and not is_flags(batch[name]))
+    measured = frozenset(name for name in used & batch.keys() if is_dense(batch[name]) and not is_flags(batch[name]))
     return _changed(batch, measured, lambda value: value * factor)
 
 
@@ -84,7 +87,7 @@ def _changed(
     batch: Batch, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor] | None:
     """The batch with its real numbers changed that are named; None where none are."""
-    real = {name for name in names & batch.keys() if batch[name].is_floating_point()}
+    real = {name for name in names & batch.keys() if is_dense(batch[name]) and batch[name].is_floating_point()}
     return {name: change(value) if name in real else value for name, value in batch.items()} if real else None
 
 
@@ -103,7 +106,8 @@ SCALED = ("inputs halved", "inputs doubled")
 
 def extreme(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
     """Of some samples of a batch of `size` the one with the largest magnitude in it, then the one with the smallest."""
-    arrays = [batch[name] for name in used & batch.keys() if batch[name].dim() and len(batch[name]) == size]
+    dense = [batch[name] for name in used & batch.keys() if is_dense(batch[name])]
+    arrays = [array for array in dense if array.dim() and len(array) == size]
     largest = torch.zeros(size, dtype=torch.float64)
     for array in arrays:
         if array.is_floating_point() and array.numel():

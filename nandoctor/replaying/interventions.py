@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.evidence.edits import (
     FillMasked,
     KeepModule,
@@ -61,7 +62,7 @@ def select_samples(
     size = batch_size(batch, used)
     index = torch.tensor(kept, dtype=torch.long)
     return {
-        name: tensor[index.to(tensor.device)] if tensor.dim() and tensor.shape[0] == size else tensor
+        name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
         for name, tensor in batch.items()
     }
 
@@ -85,7 +86,7 @@ def _of_all_samples(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
     """The same, where it is beyond doubt: None where as many arrays have another length, or list the edges of a graph.
 
-    Edges are two rows of whole numbers, from and to.
+    Edges are two rows of whole numbers, from and to, or a sparse tensor.
     """
     size = batch_size(batch, used)
     taken = _of_all_samples({name: tensor for name, tensor in batch.items() if name in used and tensor.dim()})
@@ -93,7 +94,7 @@ def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int
     as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
     tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
     has_edges = any(table.shape[0] == 2 != size for table in tables)
-    return None if as_many or has_edges else size
+    return None if as_many or has_edges or not all(map(is_dense, taken)) else size
 
 
 def may_have_time_first(

@@ -19,6 +19,7 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values, stored_values
 from nandoctor.dumps.trees import Slot, slots
 from nandoctor.errors import DumpError
@@ -236,7 +237,8 @@ _MAX_IDS = 256
 def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView | None:
     """The sample of the first array that can be looked at; None where there is none."""
     for name, array in arrays.items():
-        if array.dim() < 2 or sample >= array.shape[0] or array.is_complex() or (array.dim() < 4 and is_flags(array)):
+        is_seen = is_dense(array) and array.dim() > 1 and sample < array.shape[0] and not array.is_complex()
+        if not is_seen or (array.dim() < 4 and is_flags(array)):
             continue
         view = _view_image(name, array, sample) or _view_ids(name, array, sample) or _view_signal(name, array, sample)
         if view is not None:

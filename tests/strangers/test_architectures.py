@@ -245,3 +245,20 @@ def test_the_divergence_of_a_variational_autoencoder(examine, bias, found):
         return mse_loss(output["decoded"].float(), batch["x"]) + divergence
 
     assert blamed(examine(Autoencoder(bias), {"x": normal(4, 8)}, loss=loss)) == found
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "beside"])
+def test_a_graph_that_is_a_sparse_tensor(examine, sparse, is_read):
+    """It has no samples to leave out and no values to vary; rows of nodes are none either."""
+
+    class Convolution(nn.Linear):
+        def forward(self, x, adjacency=None):
+            hidden = super().forward(x)
+            hidden = hidden if adjacency is None else (adjacency @ hidden.float()).to(hidden.dtype)
+            return hidden * hidden
+
+    batch = {"x": 1e4 * normal(6, 4), "adjacency" if is_read else "edges": sparse(torch.eye(6))}
+    report = examine(Convolution(4, 4), batch, loss=lambda output, _: output.float().mean())
+    assert blamed(report) == ("precision", "", "mul", "elementwise-overflow")
+    assert (report.origin.elements.samples is None) == is_read
