@@ -78,9 +78,10 @@ def _explain_pole(finding: Finding) -> Account | None:
     if not is_function or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
         return None
     values = ", ".join(map(number, taken))
+    where = "for the matrix that it is given" if op.startswith("linalg_") else f"at {values}"
     return Account(
-        headline=f"{subject(finding.op)} has no finite value at {values}",
-        explanation=f"{op} has no finite value at {values}, not even in float64.",
+        headline=f"{subject(finding.op)} has no finite value {where}",
+        explanation=f"{op} has no finite value {where}, not even in float64.",
         evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
     )
 

@@ -258,8 +258,7 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
 
         raise DumpError(
             f"torch cannot rebuild its tensors ({detail}).",
-            remedy=f"Copy it again, it may be damaged; or load it with the torch that wrote it, if newer than "
-            f"{version('torch')}.",
+            remedy=f"If it is damaged, copy it again; a torch newer than {version('torch')} may have written it, too.",
         ) from error
 
 

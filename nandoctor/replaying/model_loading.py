@@ -270,7 +270,8 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
             raise explain_memory(f"build {name}", error) from error
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{place_of(error)}: {error}",
-            remedy="Give the arguments it needs with --model-arg K=V, once for each.",
+            remedy="Give the arguments it needs with --model-arg K=V, once for each"
+            + ("." if isinstance(error, TypeError) else "; files that it reads are looked for from where you are."),
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -182,6 +182,7 @@ def test_an_odd_switch_is_left_as_it_is(value):
         assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["nested", "jagged", "masked"])
 def test_an_honest_class_is_refused_as_what_it_is(kind, tmp_path):
     torch.save({"state_dict": {}, "x": KINDS[kind](torch.ones(2, 2))}, tmp_path / "case.pth")
