@@ -62,7 +62,7 @@ def cuda_code(device: torch.device) -> Iterator[None]:
     are sent to or made on "cuda" go to `device`. Regions follow the thread that entered this context.
     """
     with ExitStack() as stack:
-        stack.enter_context(_patches)
+        stack.enter_context(regions_patched)
         stack.enter_context(held((_replay, "device", device)))
         if device.type != "cuda":
             stack.enter_context(_DeviceLiterals(device))
@@ -178,7 +178,8 @@ _PATCHES = (
     Patch(CUSTOM_FWD_CAST, _cast_for_cuda),
     Patch(DEVICE_CONTEXT_INIT, _device_for_cuda),
 )
-_patches = Shared(partial(patched, _PATCHES))
+regions_patched = Shared(partial(patched, _PATCHES))
+"""Where regions, functions and devices for CUDA are seen; outside of `cuda_code` they are what torch's own are."""
 
 
 def _names_cuda(device: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from nandoctor.autocast.kernels import install_kernels, shared_kernels
-from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals, cuda_code
+from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals, cuda_code, regions_patched
 from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
@@ -98,11 +98,11 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
 def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
     """A context in which `apply_policy` finds its kernels registered: that takes longer than to run a small model.
 
-    Where a run under `policy` goes by the device's own lists nothing is registered.
+    Where a run under `policy` goes by the device's own lists no kernel is registered.
     """
     emulates = device.type != "cuda" and policy.name != "native"
     kernels = shared_kernels(device.type) if emulates else nullcontext()
-    with kernels, keep_nonfinite if emulates and device.type == "cpu" else nullcontext():
+    with regions_patched, kernels, keep_nonfinite if emulates and device.type == "cpu" else nullcontext():
         yield
 
 
