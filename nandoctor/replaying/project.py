@@ -52,8 +52,8 @@ def _write_device(device: torch.device) -> None:
 
 
 def _flushes_denormals() -> bool:
-    """Torch can set this and not tell it: the smallest normal double, halved, is subnormal."""
-    return float(torch.tensor(torch.finfo(torch.float64).tiny, dtype=torch.float64, device="cpu") / 2) == 0
+    """Torch can set this and not tell it: the smallest normal double, halved, is subnormal, for Python as for torch."""
+    return sys.float_info.min / 2 == 0
 
 
 def _read_autocast() -> tuple[Any, ...]:

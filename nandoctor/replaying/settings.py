@@ -307,10 +307,9 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
     Raises:
         NanDoctorError: the file is not TOML, or holds a key or value that means nothing.
     """
-    project = _find_project((start or Path.cwd()).resolve())
+    project, table = _find_project((start or Path.cwd()).resolve())
     if project is None:
         return Settings()
-    table = _read_table(project)
     for matching in _matching_tables(Path(os.path.realpath(dump)), table.pop("dumps", []), project):
         table |= matching
     options = {key.replace("-", "_"): value for key, value in table.items()}
@@ -320,13 +319,13 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
         raise NanDoctorError(f"{project}, [tool.nandoctor]: {error.message}", remedy=error.remedy) from error
 
 
-def _find_project(start: Path) -> Path | None:
-    """The nearest pyproject.toml that has a `[tool.nandoctor]` table."""
+def _find_project(start: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The nearest pyproject.toml that has a `[tool.nandoctor]` table, and that table."""
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and not _may_be_anybodys(path) and _read_table(path):
-            return path
-    return None
+        if path.is_file() and not _may_be_anybodys(path) and (table := _read_table(path)):
+            return path, table
+    return None, {}
 
 
 def _may_be_anybodys(path: Path) -> bool:
