@@ -45,7 +45,7 @@ from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, obs
 from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import FunctionTracer, OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import all_finite, collect
+from nandoctor.tracing.tensor_stats import all_finite, collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
@@ -313,6 +313,7 @@ class _Recording:
         """What was recorded; `calls` are those of the modules."""
         run, step = self._run, self._run.step
         ops = self._ops.calls() if self._ops else ()
+        taken, given, losses = collect_all([self._taken, self._given, self._losses])
         end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
         return Trace(
             policy=run.policy.label,
@@ -320,9 +321,9 @@ class _Recording:
             training=step.training,
             seed=step.seed,
             calls=calls,
-            batch=collect(self._taken),
-            output=collect(self._given),
-            loss=collect(self._losses)[0] if self._losses else None,
+            batch=taken,
+            output=given,
+            loss=losses[0] if losses else None,
             unread=self._unread,
             elapsed_s=self._elapsed_s,
             raised=INTERRUPTED if isinstance(self.raised, KeyboardInterrupt) else end,
