@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import subprocess
-import sys
 import zipfile
 
 import forge
@@ -395,7 +393,7 @@ def test_a_trusted_file_whose_classes_are_gone(read):
     assert "imported" in caught.value.remedy
 
 
-def test_a_whole_model_is_never_run_without_trust(tmp_path):
+def test_a_whole_model_is_never_run_without_trust(ready_python, tmp_path):
     """In a process of its own: the file's code would be imported here before the test could see it."""
     path = tmp_path / "dump.pth"
     path.write_bytes(forge.archive(forge.call(forge.name("antigravity_of_the_dump", "Net"))))
@@ -406,7 +404,8 @@ def test_a_whole_model_is_never_run_without_trust(tmp_path):
         f"try: read_dump({str(path)!r})\n"
         "except DumpError as error: print(error.message)"
     )
-    command = [sys.executable, "-c", script]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    (tmp_path / "read.py").write_text(script)
+    run = ready_python.run(tmp_path / "read.py", cwd=tmp_path)
+    assert run.returncode == 0
     assert "antigravity_of_the_dump.Net" in run.stdout
     assert "imported" not in run.stdout + run.stderr
