@@ -97,36 +97,31 @@ class Trials:
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
         stand_in = squared_surrogate if self.numerics else surrogate_loss
-        made = self.on(self.step if self.step.loss is not None else replace(self.step, loss=stand_in))
-        made._lost_at = self._lost_at
-        return made
+        step = self.step if self.step.loss is not None else replace(self.step, loss=stand_in)
+        return self.on(step, lost_at=self._lost_at)
 
     def know_reference(self, made: Result) -> None:
         """Take a run of the unchanged step in fp32 for the reference, where it has gradients and all is finite."""
         if made.gradients and made.finite:
             self._references[frozenset()] = made
 
-    def on(self, step: FailingStep) -> Trials:
+    def on(self, step: FailingStep, *, backward: bool = True, lost_at: Call | None = None) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
-        made = Trials(step, self._budget, numerics=self.numerics)
+        made = Trials(step, self._budget, numerics=self.numerics, backward=backward, lost_at=lost_at)
         made._shares_references = False
         made._is_own_step = made._is_own_step and self._is_own_step and step.batch is self.step.batch
         return made
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
         """The trials of the same step with these samples alone, judged as this one is, out of the same budget."""
-        step = with_samples(self.step, samples)
-        made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward, lost_at=self._lost_at)
-        made._shares_references = made._is_own_step = False
-        return made
+        return self.on(with_samples(self.step, samples), backward=self._backward, lost_at=self._lost_at)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """The trials of the same step in this mode and with this seed, none ended early: they may take another way."""
         if (training, seed) == (self.step.training, self.step.seed):
             return self
-        step = replace(self.step, training=training, seed=seed)
-        made = Trials(step, self._budget, numerics=self.numerics, backward=self._backward)
-        made._shares_references = made._is_own_step = False
+        made = self.on(replace(self.step, training=training, seed=seed), backward=self._backward)
+        made._is_own_step = False
         made._writes_infinities = self._writes_infinities
         return made
 
