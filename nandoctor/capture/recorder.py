@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -107,8 +108,8 @@ class Recorder(RecorderSettings):
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
-        atexit.register(self._tracker.on_exception)  # for a script that ends in an error before it closes this
-        self._handles.callback(atexit.unregister, self._tracker.on_exception)
+        atexit.register(self._at_exit)  # for a script that ends in an error before it closes this
+        self._handles.callback(atexit.unregister, self._at_exit)
 
     def _describe_training(self) -> tuple[Training, str | None]:
         """What all files have in common, and the flags that a replay will need; the log says how to do without.
@@ -193,8 +194,8 @@ class Recorder(RecorderSettings):
             yield self
         except NonFiniteTrainingError:
             raise
-        except BaseException:
-            self._tracker.on_exception()
+        except BaseException as error:
+            self._tracker.on_exception(error)
             raise
         self.end()
 
@@ -315,7 +316,10 @@ class Recorder(RecorderSettings):
             self.close()
             return
         with self._handles:
-            self._tracker.on_exception()
+            self._tracker.on_exception(error)
+
+    def _at_exit(self) -> None:
+        self._tracker.on_exception(getattr(sys, "last_value", None))
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""

@@ -165,6 +165,18 @@ class RecordedStep:
         copies = {id(packed): copied(packed) for packed in self.borrowed.values()}
         self.borrowed = {index: copies[id(packed)] for index, packed in self.borrowed.items()}
 
+    def make_next(self) -> RecordedStep:
+        """The next micro-batch of this step, which the loop has marked."""
+        return RecordedStep(
+            step=self.step,
+            micro_batch=self.micro_batch + 1,
+            epoch=self.epoch,
+            explicit=True,
+            batch=self.batch,
+            scale=self.scale,
+            scale_version=self.scale_version,
+        )
+
     def forget_calls(self) -> None:
         """Begin anew with the next call: those so far are no part of the step."""
         self.before, self.passed, self.without_grad, self.num_running = None, False, False, 0

@@ -352,7 +352,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
     if result.reason == "update":
         assert step.spoiled is not None
         writer = step.spoiled.writer or "the training loop itself"
-        finite = "the loss is" if step.spoiled.gradients is None and step.scale is None else "loss and gradients are"
+        finite = "the loss is" if step.spoiled.gradients is None else "loss and gradients are"
         return f"{finite} finite, and the update by {writer} left non-finite weights"
     known = "" if result.skip_counts else ", where steps have passed before"
     scale = number(result.loss_scale)

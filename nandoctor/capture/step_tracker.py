@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 
 LOG = logging.getLogger("nandoctor")
+_ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
 _MAX_CALLS = 16
 """Forwards in train mode that nobody watches are no step: of these no more are kept."""
 _MAX_QUIET = 256
@@ -132,12 +134,16 @@ class StepTracker:
                 was_left_out = not step.updates or len(step.updates) < len(self.optimizers)
                 if was_left_out or not scale.on_device:
                     step.skipped = step.skipped or scale.values() < step.scale.values()
-            if self._scaler is None and not step.updates and not step.decided and not step.without_grad:
-                gradients = self._find_all().gradients()
-                step.accumulated = self._flag_of(gradients, over_ranks=self._sharded and not final)
+            if self._scaler is None:
+                self._look_at_gradients(step, over_ranks=self._sharded and not final)
             self._note_unseen_writes(step)
             self._pending.append(step)
         self.flush_pending(wait=final or self._writes_unseen)
+
+    def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
+        """Flag the gradients of a step that no update follows."""
+        if not step.updates and not step.decided and not step.without_grad:
+            step.accumulated = self._flag_of(self._find_all().gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
         """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
@@ -195,15 +201,7 @@ class StepTracker:
         After an update the weights are others: a closure that an optimizer calls again is a step of its own.
         """
         if step.updates:
-            again = RecordedStep(
-                step=step.step,
-                micro_batch=step.micro_batch + 1,
-                epoch=step.epoch,
-                explicit=True,
-                batch=step.batch,
-                scale=step.scale,
-                scale_version=step.scale_version,
-            )
+            again = step.make_next()
             self._last = (again.step, again.micro_batch)
             self.start_step(again)
             return again
@@ -315,13 +313,14 @@ class StepTracker:
     def after_step(self, optimizer: Optimizer | DeepSpeedEngine, *_: Any) -> None:
         """Hook after any optimizer's `step`: flag weights that it left non-finite."""
         step = self.current
-        if step is None or step.decided:
-            return
-        update = next((u for u in step.updates if u.optimizer is optimizer), None)
-        if update is None:
+        updates = [] if step is None or step.decided else step.updates
+        update = next((update for update in updates if update.optimizer is optimizer), None)
+        if step is None or update is None:
             return
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
+            if update.gradients is None:  # of several optimizers' the scaler skips one, and clipping spreads its NaN
+                update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)
             self._decide(step)
 
     def after_engine_step(self, engine: DeepSpeedEngine) -> None:
@@ -344,17 +343,21 @@ class StepTracker:
                 self._decide(step, may_stop=may_stop)
             del self._pending[:1]
 
-    def on_exception(self) -> None:
-        """Decide on everything that is left, without any error of the recorder's own: the loop has raised one."""
+    def on_exception(self, error: BaseException | None = None) -> None:
+        """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
         self._forget_if_forked()
         step, self.current = self.current, None
         try:
             if step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
-            self._pending += [step] if step is not None and step.flags else []
+            if step is not None and step.flags:
+                if self._scaler is None or isinstance(error, Exception):
+                    self._look_at_gradients(step, over_ranks=False)
+                step.accumulated = Flag(math.nan) if _ANOMALY in str(error) else step.accumulated
+                self._pending.append(step)
             self.flush_pending(wait=True, may_stop=False)
-        except Exception as error:
-            LOG.warning("nandoctor could not look at the last step (%s: %s).", type(error).__name__, error)
+        except Exception as own:
+            LOG.warning("nandoctor could not look at the last step (%s: %s).", type(own).__name__, own)
 
     def _forget_if_forked(self) -> None:
         """Leave what was pending to the process that began it: a forked child has a copy."""

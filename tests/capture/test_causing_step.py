@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +117,75 @@ def test_a_nan_gradient_of_a_finite_loss(tmp_path, timing):
     assert report.reproduction.grade == "exact"
     assert (report.origin.phase, report.cause.code) == ("backward", "gradient-singularity")
     assert report.origin.op == "sqrt"
+
+
+def insist(model):
+    """What loops do that would rather die than train on."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.isfinite()
+
+
+@pytest.mark.parametrize("watched", ["with", "step", "exit"])
+@pytest.mark.parametrize("way", ["assertion", "clipping", "anomaly"])
+def test_a_loop_that_dies_of_its_gradients(tmp_path, monkeypatch, way, watched):
+    model = make(Root)
+    optimizer = sgd(model)
+    recorder = Recorder(model, folder=tmp_path, loss=squared)
+    checks = {"assertion": insist, "clipping": partial(nn.utils.clip_grad_norm_, max_norm=1, error_if_nonfinite=True)}
+
+    def train():
+        with recorder if watched == "with" else nullcontext(), torch.autograd.set_detect_anomaly(way == "anomaly"):
+            for batch in batches(zero_at=3):
+                with recorder.step(batch) if watched == "step" else nullcontext():
+                    loss = squared(model(batch), batch)
+                    recorder.watch(loss, batch)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    check = checks.get(way, id)
+                    check(model if way == "assertion" else model.parameters())
+                    optimizer.step()
+
+    with pytest.raises((AssertionError, RuntimeError)) as caught, warnings.catch_warnings(action="ignore"):
+        train()
+    if watched == "exit":
+        monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+        recorder._at_exit()
+    recorder.close()
+    dump = read_dump(recorder.written[0])
+    assert (dump.path.name, dump.scalars["reason"]) == ("nan-step000003.pth", "gradients")
+
+
+def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path):
+    model = make(Root)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    recorder = Recorder(model, folder=tmp_path, loss=squared, scaler=scaler)
+
+    def train():
+        with recorder:
+            recorder.watch(loss := squared(model(1e3 * batches()[0]), None))
+            scaler.scale(loss).backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert not model.head.weight.grad.isfinite().all()
+    assert recorder.written == ()
+
+
+def test_a_scaler_that_skips_one_of_two_optimizers(tmp_path):
+    model = make(Root)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.lift, model.head)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Recorder(model, folder=tmp_path, loss=squared, scaler=scaler) as recorder:
+        for batch in batches(zero_at=1, number=2):
+            recorder.watch(loss := squared(model(batch), batch), batch)
+            scaler.scale(loss).backward()
+            list(map(scaler.unscale_, optimizers))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by NaN, those that were finite too
+            list(map(scaler.step, optimizers))
+            scaler.update()
+            model.zero_grad()
+    assert read_dump(recorder.written[-1]).scalars["reason"] == "gradients"
 
 
 def test_training_is_bit_identical_with_the_recorder_on(tmp_path, timing):
