@@ -1,23 +1,22 @@
-"""Searches for the smallest sets of modules that are enough in fp32, and counts what it costs to keep code so."""
+"""Searches for the smallest sets of modules that are enough in fp32."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from nandoctor.causes.base import site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
-from nandoctor.evidence.formats import BF16, FP16, FP64
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
-from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.budget import BudgetSpent
-from nandoctor.fixes.candidates import is_below, join, line_of
+from nandoctor.fixes.candidates import join, line_of
 from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.widening import leaves_overflow
 from nandoctor.minimal_sets import find_minimal_sets
-from nandoctor.ops import MOVES, PRODUCTS
+from nandoctor.ops import PRODUCTS
 
 Kept = tuple[KeepModule, ...]
 
@@ -41,7 +40,7 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # To leave either of two out costs no more than to try both, and is asked anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    ask = _Sufficiency(trials, few, trusted)
+    ask = _Sufficiency(trials, findings, few, trusted)
     found: list[Kept] = []
     complete = True
     try:
@@ -63,14 +62,16 @@ def search_fp32_sets(
 class _Sufficiency:
     """Tells whether sets are enough: by `few` samples where these fail, `trusted` ones untried; and counts the runs."""
 
-    def __init__(self, trials: Trials, few: tuple[int, ...] | None, trusted: Sequence[Kept]) -> None:
-        self._trials, self._trusted, self._before = trials, trusted, trials.num_judged
+    def __init__(
+        self, trials: Trials, findings: Findings, few: tuple[int, ...] | None, trusted: Sequence[Kept]
+    ) -> None:
+        self._trials, self._findings, self._trusted, self._before = trials, findings, trusted, trials.num_judged
         self._of_few = trials.of_samples(few) if few is not None else None
 
     def passes(self, kept: Kept) -> bool:
         known = self._trials.judged(*kept)
-        if known is not None:
-            return known
+        if known is not None or leaves_overflow(kept, self._findings):
+            return bool(known)
         of_few = self._of_few
         return kept in self._trusted or (of_few if of_few and _fails(of_few) else self._trials).passes(*kept)
 
@@ -144,50 +145,3 @@ def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
         sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)
-
-
-_NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}
-
-
-def cost_of(edit: Edit, ops: Sequence[OpCall]) -> FixCost | None:
-    """The shares of the forward's multiply-adds and results that go to fp32; None where none do."""
-    singles = flatten((edit,))
-    forward = [op for op in ops if op.phase != "backward"]
-    widened = [op for op in forward if _is_low(op) and any(_widens(single, op) for single in singles)]
-    if not widened:
-        return None
-    all_work, all_bytes = sum(map(_work, forward)), sum(map(_bytes, forward))
-    return FixCost(
-        products_in_fp32=sum(map(_work, widened)) / all_work if all_work else 0.0,
-        more_activations=sum(map(_bytes, widened)) / all_bytes if all_bytes else 0.0,
-    )
-
-
-def _widens(edit: SingleEdit, op: OpCall) -> bool:
-    if isinstance(edit, KeepModule):
-        return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
-    if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:
-        return False
-    is_there = op.source.whole == edit.site.source.whole if not edit.site.op else op.source == edit.site.source
-    return is_there and edit.site.op in ("", op.op)
-
-
-def _is_low(op: OpCall) -> bool:
-    return any(made.dtype in (FP16, BF16) for made in op.outputs)
-
-
-def _bytes(op: OpCall) -> int:
-    return sum(made.numel * _NUM_BYTES.get(made.dtype, 4) for made in op.outputs) if op.op not in MOVES else 0
-
-
-def _work(op: OpCall) -> float:
-    """The multiply-adds of a product; where the length of its sums is not known, those of a plain matrix product."""
-    product = PRODUCTS.get(op.op)
-    if product is None:
-        return 0.0
-    made = sum(stats.numel for stats in op.outputs[:1])
-    taken = {tensor.name: tensor.stats for tensor in op.inputs if tensor.stats is not None}
-    try:
-        return float(made * product.length({**taken, **dict(op.scalars)}))
-    except (KeyError, TypeError, IndexError, AttributeError):
-        return math.sqrt(made * math.prod(stats.numel for name, stats in taken.items() if product.has_factor(name)))

@@ -35,17 +35,17 @@ from nandoctor.fixes.candidates import (
     describe_coupling,
     describe_none,
     guilty_samples,
-    is_below,
     join,
     propose,
     rows_hit,
     vary_settings,
     without_guilty,
 )
-from nandoctor.fixes.fp32_sets import Kept, cost_of, refine, search_fp32_sets
+from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Trials
+from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.replaying.progress import Listener

@@ -1,0 +1,85 @@
+"""What a change keeps in fp32: the ops, what it costs, and which products it leaves to overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from nandoctor.causes.base import site_of
+from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
+from nandoctor.evidence.formats import BF16, FP16, FP64
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import MOVES, PRODUCTS
+
+
+def leaves_overflow(kept: Iterable[Edit], findings: Findings) -> bool:
+    """Tell whether a product stays in low precision that takes what the format cannot hold, by the run in fp32.
+
+    Or it is to blame, and makes such: without it in fp32 there are the same infinities again.
+    """
+    singles, most = flatten(kept), findings.trace.format.max
+    blamed = {lead.site for lead in findings.conclusion.suspects}
+    in_low = {site_of(op) for op in findings.ops if op.op in PRODUCTS and is_low(op) and not op.outputs_finite}
+    for op in findings.reference.ops:
+        if (site := site_of(op)) in in_low and not any(widens(single, op) for single in singles):
+            # What is added to a product may be the lowest number there is, as a mask is.
+            factors = [taken.stats for taken in op.inputs if PRODUCTS[op.op].has_factor(taken.name)]
+            values = (*factors, *(op.outputs if site in blamed else ()))
+            if any(stats is not None and (stats.absmax or 0.0) > most for stats in values):
+                return True
+    return False
+
+
+def widens(edit: SingleEdit, op: OpCall) -> bool:
+    """Tell whether a change keeps an op in fp32."""
+    if isinstance(edit, KeepModule):
+        return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
+    if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:
+        return False
+    is_there = op.source.whole == edit.site.source.whole if not edit.site.op else op.source == edit.site.source
+    return is_there and edit.site.op in ("", op.op)
+
+
+def is_low(op: OpCall) -> bool:
+    """Tell whether an op makes low precision."""
+    return any(made.dtype in (FP16, BF16) for made in op.outputs)
+
+
+def is_below(path: str, ancestor: str) -> bool:
+    """Tell whether a module is another one or inside it."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+_NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}
+
+
+def cost_of(edit: Edit, ops: Sequence[OpCall]) -> FixCost | None:
+    """The shares of the forward's multiply-adds and results that go to fp32; None where none do."""
+    singles = flatten((edit,))
+    forward = [op for op in ops if op.phase != "backward"]
+    widened = [op for op in forward if is_low(op) and any(widens(single, op) for single in singles)]
+    if not widened:
+        return None
+    all_work, all_bytes = sum(map(_work, forward)), sum(map(_bytes, forward))
+    return FixCost(
+        products_in_fp32=sum(map(_work, widened)) / all_work if all_work else 0.0,
+        more_activations=sum(map(_bytes, widened)) / all_bytes if all_bytes else 0.0,
+    )
+
+
+def _bytes(op: OpCall) -> int:
+    return sum(made.numel * _NUM_BYTES.get(made.dtype, 4) for made in op.outputs) if op.op not in MOVES else 0
+
+
+def _work(op: OpCall) -> float:
+    """The multiply-adds of a product; where the length of its sums is not known, those of a plain matrix product."""
+    product = PRODUCTS.get(op.op)
+    if product is None:
+        return 0.0
+    made = sum(stats.numel for stats in op.outputs[:1])
+    taken = {tensor.name: tensor.stats for tensor in op.inputs if tensor.stats is not None}
+    try:
+        return float(made * product.length({**taken, **dict(op.scalars)}))
+    except (KeyError, TypeError, IndexError, AttributeError):
+        return math.sqrt(made * math.prod(stats.numel for name, stats in taken.items() if product.has_factor(name)))
