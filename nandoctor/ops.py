@@ -313,6 +313,8 @@ SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
 }
 """The inputs at one value of which an op, or its derivative, is infinite: at zero, or at an edge of its domain."""
 
+BACKWARD_HOOK = "full_backward_hook"
+"""Stands for what the user's full backward hooks of a module make, which run in a Function of torch's own."""
 HIDDEN_LOGARITHMS = {
     "logdet": "the determinant is zero",
     "linalg_slogdet": "the determinant is zero",

@@ -13,7 +13,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.diagnosis.backward import conclude_backward, describe_removed
+from nandoctor.diagnosis.backward import UNSCALED, conclude_backward, describe_removed
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, conclude, find_so_far, without_backward
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.origin import (
@@ -48,7 +48,7 @@ from nandoctor.diagnosis.verdict import (
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
-from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.formats import FP16, FP32, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import OpCall, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -330,7 +330,8 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))
     if not sound or not trace.bad_gradients:
-        return replace(findings, notes=describe_removed(trace) if sound else ())
+        told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
+        return replace(findings, notes=(*describe_removed(trace), *told) if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients

@@ -35,7 +35,7 @@ from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
-from nandoctor.ops import DIVISIONS, FILLS, PRODUCTS, SUMS
+from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
 TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
@@ -98,6 +98,8 @@ def _explain_function(finding: GradientFinding) -> Account | None:
     """A hand-written backward that makes NaN out of finite gradients, or an Inf that fp32 has as well."""
     if finding.reference_is_finite and "nan" not in finding.analysis.kinds:
         return None  # what it gives does not fit
+    if finding.op.op == BACKWARD_HOOK:
+        return None  # which op of it does, is not known
     return Account(
         headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
         explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",

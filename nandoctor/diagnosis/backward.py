@@ -76,6 +76,10 @@ def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat)
     return finding_at(sources[0], inner, inner_reference, low) if sources else None
 
 
+UNSCALED = "Gradients are those of the loss as it is: pass --loss-scale, where GradScaler multiplied it."
+"""Said of fp16 where no loss scale is known: what is finite without one may pass 65504 with it."""
+
+
 def describe_removed(trace: Trace) -> tuple[str, ...]:
     """Tell of non-finite gradients that one backward op makes and a later one removes before they reach a parameter."""
     made = [op for op in trace.backward if op.analysis is not None]

@@ -14,6 +14,7 @@ from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Origin, Reproduction
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
+from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plural, samples_text
 
 
@@ -225,9 +226,12 @@ def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
     """Where it was first seen, for a failure that no cause explains."""
     if first is not None and first.origin.phase == "backward":
+        if first.origin.op == BACKWARD_HOOK:
+            return f"A backward hook of {first.origin.place.in_words} makes non-finite gradients of finite ones"
         where = f"{first.origin.op} in {first.origin.place.in_words}"
         if not all(stats.finite for stats in first.origin.inputs):
-            return f"The forward is finite; the gradient that {where} is given is not, and no operation made it so"
+            given = f"The forward is finite; the gradient that {where} is given is not, and no operation made it so"
+            return f"{given}: a hook of that tensor did, or the sum of several gradients"
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
         return f"The output is non-finite {_under(trace)}, and no traced operation made it so"

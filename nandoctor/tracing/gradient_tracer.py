@@ -13,6 +13,7 @@ import torch
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
+from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
@@ -75,6 +76,8 @@ class GradientTracer:
 
     def _claim_function(self, node: Any) -> _Claim:
         name = type(node).__name__.removesuffix("Backward")
+        if name == "BackwardHookFunction":  # of torch.utils.hooks: its backward hands on what it is given
+            return _Claim(None, BACKWARD_HOOK, self.owner_inside)
         if self._functions is None:
             return _Claim(None, name, self.owner_inside)
         source = self._functions.line_of(node)

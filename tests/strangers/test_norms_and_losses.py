@@ -138,6 +138,36 @@ def test_a_hook_of_the_users_that_spoils_a_gradient(examine):
 
     report = examine(Hooked(None), {"x": normal(4, 8)}, loss=lambda output, _: output.float().mean())
     assert (report.verdict, report.origin.phase, report.origin.place.module) == ("numerics", "backward", "lift")
+    assert report.headline.endswith("a hook of that tensor did, or the sum of several gradients")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module, gradients, _: (gradients[0] / (gradients[0] - gradients[0]),),
+        lambda module, gradients, _: (gradients[0] * math.inf,),
+        lambda module, gradients, _: (torch.log(-gradients[0].abs()),),
+    ],
+    ids=["0/0", "inf", "log"],
+)
+def test_a_backward_hook_of_a_module(examine, hook):
+    """Torch runs it in a custom Function of its own, whose line and name say nothing."""
+    model = Between(nn.Linear(8, 8))
+    model.middle.register_full_backward_hook(hook)
+    report = examine(model, {"x": normal(4, 8)}, loss=lambda output, _: output.float().mean())
+    assert report.verdict == "numerics"
+    assert report.headline == "A backward hook of middle makes non-finite gradients of finite ones"
+    assert report.cause is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "amp_dtype", "told"), [(None, "float16", 1), (None, "bfloat16", 0), (8.0, "float16", 0)]
+)
+def test_gradients_without_a_loss_scale_are_told_as_such(examine, scale, amp_dtype, told):
+    options = {"loss": lambda output, _: output.float().mean(), "loss_scale": scale, "amp_dtype": amp_dtype}
+    report = examine(Between(nn.ReLU()), {"x": normal(4, 8)}, **options)
+    assert blamed(report) == HEALTHY
+    assert sum("--loss-scale" in note for note in report.notes) == told
 
 
 def test_a_loss_that_autocast_refuses_was_computed_outside_of_it(examine):
