@@ -212,7 +212,9 @@ def reproduce(preparation: Preparation) -> Replayed:
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
     for policy in others:
-        if best.step.progress.interrupted or best.reproduction.grade in ("exact", "no-reference"):
+        grade_of_best, raised = best.reproduction.grade, best.trace.raised is not None
+        has_more = raised and preparation.outputs.graded is not None  # a run that stopped had nothing to compare
+        if best.step.progress.interrupted or (grade_of_best in ("exact", "no-reference") and not has_more):
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all

@@ -181,3 +181,25 @@ def test_a_model_that_runs_without_autocast_alone(replay, decompose):
     x = torch.cat([torch.eye(3), torch.zeros(1, 3)])
     report = replay(Axes(decompose), {"x": x, "output": Axes(decompose)(x).detach()})
     assert under(report)[1:] == ("none", "fp32", "exact")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda hidden: torch.zeros(2, 8).index_add(0, torch.tensor([0, 0, 1, 1]), hidden),
+        lambda hidden: torch.linalg.svd(hidden)[0],
+        lambda hidden: torch.linalg.qr(hidden)[0],
+    ],
+    ids=["index_add", "svd", "qr"],
+)
+def test_a_model_that_raises_under_autocast_after_an_overflow(replay, after):
+    """What fp16 makes infinite explains an error, and does not show that this was the training's precision."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x):
+            return 1e30 * (1e6 * after(super().forward(x)))
+
+    torch.manual_seed(0)
+    model = Mixed(8, 8)
+    report = replay(model, {"x": 1e6 * X, "output": model(1e6 * X).detach()})
+    assert under(report)[1:] == ("none", "fp32", "exact")
