@@ -90,7 +90,7 @@ def _constants_of(module: nn.Module) -> Iterator[tuple[str, float]]:
         name: value for holder in (*reversed(type(module).__mro__), module) for name, value in vars(holder).items()
     }
     for name, value in attributes.items():
-        if _IS_EPS.search(name) and isinstance(value, float) and 0 < value <= LARGEST_EPS:
+        if isinstance(value, float) and 0 < value <= LARGEST_EPS and _IS_EPS.search(name):
             yield name, value
 
 
