@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_configure(config):
     """Import what takes seconds, except in the process that hands tests out to others, which wait for it."""
-    if config.option.dist != "no":
+    if config.option.dist != "no" and config.option.tx:
         return
     from hypothesis import HealthCheck, settings
 
