@@ -157,6 +157,18 @@ def test_the_largest_loss_scale_is_what_fp16_bears(tmp_path, x, model, at_least)
         assert bool(gradient.isfinite().all()) == (factor == 1)
 
 
+def pick(output, batch):
+    return output.float()[0, 5]
+
+
+def test_a_gradient_that_the_sample_misses_is_known_by_its_end(tmp_path):
+    """One row in 400,000 of the weights has a gradient."""
+    net = nn.Linear(8, 400_000)
+    torch.save({"state_dict": net.state_dict(), "x": torch.ones(2, 8)}, tmp_path / "step.pth")
+    scale = nandoctor.checkup(tmp_path / "step.pth", net, loss=pick).steps[0].loss_scale
+    assert scale.smallest == 1.0 < scale.largest
+
+
 def test_a_loss_scale_that_is_too_large_is_said_to_be(tmp_path, x):
     found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss, loss_scale=2.0**24)
     facts = dict(list_facts(found.steps[0]))

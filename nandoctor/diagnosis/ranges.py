@@ -159,8 +159,9 @@ def find_loss_scales(layers: Iterable[LayerRange], current: float | None) -> Los
     if not known:
         return None
     largest, largest_by = min((_floor_power(FP16.max / values.absmax), module) for module, values in known)
+    # Of a gradient with so few values that the sample has none, the largest alone is known.
     smallest, smallest_by = max(
-        (_ceil_power(FP16.smallest_subnormal / values.small), module) for module, values in known if values.small
+        (_ceil_power(FP16.smallest_subnormal / (values.small or values.absmax)), module) for module, values in known
     )
     return LossScaleRange(
         current=current, largest=largest, largest_by=largest_by, smallest=smallest, smallest_by=smallest_by
