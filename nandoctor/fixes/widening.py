@@ -21,13 +21,14 @@ def leaves_overflow(kept: Iterable[Edit], findings: Findings) -> bool:
     singles, most = flatten(kept), findings.trace.format.max
     blamed = {lead.site for lead in findings.conclusion.suspects}
     in_low = {site_of(op) for op in findings.ops if op.op in PRODUCTS and is_low(op) and not op.outputs_finite}
-    for op in findings.reference.ops:
-        if (site := site_of(op)) in in_low and not any(widens(single, op) for single in singles):
-            # What is added to a product may be the lowest number there is, as a mask is.
-            factors = [taken.stats for taken in op.inputs if PRODUCTS[op.op].has_factor(taken.name)]
-            values = (*factors, *(op.outputs if site in blamed else ()))
-            if any(stats is not None and (stats.absmax or 0.0) > most for stats in values):
-                return True
+    for op in findings.reference.ops if in_low else ():
+        if op.op not in PRODUCTS or (site := site_of(op)) not in in_low or any(widens(one, op) for one in singles):
+            continue
+        # What is added to a product may be the lowest number there is, as a mask is.
+        factors = [taken.stats for taken in op.inputs if PRODUCTS[op.op].has_factor(taken.name)]
+        values = (*factors, *(op.outputs if site in blamed else ()))
+        if any(stats is not None and (stats.absmax or 0.0) > most for stats in values):
+            return True
     return False
 
 
