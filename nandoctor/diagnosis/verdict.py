@@ -279,7 +279,7 @@ def advise(
 ) -> tuple[str, ...]:
     """What to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed."""
     if verdict == "cannot-tell":
-        return (*(gap.remedy for gap in gaps), *dump.missing)
+        return tuple(dict.fromkeys([*(gap.remedy for gap in gaps), *dump.missing]))
     advice = _HEALTHY_WITH_LOSS if verdict == "healthy" and has_loss else _ADVICE.get(verdict)
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
