@@ -99,9 +99,11 @@ def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
         return True
     sample = reading.sample
     magnitudes = np.abs(sample.float().numpy(force=True) if isinstance(sample, torch.Tensor) else sample)
-    counted = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
-    num_small = np.count_nonzero(counted < low.smallest_normal)
-    return bool(num_small > round(_LOWEST * (len(counted) - 1)))  # of which the 5 % quantile is one
+    num_small = np.count_nonzero((magnitudes > 0) & (magnitudes < low.smallest_normal))
+    if not num_small:  # as in nearly all
+        return False
+    num_counted = np.count_nonzero((magnitudes > 0) & (magnitudes < math.inf))
+    return bool(num_small > round(_LOWEST * (num_counted - 1)))  # of which the 5 % quantile is one
 
 
 def is_finite(reading: Reading | None) -> bool:
