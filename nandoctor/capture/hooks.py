@@ -67,11 +67,12 @@ class Broadcast:
         self._lock = Lock()
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
-        """Call `listener` too, until what is returned is called."""
+        """Call `listener` too, until what is returned is called; also in a step that is compiled."""
+        heard = _not_compiled(listener)
         with self._lock:
             self._register()
-            self.listeners += (listener,)
-        return lambda: self._remove(listener)
+            self.listeners += (heard,)
+        return lambda: self._remove(heard)
 
     def _remove(self, listener: Callable[..., Any]) -> None:
         with self._lock:
