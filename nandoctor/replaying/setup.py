@@ -141,7 +141,7 @@ def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None)
 
     The calls before it may have made its batch: an adversarial training does so.
     """
-    if num_calls < 2 or saved is None:
+    if num_calls < 2 or saved is None or not math.isfinite(saved):  # NaN could be that of anything
         return loss
     takes_last = False
 
@@ -155,8 +155,7 @@ def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None)
         except Exception:
             with suppress(Exception):
                 value = loss(outputs[-1], batch)
-                found = float(value)
-                takes_last = math.isclose(found, saved, rel_tol=_SAME_LOSS) or (math.isnan(found) and math.isnan(saved))
+                takes_last = math.isclose(float(value), saved, rel_tol=_SAME_LOSS)
             if not takes_last:
                 raise
             return value
