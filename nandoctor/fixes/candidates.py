@@ -35,7 +35,7 @@ from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare
 from nandoctor.fixes.verify import Trials
-from nandoctor.fixes.widening import is_below, leaves_overflow
+from nandoctor.fixes.widening import is_below
 from nandoctor.ops import CASTS, MOVES
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import MAX_SAMPLES_LISTED, samples_text
@@ -134,10 +134,9 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """The op in fp32, or its line; a cast before it; else the code of the block's forward, or the block."""
     for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.ops)):
-        if not leaves_overflow((kept,), findings):
-            yield (kept,)
-            if trials.passes(kept):
-                return
+        yield (kept,)
+        if trials.passes(kept):
+            return
     site = lead.site
     if site.module == LOSS:
         return
@@ -145,8 +144,6 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
         block = KeepModule(module=site.module)
-        if leaves_overflow((block,), findings):
-            return
         yield (*by_lines((block,), findings, trials.step.model), block)
 
 

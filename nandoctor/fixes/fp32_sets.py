@@ -14,7 +14,6 @@ from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.fixes.candidates import join, line_of
 from nandoctor.fixes.verify import Trials
-from nandoctor.fixes.widening import leaves_overflow
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 
@@ -40,7 +39,7 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # To leave either of two out costs no more than to try both, and is asked anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    ask = _Sufficiency(trials, findings, few, trusted)
+    ask = _Sufficiency(trials, few, trusted)
     found: list[Kept] = []
     complete = True
     try:
@@ -62,16 +61,14 @@ def search_fp32_sets(
 class _Sufficiency:
     """Tells whether sets are enough: by `few` samples where these fail, `trusted` ones untried; and counts the runs."""
 
-    def __init__(
-        self, trials: Trials, findings: Findings, few: tuple[int, ...] | None, trusted: Sequence[Kept]
-    ) -> None:
-        self._trials, self._findings, self._trusted, self._before = trials, findings, trusted, trials.num_judged
+    def __init__(self, trials: Trials, few: tuple[int, ...] | None, trusted: Sequence[Kept]) -> None:
+        self._trials, self._trusted, self._before = trials, trusted, trials.num_judged
         self._of_few = trials.of_samples(few) if few is not None else None
 
     def passes(self, kept: Kept) -> bool:
         known = self._trials.judged(*kept)
-        if known is not None or leaves_overflow(kept, self._findings):
-            return bool(known)
+        if known is not None:
+            return known
         of_few = self._of_few
         return kept in self._trusted or (of_few if of_few and _fails(of_few) else self._trials).passes(*kept)
 

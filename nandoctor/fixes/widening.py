@@ -1,35 +1,14 @@
-"""What a change keeps in fp32: the ops, what it costs, and which products it leaves to overflow."""
+"""What a change keeps in fp32: the ops, and what it costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from nandoctor.causes.base import site_of
-from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import MOVES, PRODUCTS
-
-
-def leaves_overflow(kept: Iterable[Edit], findings: Findings) -> bool:
-    """Tell whether a product stays in low precision that takes what the format cannot hold, by the run in fp32.
-
-    Or it is to blame, and makes such: without it in fp32 there are the same infinities again.
-    """
-    singles, most = flatten(kept), findings.trace.format.max
-    blamed = {lead.site for lead in findings.conclusion.suspects}
-    in_low = {site_of(op) for op in findings.ops if op.op in PRODUCTS and is_low(op) and not op.outputs_finite}
-    for op in findings.reference.ops if in_low else ():
-        if op.op not in PRODUCTS or (site := site_of(op)) not in in_low or any(widens(one, op) for one in singles):
-            continue
-        # What is added to a product may be the lowest number there is, as a mask is.
-        factors = [taken.stats for taken in op.inputs if PRODUCTS[op.op].has_factor(taken.name)]
-        values = (*factors, *(op.outputs if site in blamed else ()))
-        if any(stats is not None and (stats.absmax or 0.0) > most for stats in values):
-            return True
-    return False
 
 
 def widens(edit: SingleEdit, op: OpCall) -> bool:

@@ -330,7 +330,7 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize(("second", "size"), [(1e-4, 2), (1.0, 3)])
 def test_two_guessed_modules_are_no_set_before_they_are_tried(second, size, tmp_path):
-    """Two are taken for enough until their text is run, but where they leave a product to take what overflows."""
+    """Two are taken for enough until their text is run; where it fails, and a run with them too, a third is found."""
     model = Chain(second)
     dump = read_dump(save(tmp_path / "dump.pth", model, x=torch.full((4, 2), 8.0)))
     found = replay_dump(dump, model, Settings())
@@ -343,25 +343,30 @@ def test_two_guessed_modules_are_no_set_before_they_are_tried(second, size, tmp_
     sets = search(trusting=False)
     assert [len(kept.modules) for kept in sets] == [size]
     assert search() == search(is_fix=lambda kept: printed.append(len(kept)) is not None) == sets
-    assert printed == [size]
+    assert printed == [*range(2, size + 1)]
 
 
-class Masked(Chain):
-    """Behind the chain an attention with the lowest number of fp32 in its mask: [n, 2] -> same."""
+class Gated(nn.Module):
+    """Overflows in its own forward, and by intent in the product of a gate that is not trained: [n, 8] -> same."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.gate = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False).requires_grad_(False)
+        nn.init.constant_(self.gate.weight, 1.0)
 
     def forward(self, x):
-        h = self.layers(x)
-        mask = torch.full((len(x), len(x)), torch.finfo(torch.float32).min).triu(1)
-        return nn.functional.scaled_dot_product_attention(h, h, h, mask)
+        gate = torch.sigmoid(self.gate(x * 1e5))
+        h = self.lift(x) * 600
+        squares = h * h
+        return gate * squares / squares.amax(-1, keepdim=True)
 
 
-def test_a_mask_is_nothing_that_a_product_cannot_take(tmp_path):
-    model = Masked(1e-4)
-    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.full((4, 2), 8.0)), model).report
-    assert [[member.module for member in found.modules] for found in report.fp32_sets.sets] == [
-        ["layers.0", "layers.1"]
-    ]
-    assert (report.fixes[0].kind, report.fixes[0].verified) == ("snippet", True)
+def test_an_overflow_that_is_meant_rules_no_change_out(tmp_path):
+    x = torch.linspace(1, 2, 32).reshape(4, 8)
+    report = nandoctor.replay(save(tmp_path / "dump.pth", Gated(), x=x), Gated()).report
+    assert report.fixes[0].verified, report.fixes
+    assert report.fixes[0].title.startswith("Compute mul in line")
+    assert [[member.module for member in found.modules] for found in report.fp32_sets.sets] == [[""], ["lift"]]
 
 
 def test_code_that_is_in_no_file_is_named(tmp_path):
