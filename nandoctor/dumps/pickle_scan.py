@@ -30,6 +30,7 @@ _WORK_FLOOR = 1 << 22
 _MAX_TEXT = 1000  # longer than any name that is looked at
 # torch.save writes thirty instructions for a tensor; scan and load take ten microseconds for each.
 _MAX_INSTRUCTIONS = 2_000_000
+_MAX_NAMES = 1_000  # of classes and functions; a configuration of a large library has dozens
 # Python randomises the hashes of texts alone: of other keys anybody can make thousands with one hash, and a dict takes
 # time quadratic in their number. A float, or an integer that is negative or beyond 16 bits, has a hash of its own, but
 # can be chosen so that its walk through the table is long: 1.8 ms each in a dict of half a million, 0.3 in 130,000.
@@ -91,7 +92,10 @@ def scan_pickle(container: Container) -> Scan:
         num_left -= _run(machine, stream, num_left)
         storages |= _check_storages(machine.storages, container)
         ends.append(stream.tell())
-    unknown = sorted({name for machine in machines for name in machine.globals if not is_known(name)})
+    names = {name for machine in machines for name in machine.globals}
+    if len(names) > _MAX_NAMES:
+        raise _hostile(f"it names {len(names):,} classes and functions")
+    unknown = sorted(name for name in names if not is_known(name))
     others = {machine.protocol for machine in machines} - {_PROTOCOL}
     if others and not unknown:
         raise _unreadable(max(others))

@@ -22,6 +22,7 @@ from nandoctor.dumps.pickle_scan import Scan, scan_pickle
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
+from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
@@ -138,6 +139,8 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
     contents = sort_contents(saved, container.nbytes, values)
     if not (contents.states or contents.arrays):
         names = [*contents.scalars, *contents.left_out]
+        if objects := _list_objects(saved):
+            raise _whole_objects(objects)
         raise DumpError(
             f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
@@ -272,11 +275,21 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
             "directory: --weights DIRECTORY.",
         )
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
-        return DumpError(
-            f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {listed}.",
-            remedy="Save model.state_dict(), not the model; or pass --trust, only if you know who wrote the file.",
-        )
+        return _whole_objects(unknown)
     return DumpError(
         f"it would run code that reading weights and arrays does not need: {listed}.",
         remedy="Save tensors, arrays and plain values only; or pass --trust, only if you know who wrote the file.",
+    )
+
+
+def _list_objects(saved: object) -> list[str]:
+    """The classes of the objects at the top of what a file holds."""
+    items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
+    return sorted({str(item[KIND]) for item in items if isinstance(item, Mapping) and KIND in item})
+
+
+def _whole_objects(names: Sequence[str]) -> DumpError:
+    return DumpError(
+        f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {brief_list(names)}.",
+        remedy="Save model.state_dict(), not the model; or pass --trust, only if you know who wrote the file.",
     )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from nandoctor.dumps.file_type import Container, Member
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
@@ -61,20 +64,29 @@ _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
 
 
+# "__main__" is where a script defines its classes; pickles name it beside Python's own modules.
+_RESERVED = frozenset({"torch", "numpy", "nandoctor", "copy_reg", "copyreg"})
+
+
 class _Fields(dict[str, Any]):
     """Stands for an object whose state is the mapping of its attributes."""
 
     kind = ""
 
+    def __new__(cls, *_: object) -> Self:
+        made = super().__new__(cls)
+        if cls.kind:
+            made[KIND] = cls.kind
+        return made
+
     def __init__(self, *_: object) -> None:
         super().__init__()
 
     def take(self, state: object) -> int:
-        """Keep what of the object's state has a name, and tell how much it has."""
-        fields = state if isinstance(state, Mapping) else {}
-        self.update({name: fields[name] for name in fields if isinstance(name, str)})
-        self[KIND] = self.kind
-        return len(fields)
+        """Keep what of the object's state has a name, and tell how much it has; of slots it comes as a second part."""
+        parts = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, Mapping)]
+        self.update({name: part[name] for part in parts for name in part if isinstance(name, str)})
+        return sum(map(len, parts))
 
 
 class _UserDict(_Fields):
@@ -88,13 +100,14 @@ class _UserDict(_Fields):
 class _PackedSequence(_Fields):
     """Stands for torch's named tuple of that name, called with its fields."""
 
-    def __new__(cls, *values: Any) -> _PackedSequence:
+    def __new__(cls, *values: Any) -> Self:
         made = super().__new__(cls)
         made.update(zip(("data", "batch_sizes", "sorted_indices", "unsorted_indices"), values, strict=False))
         made[KIND] = PACKED_SEQUENCE
         return made
 
 
+@lru_cache(maxsize=256)
 def _of_kind(base: type[_Fields], kind: str) -> type[_Fields]:
     return type(base.__name__, (base,), {"kind": kind})
 
@@ -127,7 +140,21 @@ def _encode(text: str, codec: str) -> bytes:
 
 
 class _Kind:
-    """Stands for a class that only names another's: everything is a plain tensor here."""
+    """Stands for a class that is named and never called: everything is a plain tensor or container here."""
+
+
+def _drop(*_: object) -> None:
+    """Stands for what is neither a number nor a text, and of no use to a replay."""
+
+
+def _read_time(stamp: object = None, *_: object) -> str | None:
+    """Stands for `datetime.datetime`, called with ten bytes, and gives it as text; a time zone is left out."""
+    return str(datetime(stamp)) if type(stamp) is bytes else None  # type: ignore[call-arg, arg-type]
+
+
+def _join_path(*parts: object) -> str:
+    """Stands for the classes of `pathlib`, called with the parts of a path."""
+    return "/".join(part for part in parts if isinstance(part, str)).replace("//", "/")
 
 
 def _make_plain(tensor: object, *_: object) -> object:
@@ -157,6 +184,15 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     ENCODE: _encode,
     "collections.OrderedDict": _make_ordered,
     "collections.Counter": Counter,
+    "collections.defaultdict": lambda *_: {},  # the items come after the call
+    "collections.deque": lambda *_: [],
+    **dict.fromkeys(("builtins.list", "builtins.dict", "builtins.int", "builtins.float", "builtins.str"), _Kind),
+    **dict.fromkeys(("builtins.range", "builtins.xrange", "builtins.slice"), lambda *bounds: bounds),
+    **{f"pathlib.{pure}{system}Path": _join_path for pure in ("", "Pure") for system in ("", "Posix", "Windows")},
+    "datetime.datetime": _read_time,
+    **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
+    "decimal.Decimal": _drop,
+    "uuid.UUID": _of_kind(_Fields, "uuid.UUID"),
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
     # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
@@ -175,13 +211,29 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "tokenizers.Encoding": _Fields,
     "types.SimpleNamespace": _of_kind(_Fields, "types.SimpleNamespace"),
+    "argparse.Namespace": _of_kind(_Fields, "argparse.Namespace"),
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
 }
 
 
 def find_stand_in(name: str) -> Callable[..., object] | None:
-    """What is called for the class or function of this name; every class of a model's output is known."""
-    return _make_output if _MODEL_OUTPUT.fullmatch(name) else _STAND_INS.get(name)
+    """What is called for the class or function of this name; every class of a model's output is known.
+
+    For any other class of a project or a library, as configurations are of, stands a record of its attributes and
+    items. Of torch and Python's own library only what is in the table is known: what else is a model, or code.
+    """
+    if name in _STAND_INS:
+        return _STAND_INS[name]
+    if _MODEL_OUTPUT.fullmatch(name):
+        return _make_output
+    return _of_kind(_Fields, name) if _is_of_others(name) else None
+
+
+def _is_of_others(name: str) -> bool:
+    """True of a class, by the way that it is written, that is neither Python's nor torch's."""
+    module, _, attribute = name.rpartition(".")
+    is_class = attribute.lstrip("_")[:1].isupper()
+    return is_class and module.partition(".")[0] not in _RESERVED | sys.stdlib_module_names
 
 
 def is_known(name: str) -> bool:
@@ -189,7 +241,8 @@ def is_known(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
     is_value = _TORCH_VALUE.fullmatch(name) is not None
-    return is_storage or is_value or name in _TENSOR_GLOBALS or find_stand_in(name) is not None
+    is_stood_for = name in _STAND_INS or _MODEL_OUTPUT.fullmatch(name) is not None or _is_of_others(name)
+    return is_storage or is_value or name in _TENSOR_GLOBALS or is_stood_for
 
 
 def join_name(module: str, name: str) -> str:
@@ -238,7 +291,8 @@ def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callabl
     obey = pickle._Unpickler.dispatch[opcode[0]]
 
     def fill(unpickler: Any) -> None:
-        if type(find(unpickler)) not in kinds:
+        found = find(unpickler)
+        if type(found) not in kinds and not (dict in kinds and isinstance(found, _Fields)):
             raise pickle.UnpicklingError("items for what is no container")
         obey(unpickler)
 

@@ -208,9 +208,9 @@ FILES = {
     ),
     "several globals": (
         lambda: forge.archive(
-            forge.mapping(a=forge.name("__builtin__", "eval"), b=forge.name("pathlib", "PosixPath"), c=forge.weights())
+            forge.mapping(a=forge.name("__builtin__", "eval"), b=forge.name("wave", "Wave_read"), c=forge.weights())
         ),
-        "run code .*: builtins.eval and pathlib.PosixPath",
+        "run code .*: builtins.eval and wave.Wave_read",
         "--trust",
     ),
     "whole model": (

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import uuid
 import zipfile
 
 import forge
@@ -342,13 +350,13 @@ def test_a_model_without_weights_and_extra_state(read):
 
 
 def test_safe_globals_of_the_process_make_no_difference(read):
-    ours = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np.dtypes.Float32DType, argparse.Namespace]
+    ours = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np.dtypes.Float32DType, fractions.Fraction]
     before = set(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals(ours)
     try:
         assert read(forge.step()).arrays["image"].shape == (2, 3, 4, 4)
-        with pytest.raises(DumpError, match="Namespace"):
-            read({"state_dict": WEIGHTS, "options": argparse.Namespace()})
+        with pytest.raises(DumpError, match="Fraction"):
+            read({"state_dict": WEIGHTS, "part": fractions.Fraction(1, 2)})
         assert set(torch.serialization.get_safe_globals()) == before | set(ours)
     finally:
         torch.serialization.clear_safe_globals()
@@ -373,13 +381,82 @@ def zipfile_members(data, directory):
 def test_trust_reads_whole_objects(read):
     options = argparse.Namespace(lr=0.1)
     saved = {"model": nn.Sequential(nn.Linear(2, 2)), "options": options, "image": np.ones(2), "loss": np.float64(2)}
-    with pytest.raises(DumpError, match="Namespace"):
+    with pytest.raises(DumpError, match="Sequential"):
         read(saved)
     dump = read(saved, trust=True)
     assert_same_state(dump.state, {k: v.detach() for k, v in saved["model"].state_dict().items()})
     assert dump.left_out == ("options (a Namespace)",)
     assert dump.scalars["loss"] == 2.0
     assert list(dump.arrays) == ["image"]
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+
+@dataclasses.dataclass
+class Options:
+    lr: float
+    mode: Mode
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    lr: float = 0.5
+
+
+class Node(dict):
+    """A configuration whose items are attributes, as those of many libraries."""
+
+
+def test_what_scripts_save_beside_the_batch_is_read(read):
+    history = collections.defaultdict(list, loss=[0.5])
+    saved = {
+        **forge.step(),
+        "args": argparse.Namespace(lr=0.1, out=pathlib.PurePosixPath("/runs/a"), layers=[1, 2], at=slice(1, 2)),
+        "cfg": Options(lr=0.2, mode=Mode.TRAIN, weights=torch.ones(3)),
+        "node": Node(width=4, deep=Node(depth=2)),
+        "slots": Slotted(),
+        "history": history,
+        "last": collections.deque([1.0, 2.0], maxlen=5),
+        "when": datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.UTC),
+        "id": uuid.UUID(int=7),
+        "price": decimal.Decimal("1.5"),
+    }
+    dump = read(saved)
+    assert list(dump.arrays) == ["image", "mask", "logit", "cfg.weights"]
+    told = {name: value for name, value in dump.scalars.items() if value is not None}
+    assert told == {
+        "args.lr": 0.1, "args.out": "/runs/a", "args.layers": [1, 2], "args.at": [1, 2, None], "cfg.lr": 0.2,
+        "node.width": 4, "node.deep.depth": 2, "history.loss": [0.5], "last": [1.0, 2.0],
+        "when": "2026-01-02 03:04:00", "id.int": 7, "slots.lr": 0.5,
+    }  # fmt: skip
+
+
+def test_classes_are_not_looked_for_by_their_names(read, tmp_path, monkeypatch):
+    (tmp_path / "trap_of_the_dump.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    trap = forge.call(forge.name("trap_of_the_dump", "Config"))
+    dump = read(forge.archive(forge.mapping(trap=trap, state_dict=forge.weights())))
+    assert dump.state
+    assert "trap_of_the_dump" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "subprocess.Popen", "builtins.eval", "trap.run", "torch.nn.Linear", "numpy.Inf", "nandoctor.Case"],
+)
+def test_functions_and_pythons_own_classes_are_refused(read, name):
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(DumpError, match=attribute):
+        read(forge.archive(forge.mapping(a=forge.call(forge.name(module, attribute)), state_dict=forge.weights())))
+
+
+def test_a_file_that_names_thousands_of_classes_is_refused(read):
+    classes = {f"a{index}": forge.name("trap", f"C{index}") for index in range(1001)}
+    with pytest.raises(DumpError, match=r"names 1,00\d classes"):
+        read(forge.archive(forge.mapping(**classes, state_dict=forge.weights())))
 
 
 def test_trust_reads_other_pickle_protocols(read):
