@@ -14,7 +14,7 @@ import sysconfig
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -28,6 +28,7 @@ _MAX_OWN_NBYTES = 16 << 20
 _MAX_LINES = 10_000
 
 ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -54,15 +55,39 @@ def parse(text: str) -> ast.Module | None:
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
-    try:
-        tree = parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
-    except (SyntaxError, UnicodeDecodeError, OSError):
-        return False
+    tree = _parse_file(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
     for part in outer:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
     return any(isinstance(node, kinds) and last in _names_of(node) for node in body)
+
+
+def binds_at_top_level(path: Path, name: str) -> bool:
+    """Tell whether the file binds the name by statements at its top level alone, so that each import gives the same.
+
+    Below `if __name__ == "__main__":`, or by a function that calls it global, it would have another value in the script
+    than where the file is imported.
+    """
+    tree = _parse_file(path)
+    if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
+        return False
+    bound = [node for node in _walk_scope(tree) if isinstance(node, ast.stmt) and name in _names_of(node)]
+    return all(node in tree.body for node in bound)
+
+
+def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _SCOPES):
+            yield from _walk_scope(child)
+
+
+def _parse_file(path: Path) -> ast.Module | None:
+    try:
+        return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+    except (SyntaxError, UnicodeDecodeError, OSError):
+        return None
 
 
 def _names_of(statement: ast.stmt) -> list[str]:

@@ -23,6 +23,7 @@ from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import (
     ASSIGNED,
     SourceHash,
+    binds_at_top_level,
     defines,
     find_typed,
     hash_of,
@@ -103,16 +104,31 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
 
 
 def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
-    """As `describe_source`; an instance or a lambda goes by its name at the top level of a file of the project."""
-    if isinstance(loss, str) or "<" not in getattr(loss, "__qualname__", "<"):
+    """As `describe_source`, by the name at the top level of a file of the project that is bound to this very object.
+
+    The name that a function has need not be such a one: `functools.wraps` gives it that of another function.
+    """
+    loss = getattr(loss, "_torchdynamo_orig_callable", loss)
+    if isinstance(loss, str):
         return describe_source(loss)
-    files = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
-    for module, path in [(module, _resolve(file)) for module, file in files if isinstance(file, str)]:
+    described = describe_source(loss)
+    if "<" not in described["name"] and (not described["file"] or _is_bound(loss, described)):
+        return described
+    loaded = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
+    for module, path in [(module, _resolve(file)) for module, file in loaded if isinstance(file, str)]:
         if path.suffix == ".py" and path.is_relative_to(Path.cwd()) and not is_installed(path):
             for name, value in list(vars(module).items()):
-                if value is loss and defines(path, name, ASSIGNED):
+                if value is loss and defines(path, name, ASSIGNED) and binds_at_top_level(path, name):
                     return {"module": module.__name__, "name": name, "file": shown_path(path), "sha256": _hash(path)}
-    return describe_source(loss)
+    return described if "<" in described["name"] else {**described, "name": f"<wrapped {described['name']}>"}
+
+
+def _is_bound(loss: Any, described: Mapping[str, str]) -> bool:
+    """Tell whether its name is that of this object, where the file is imported too; a method's is said to be none."""
+    module, name = sys.modules.get(described["module"]), described["name"]
+    if module is None or "." in name:
+        return True
+    return vars(module).get(name) is loss and binds_at_top_level(Path.cwd() / described["file"], name)
 
 
 class ProjectSources:

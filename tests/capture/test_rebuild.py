@@ -175,11 +175,15 @@ def make_loss(exponent: float):
 root = Power(0.5)
 partial_root: functools.partial = functools.partial(Power.forward, Power(0.5))
 closure_root = make_loss(0.5)
+wrapped_root = functools.wraps(loss_of)(make_loss(0.5))
+rebound_root = Power(2.0)
 if random.random() < 2:
-    conditional_root = Power(0.5)
+    conditional_root = rebound_root = Power(0.5)
 
 
-@pytest.mark.parametrize("loss", [root, partial_root, closure_root], ids=["instance", "partial", "closure"])
+@pytest.mark.parametrize(
+    "loss", [root, partial_root, closure_root, wrapped_root], ids=["instance", "partial", "closure", "wrapped"]
+)
 def test_a_loss_goes_by_its_name_in_the_file(tmp_path, caplog, loss):
     model = nn.Linear(2, 1, bias=False)
     arguments = {"in_features": 2, "out_features": 1, "bias": False}
@@ -239,10 +243,18 @@ def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
     assert "loss_of = Power(...)" in caught.value.remedy
 
 
-@pytest.mark.parametrize("loss", [Power(0.5), conditional_root], ids=["local", "below an if"])
-def test_a_loss_without_a_name_is_never_replaced_by_its_class(tmp_path, caplog, loss):
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (Power(0.5), "<Power object>"),
+        (conditional_root, "<Power object>"),  # at top level its second name stands for another
+        (functools.wraps(loss_of)(make_loss(0.5)), "<wrapped loss_of>"),
+    ],
+    ids=["local", "below an if", "wrapped"],
+)
+def test_a_loss_without_a_name_is_never_replaced(tmp_path, caplog, loss, told):
     Recorder(Wide(3), folder=tmp_path, loss=loss, arguments={"width": 3}).close()
-    assert "cannot import the loss (<Power object>)" in caplog.messages[0]
+    assert f"cannot import the loss ({told})" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
