@@ -25,6 +25,7 @@ from nandoctor.dumps.trees import slots
 from nandoctor.errors import LossError, ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of, private_memory, return_freed_memory
+from nandoctor.process_wide import generators_kept
 from nandoctor.replaying.code_references import (
     build_configured,
     build_loss,
@@ -59,9 +60,11 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, kept_running, place_of
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
+from nandoctor.torch_compat import unobserved
 
 NUM_EXTRA_SEEDS = 3
 _SAME_LOSS = 0.05  # relative; a step in another precision, or on another device, has nearly the same
+_NEARER = 10  # times: the mean of two calls' losses is as near to the one as to the other
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
@@ -148,19 +151,24 @@ def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None)
     @functools.wraps(loss)
     def compute(outputs: Any, batch: Any) -> Any:
         nonlocal takes_last
-        if takes_last:
-            return loss(outputs[-1], batch)
         try:
-            return loss(outputs, batch)
+            if not takes_last:
+                return loss(outputs, batch)
         except Exception:
             with suppress(Exception):
-                value = loss(outputs[-1], batch)
-                takes_last = math.isclose(float(value), saved, rel_tol=_SAME_LOSS)
+                takes_last = _is_of_last(loss, outputs, batch, saved)
             if not takes_last:
                 raise
-            return value
+        return loss(outputs[-1], batch)
 
     return compute
+
+
+def _is_of_last(loss: Callable[..., Any], outputs: Sequence[Any], batch: Any, saved: float) -> bool:
+    """Tell whether the loss of the last of these outputs is the one that was saved, and no other's is near to it."""
+    with unobserved(), torch.no_grad(), generators_kept():
+        *others, last = (abs(float(loss(output, batch)) - saved) for output in outputs)
+    return last <= _SAME_LOSS * abs(saved) and not any(other < _NEARER * last for other in others)
 
 
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
