@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,9 +213,9 @@ def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
 
 
 def _has_attributes(kind: type[Any]) -> bool:
-    """Tell whether its objects are their attributes, and nothing that a constructor of the class has to make."""
+    """Tell whether its objects are their attributes, and nothing that the class has to make or to clean up itself."""
     is_keyed = issubclass(kind, Mapping) or callable(getattr(kind, "keys", None))
-    is_made = any("__new__" in vars(base) for base in kind.__mro__ if base is not object)
+    is_made = any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
     return not is_made and (dataclasses.is_dataclass(kind) or not is_keyed)
 
 
@@ -224,7 +225,7 @@ class Fields(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        raise AttributeError(f"the dump has no {name!r} of this object, only its fields: {', '.join(self)}")
+        raise AttributeError(f"the dump has no {name!r} of this object, only its fields: {', '.join(map(str, self))}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -238,8 +239,12 @@ def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
     """What has the same fields as an object of that class; code of the class is not run."""
     if isinstance(kind, type):
         instance = object.__new__(kind)
+        held = getattr(instance, "__dict__", {})
         for name, value in fields.items():
-            object.__setattr__(instance, name, value)
+            if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
+                object.__setattr__(instance, name, value)  # a slot
+            else:
+                held[name] = value  # also where the class has a property of that name
         return instance
     if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
         return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import nandoctor
-from nandoctor.dumps.packing import Fields, fill, pack
+from nandoctor.dumps.packing import Fields, fill, pack, with_classes
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.unpickle import find_stand_in
 from nandoctor.errors import NanDoctorError
@@ -124,6 +124,31 @@ def test_objects_of_the_own_dump_have_their_methods(tmp_path, nested):
     recorder.written[0].write_bytes(altered(recorder.written[0].read_bytes()))
     with pytest.raises(NanDoctorError, match="the dump has no 'mean' of this object"):
         nandoctor.replay(recorder.written[0], model=lambda: Averages(3, 3), loss=mean_of)
+
+
+class Kept:
+    """Keeps its value under the name of a property, which code that sets it would not reach."""
+
+    def __init__(self):
+        vars(self)["x"] = X
+
+    @property
+    def x(self):
+        return vars(self)["x"]
+
+
+class Temporary(Kept):
+    """Cleans up when it goes: what is gone already, or somebody else's."""
+
+    def __del__(self):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "made"), [(Kept, Kept), (Temporary, Fields)])
+def test_no_code_of_a_class_runs_to_make_its_objects(kind, made):
+    tree = with_classes(pack(kind(), "batch", kinds=True).tree, {f"{kind.__module__}.{kind.__name__}": kind}.get)
+    filled = fill(tree, {}, CPU)
+    assert (type(filled), torch.equal(filled.x, X)) == (made, True)
 
 
 def altered(data):
