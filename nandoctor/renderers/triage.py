@@ -19,7 +19,7 @@ from nandoctor.text import brief, file_line, join_first, join_words, percent, pl
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
-_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 13, 22, 18
+_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 23, 22, 18  # no code of a cause is longer
 _OUTCOMES = {
     "unreadable": "unreadable",
     "failed": "not replayed",
