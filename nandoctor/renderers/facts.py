@@ -123,7 +123,7 @@ def _values(count: int | None) -> str:
 
 
 def _closeness(reproduction: Reproduction) -> str:
-    if reproduction.grade == "exact":
+    if reproduction.grade == "exact" or reproduction.max_rel_err == 0:
         return "all others identical" if reproduction.num_bad_saved else "and identical"
     if reproduction.max_rel_err is None:
         return "no others to compare"
