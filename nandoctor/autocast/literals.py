@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor.process_wide import Patch, Shared, held, patched
-from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, without_autocast
+from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap, without_autocast
 from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
@@ -31,12 +31,17 @@ _ASKS = frozenset({torch.finfo, torch.iinfo})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 """Within which torch suspends function modes, also for what a checkpoint computes again."""
 
-_SCALAR_FORMS: Mapping[Any, Any] = {
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), torch.ops.aten.mul.Scalar),
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.ops.aten.mul_.Scalar),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), torch.ops.aten.div.Scalar),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.ops.aten.div_.Scalar),
-    Tensor.__rtruediv__: torch.ops.aten.mul.Scalar,
+_SCALING: Mapping[Any, Any] = {
+    getattr(owner, name): getattr(torch.ops.aten, op)
+    for op, names in (
+        ("mul", ("mul", "multiply", "__mul__", "__rmul__")),
+        ("mul_", ("mul_", "multiply_", "__imul__")),
+        ("div", ("div", "divide", "true_divide", "__truediv__", "__rtruediv__")),
+        ("div_", ("div_", "divide_", "true_divide_", "__itruediv__")),
+    )
+    for name in names
+    for owner in (Tensor, torch)
+    if hasattr(owner, name)
 }
 """Torch makes a tensor of the number that a tensor is multiplied with, and torch.func wraps that: a kernel in Python
 cannot take it then."""
@@ -207,8 +212,8 @@ class _DeviceLiterals(TorchFunctionMode):
             args = (args[0], self._device, *args[2:])
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
-        if func in _SCALAR_FORMS and not kwargs and len(args) == 2 and is_transforming():
-            func, args = _without_number_tensor(func, *args)
+        if func in _SCALING and is_transforming():
+            func, args, kwargs = _without_number_tensor(func, args, kwargs or {})
         if func in _BACKWARD:
             with held((_replay, "is_marking", False)):
                 return func(*args, **(kwargs or {}))
@@ -219,11 +224,17 @@ class _DeviceLiterals(TorchFunctionMode):
         return made
 
 
-def _without_number_tensor(func: Callable[..., Any], first: Any, second: Any) -> tuple[Callable[..., Any], Any]:
+def _without_number_tensor(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The call that takes the number in `first * second` or `first / second` as a number; the same call without one."""
-    if not isinstance(second, (int, float)):
-        return func, (first, second)
-    return _SCALAR_FORMS[func], (first.reciprocal() if func is Tensor.__rtruediv__ else first, second)
+    others = {**dict(zip(("input", "other"), args, strict=False)), **kwargs}
+    first, second = others.pop("input", None), others.pop("other", None)
+    if not isinstance(second, (int, float, complex)) or others.keys() - {"rounding_mode"}:
+        return func, args, kwargs
+    if func is Tensor.__rtruediv__:
+        return torch.ops.aten.mul.Scalar, (first.reciprocal(), second), {}
+    return getattr(_SCALING[func], "Scalar_mode" if others else "Scalar"), (first, second), others
 
 
 def _mark(made: Any, arguments: tuple[Any, ...]) -> None:
@@ -253,7 +264,9 @@ def is_on_host(tensor: Tensor) -> bool:
 
     Where nothing is marked, as in a checkpoint that `backward()` computes again, only parameters are known not to be.
     """
-    return _is_marked(tensor) if _replay.is_marking else not (tensor.requires_grad and tensor.is_leaf)
+    if _replay.is_marking:
+        return _is_marked(tensor) or _is_marked(unwrap(tensor))  # torch.func wraps what a function captures
+    return not (tensor.requires_grad and tensor.is_leaf)
 
 
 class WideLiterals(TorchFunctionMode):
