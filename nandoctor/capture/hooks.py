@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -134,9 +133,7 @@ def attach(model: nn.Module, before: Before | None, after: After, handles: ExitS
 
 
 def _not_compiled(hook: Any) -> Any:
-    """Left out of any graph; torch's compiler is not imported for the sake of a model that does not use it."""
-    if "torch._dynamo" not in sys.modules:
-        return hook
+    """Left out of any graph, also of one that is compiled later; every optimizer imports torch's compiler anyhow."""
     left_out = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def call(*args: Any) -> Any:

@@ -319,7 +319,8 @@ class Recorder(RecorderSettings):
             self._tracker.on_exception(error)
 
     def _at_exit(self) -> None:
-        self._tracker.on_exception(getattr(sys, "last_value", None))
+        is_script = not hasattr(sys, "ps1")  # a notebook goes on after its errors
+        self._tracker.on_exception(getattr(sys, "last_value", None) if is_script else None)
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""

@@ -201,11 +201,10 @@ class StepTracker:
         After an update the weights are others: a closure that an optimizer calls again is a step of its own.
         """
         if step.updates:
-            again = step.make_next()
-            self._last = (again.step, again.micro_batch)
-            self.start_step(again)
-            return again
-        if (step.passed and not step.flags) or (with_grad and step.without_grad):
+            step = step.make_next()
+            self._last = (step.step, step.micro_batch)
+            self.start_step(step)
+        elif (step.passed and not step.flags) or (with_grad and step.without_grad):
             step.forget_calls()
         return step
 
@@ -353,7 +352,8 @@ class StepTracker:
             if step is not None and step.flags:
                 if self._scaler is None or isinstance(error, Exception):
                     self._look_at_gradients(step, over_ranks=False)
-                step.accumulated = Flag(math.nan) if _ANOMALY in str(error) else step.accumulated
+                if isinstance(error, RuntimeError) and _ANOMALY in str(error):
+                    step.accumulated = Flag(math.nan)
                 self._pending.append(step)
             self.flush_pending(wait=True, may_stop=False)
         except Exception as own:

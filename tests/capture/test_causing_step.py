@@ -119,10 +119,18 @@ def test_a_nan_gradient_of_a_finite_loss(tmp_path, timing):
     assert report.origin.op == "sqrt"
 
 
+class UnprintableError(AssertionError):
+    """An error that raises another where it is read."""
+
+    def __str__(self):
+        raise ValueError
+
+
 def insist(model):
     """What loops do that would rather die than train on."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert norm.isfinite()
+    if not norm.isfinite():
+        raise UnprintableError
 
 
 @pytest.mark.parametrize("watched", ["with", "step", "exit"])
@@ -153,6 +161,16 @@ def test_a_loop_that_dies_of_its_gradients(tmp_path, monkeypatch, way, watched):
     recorder.close()
     dump = read_dump(recorder.written[0])
     assert (dump.path.name, dump.scalars["reason"]) == ("nan-step000003.pth", "gradients")
+
+
+def test_the_error_of_another_cell_is_none_of_the_training(tmp_path, monkeypatch):
+    model = make(Root)
+    recorder = Recorder(model, folder=tmp_path, loss=squared)
+    recorder.watch(squared(model(batches()[0]), None))
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("'Sqrt' returned nan values in its 0th output"), raising=False)
+    recorder._at_exit()
+    assert recorder.written == ()
 
 
 def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path):

@@ -8,7 +8,6 @@ import io
 import weakref
 
 import torch
-import torch._dynamo  # with the compiler at hand the hooks are functions, which a deep copy shares
 from trainings import loss_of, make_batch, make_model
 
 import nandoctor
