@@ -161,8 +161,8 @@ class SourceWriter:
                 raise CannotWriteError
             if "torch" not in change.tree.global_imports:
                 text = with_import(change.tree, text)
-            mark = change.tree.mark
-            yield ChangedFile(path=path, before=mark + change.tree.text, after=mark + text)
+            before, after = (f"{change.tree.mark}{text}{change.tree.end}" for text in (change.tree.text, text))
+            yield ChangedFile(path=path, before=before, after=after)
 
     def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
         """The file of a site, and the expression that called its op."""

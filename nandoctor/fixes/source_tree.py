@@ -40,7 +40,9 @@ class SourceTree:
     def __init__(self, text: str, known: Set[str] = frozenset()) -> None:
         self._known = known
         self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
-        self.text = text = text.removeprefix(_BYTE_ORDER_MARK)
+        whole = text.removeprefix(_BYTE_ORDER_MARK)
+        self.text = text = whole.rstrip()
+        self.end = whole[len(text) :]  # libcst drops blank lines before trailing blanks
         self._lines = text.split("\n")  # as Python counts them: a form feed ends none
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)  # nobody else has these nodes
         self.module = wrapper.module

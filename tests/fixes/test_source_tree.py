@@ -31,3 +31,9 @@ def test_lines_are_counted_as_python_counts_them():
     tree = parse_source("\ufeff# \f one line\nx = 'é' + y\n")
     found = tree.find(SourceLine(file="net.py", line=2, text="", end_line=2, column=11, end_column=12))
     assert tree.code(found) == "y"
+
+
+def test_nothing_of_a_file_is_lost_beside_its_change():
+    for text in ("\ufeffx = 1\n\n\n   ", "x = 1\r", "x = 1\r\n\r\n\t", "def f():\n    return 1\n  # end\n", "x = 1"):
+        tree = parse_source(text)
+        assert (tree.mark + tree.text + tree.end, tree.module.code) == (text, tree.text)
