@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,9 +51,16 @@ def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
         return f"Saved to {path} without {what}: it cannot be replayed. Raise max_nbytes of the Recorder."
     if flags is None:
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
+    path = _from_start(path)
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
     checkpoint = written["checkpoint"]["path"]
     command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
     return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
+
+
+def _from_start(path: Path) -> Path:
+    """The path as it is typed in the shell that began this process, which may work in another folder by now."""
+    start = os.environ.get("PWD")
+    return path if start is None or Path(start).resolve() == Path.cwd() else path.absolute()

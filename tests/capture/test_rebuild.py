@@ -20,6 +20,7 @@ from trainings import Segmenter, loss_of
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.capture.dump_folder import say_next
 from nandoctor.errors import ModelError
 
 HERE = Path(__file__).parent
@@ -231,6 +232,9 @@ def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeyp
     _, command, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
     flags = f"--model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3 --loss {HERE / 'trainings.py'}:loss_of"
     assert command == f"nandoctor replay {path} {flags}"
+    for started, typed in [(HERE, Path.cwd() / "a.pth"), (Path.cwd(), "a.pth")]:
+        monkeypatch.setenv("PWD", str(started))
+        assert say_next(Path("a.pth"), {"calls": [], "state_dict": {}}, "").endswith(f"next: nandoctor replay {typed}")
     words = dict(itertools.pairwise(shlex.split(flags)))
     report = nandoctor.replay(path, model=words["--model"], model_args={"width": 3}, fixes=False).report
     assert report.reproduction.grade == "exact"
