@@ -129,7 +129,9 @@ class _Packer:
             return self._pack_object(value, name, depth)
         if fields is None or not all(isinstance(key, (str, int)) for key in fields):
             return self._leave_out(value, name)
-        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items()}
+        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items() if key != KIND}
+        if KIND in fields:  # data, which would name a class to make an object of
+            self.notes.append(f"{name}.{KIND}: the file keeps this name for itself")
         if type(value) is dict:
             return packed
         is_named_tuple = isinstance(value, tuple)

@@ -151,6 +151,11 @@ def test_no_code_of_a_class_runs_to_make_its_objects(kind, made):
     assert (type(filled), torch.equal(filled.x, X)) == (made, True)
 
 
+def test_a_key_of_the_batch_names_no_class():
+    packed = pack({"x": X, "<type>": "subprocess.Popen"}, "batch", kinds=True)
+    assert (packed.tree.keys(), len(packed.notes)) == ({"x"}, 1)
+
+
 def altered(data):
     """The file as somebody else might have written it: without the signature."""
     loaded = torch.load(io.BytesIO(data), weights_only=True)
