@@ -360,7 +360,7 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
     """One of those that come to the same, without a whole line in fp32 where a part of it is enough."""
-    distinct = list({(item.kind, item.patch, item.title): item for item in tried}.values())
+    distinct = list({(item.kind, item.patch or item.title, item.verified): item for item in tried}.values())
     parts = {_line_in_fp32(item) for item in distinct if item.verified and not _is_whole_line(item)} - {None}
     return [item for item in distinct if not (_is_whole_line(item) and _line_in_fp32(item) in parts)]
 

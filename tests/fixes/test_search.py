@@ -361,6 +361,26 @@ class Gated(nn.Module):
         return gate * squares / squares.amax(-1, keepdim=True)
 
 
+class Scaled(nn.Module):
+    """Divides by a temperature that fp16 rounds to 0, where the op and its expression in fp32 are one text."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(1e-8))
+
+    def forward(self, x):
+        scaled = lambda rows: self.lift(rows) / self.temperature  # noqa: E731
+        return scaled(x) * 1e-9
+
+
+def test_no_two_fixes_are_one_text(tmp_path):
+    model = Scaled()
+    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.ones(3, 8)), model).report
+    patches = [fix.patch for fix in report.fixes if fix.patch]
+    assert report.fixes[0].verified
+    assert len(patches) == len(set(patches)) > 1
+
+
 def test_an_overflow_that_is_meant_rules_no_change_out(tmp_path):
     x = torch.linspace(1, 2, 32).reshape(4, 8)
     report = nandoctor.replay(save(tmp_path / "dump.pth", Gated(), x=x), Gated()).report
