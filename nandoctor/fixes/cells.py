@@ -19,7 +19,7 @@ from torch import nn
 
 from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
 from nandoctor.fixes.source_tree import SourceTree, nodes_in, parse_source
-from nandoctor.replaying.printed_changes import CannotRunError, differs, find_places, reachable
+from nandoctor.replaying.printed_changes import CannotRunError, added_imports, differs, find_places, reachable
 from nandoctor.text import printable
 
 _HOLDER = "_Fixed"
@@ -69,7 +69,7 @@ def _write_file(file: ChangedFile, model: nn.Module, loss: Any) -> str:
         if outer not in written:
             written[outer] = _write_function(tree, outer)
         written[outer].lines.append(f"{place}.__code__ = {written[outer].name}.__code__{way}")
-        if "torch" not in function.__globals__:
+        if added_imports(file) and "torch" not in function.__globals__:
             imports = ["import torch\n", f'{place}.__globals__["torch"] = torch\n']
     blocks = [f"{item.text}\n\n\n" + "".join(f"{line}\n" for line in item.lines) for item in written.values()]
     return "\n\n".join([_explain(file) + "".join(imports), *blocks])

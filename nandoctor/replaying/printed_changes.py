@@ -224,7 +224,7 @@ def _own(code: CodeType) -> tuple[object, ...]:
 
 def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
     """Run the imports that the new text adds, in the globals of its functions; the names that were not there before."""
-    imports = _added_imports(file)
+    imports = added_imports(file)
     spaces = {id(function.__globals__): function.__globals__ for function in functions}
     made = []
     for namespace in spaces.values() if imports else ():
@@ -237,7 +237,7 @@ def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[
 
 
 @lru_cache(maxsize=16)
-def _added_imports(file: ChangedFile) -> str:
+def added_imports(file: ChangedFile) -> str:
     """The import statements, at the top level of the new text, that the old one lacks."""
     before, after = (
         [

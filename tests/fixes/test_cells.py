@@ -121,6 +121,8 @@ def test_what_brings_a_name_is_in_the_snippet():
     with printed_changes([snippet], model):
         assert model(torch.ones(1)) == 6
     assert "torch" not in space
+    without = ChangedFile(path=FILE, before=CELL + cell, after=(CELL + cell).replace(OLD, "6.0"))
+    assert "import" not in write_snippet(SourcePatch(root="", files=(without,)), model, None).text
     assert "# -        return x * 3.0\n# +        return x * torch.tensor(6.0)\n" in snippet.text
 
 
