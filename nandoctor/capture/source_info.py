@@ -108,11 +108,9 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
 
     The name that a function has need not be such a one: `functools.wraps` gives it that of another function.
     """
-    loss = getattr(loss, "_torchdynamo_orig_callable", loss)
-    if isinstance(loss, str):
-        return describe_source(loss)
-    described = describe_source(loss)
-    if "<" not in described["name"] and (not described["file"] or _is_bound(loss, described)):
+    inner = getattr(loss, "_torchdynamo_orig_callable", loss)  # what torch.compile was given computes the same
+    described = describe_source(inner)
+    if isinstance(loss, str) or ("<" not in described["name"] and _is_bound((loss, inner), described)):
         return described
     loaded = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
     for module, path in [(module, _resolve(file)) for module, file in loaded if isinstance(file, str)]:
@@ -123,12 +121,13 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
     return described if "<" in described["name"] else {**described, "name": f"<wrapped {described['name']}>"}
 
 
-def _is_bound(loss: Any, described: Mapping[str, str]) -> bool:
-    """Tell whether its name is that of this object, where the file is imported too; a method's is said to be none."""
+def _is_bound(same: tuple[Any, ...], described: Mapping[str, str]) -> bool:
+    """Tell whether the name is that of such an object, where the file is imported too; a method's is refused later."""
     module, name = sys.modules.get(described["module"]), described["name"]
-    if module is None or "." in name:
+    if module is None or "." in name or not described["file"]:
         return True
-    return vars(module).get(name) is loss and binds_at_top_level(Path.cwd() / described["file"], name)
+    is_one = any(vars(module).get(name) is loss for loss in same)
+    return is_one and binds_at_top_level(Path.cwd() / described["file"], name)
 
 
 class ProjectSources:

@@ -21,6 +21,7 @@ from trainings import Segmenter, loss_of
 import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture.dump_folder import say_next
+from nandoctor.capture.source_info import describe_loss, describe_source
 from nandoctor.errors import ModelError
 
 HERE = Path(__file__).parent
@@ -245,6 +246,11 @@ def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
     with pytest.raises(ModelError, match="class that needs arguments") as caught:
         nandoctor.replay(tmp_path / "nan.pth", model=lambda: nn.Linear(2, 1), loss=Power)
     assert "loss_of = Power(...)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("way", [lambda loss: loss, functools.partial(torch.compile, backend="eager")])
+def test_a_compiled_loss_goes_by_its_name(way):
+    assert describe_loss(way(loss_of)) == describe_source(loss_of)
 
 
 @pytest.mark.parametrize(
