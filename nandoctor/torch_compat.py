@@ -300,7 +300,7 @@ def answers_itself(tensor: Tensor) -> bool:
 
 def is_transforming() -> bool:
     """Tell whether this thread is inside `torch.vmap`, `torch.func.grad` or their kin."""
-    return bool(_find("torch._C._are_functorch_transforms_active")())
+    return bool(torch._C._are_functorch_transforms_active())  # by its name, so that torch.compile can trace it
 
 
 def outside_transforms() -> AbstractContextManager[None]:

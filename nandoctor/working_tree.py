@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
@@ -55,7 +57,7 @@ def write_files(files: Sequence[PatchedFile]) -> None:
             raise _changed_since(file.path)
     try:
         for file in files:
-            write_bytes(file.after, file.path)
+            _write(file.after, file.path)
     except BaseException:
         restore_files(files)
         raise
@@ -65,7 +67,14 @@ def restore_files(files: Sequence[PatchedFile]) -> None:
     """Put back what `write_files` wrote; a file that somebody has changed in the meantime is left alone."""
     for file in files:
         if file.path.is_file() and file.path.read_bytes() == file.after:
-            write_bytes(file.before, file.path)
+            _write(file.before, file.path)
+
+
+def _write(source: bytes, path: Path) -> None:
+    """Write the file and drop its bytecode, which Python takes for that of any text of the same size and second."""
+    write_bytes(source, path)
+    with suppress(OSError, NotImplementedError):
+        Path(cache_from_source(path)).unlink()
 
 
 def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:

@@ -52,7 +52,7 @@ class ReadyPython:
             path.write_bytes(b"")
         files = [os.devnull, str(self._files[0]), str(self._files[0 if merged else 1])]
         task = {"program": str(program), "arguments": list(map(str, arguments)), "cwd": str(cwd), "files": files}
-        task["environment"] = {**os.environ, **(environment or {})}
+        task["environment"] = {**os.environ, "PWD": str(cwd), **(environment or {})}
         self._server.stdin.write(json.dumps(task) + "\n")
         self._server.stdin.flush()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import py_compile
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,18 @@ def test_a_path_with_dots_is_named_as_git_takes_it(tmp_path, monkeypatch):
     patch = SourcePatch(root=_root_of([change.path]), files=(change,))
     assert patch.root == str(tmp_path / "code")
     assert patch.diff.startswith("--- a/net.py\n+++ b/net.py\n")
+
+
+def test_a_written_file_has_no_bytecode_of_its_old_text(tmp_path):
+    path = tmp_path / "eps.py"
+    path.write_text("EPS = 1e-8\n")
+    compiled = Path(py_compile.compile(str(path)))
+    files = plan_patch([change_of(path, "EPS = 1e-8\n", "EPS = 1e-4\n")])
+    write_files(files)
+    assert not compiled.exists()  # it is valid by the size of the file, and if that was written in the same second
+    py_compile.compile(str(path))
+    restore_files(files)
+    assert not compiled.exists()
 
 
 @pytest.mark.parametrize(

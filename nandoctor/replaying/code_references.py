@@ -193,7 +193,7 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
-    if reference.structure and lines:
+    if lines and "OptimizedModule(" not in reference.structure:  # a part that was compiled prints otherwise
         notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
     return notes
 

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 
 def run(folder, *command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    environment = {**os.environ, "PWD": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     return subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -101,7 +101,9 @@ def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
     advice, command, path = record(tmp_path, caplog, model(), **options)
     assert advice == []
     assert command == f"nandoctor replay {path}"
-    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
+    report = nandoctor.replay(path, fixes=False).report
+    assert report.reproduction.grade == "exact"
+    assert not any("not built as it was" in note for note in report.notes)
 
 
 class Factory:

@@ -45,7 +45,7 @@ class RealPython:
 
     @staticmethod
     def run(script, *, cwd):
-        environment = {**os.environ, "PYTHONPATH": str(Path(nandoctor.__file__).parent.parent)}
+        environment = {**os.environ, "PWD": str(cwd), "PYTHONPATH": str(Path(nandoctor.__file__).parent.parent)}
         return subprocess.run(
             [sys.executable, script], cwd=cwd, env=environment, capture_output=True, text=True, check=False
         )
