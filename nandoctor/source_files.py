@@ -55,7 +55,7 @@ def parse(text: str) -> ast.Module | None:
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
-    tree = _parse_file(path)
+    tree = _try_to_parse(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
     for part in outer:
@@ -69,7 +69,7 @@ def binds_at_top_level(path: Path, name: str) -> bool:
     Below `if __name__ == "__main__":`, or by a function that calls it global, it would have another value in the script
     than where the file is imported.
     """
-    tree = _parse_file(path)
+    tree = _try_to_parse(path)
     if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
         return False
     bound = [node for node in _walk_scope(tree) if isinstance(node, ast.stmt) and name in _names_of(node)]
@@ -84,8 +84,13 @@ def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parse_file(path: Path) -> ast.Module | None:
+    """Raises OSError, SyntaxError or UnicodeDecodeError where the file cannot be read."""
+    return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+
+
+def _try_to_parse(path: Path) -> ast.Module | None:
     try:
-        return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+        return _parse_file(path)
     except (SyntaxError, UnicodeDecodeError, OSError):
         return None
 
@@ -95,9 +100,14 @@ def _names_of(statement: ast.stmt) -> list[str]:
     return [str(getattr(target, "id", getattr(target, "name", ""))) for target in targets]
 
 
+def is_interactive() -> bool:
+    """Tell whether this is a notebook or a console, which goes on after its errors."""
+    return hasattr(sys, "ps1")
+
+
 def find_typed(module: str, name: str) -> Any:
     """What this notebook or console defines under that name, in no file; None elsewhere."""
-    return getattr(sys.modules["__main__"], name, None) if module == "__main__" and hasattr(sys, "ps1") else None
+    return getattr(sys.modules["__main__"], name, None) if module == "__main__" and is_interactive() else None
 
 
 def decode_source(data: bytes) -> tuple[str, str]:
@@ -114,7 +124,7 @@ def package_of(path: Path) -> tuple[Path, str] | None:
 
     Raises OSError, SyntaxError or UnicodeDecodeError where the file cannot be read.
     """
-    tree = parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+    tree = _parse_file(path)
     statements = tree.body if tree is not None else []
     num_up = max((statement.level for statement in statements if isinstance(statement, ast.ImportFrom)), default=0)
     if not 0 < num_up < len(path.parents):

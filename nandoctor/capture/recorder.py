@@ -38,6 +38,7 @@ from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.project import stop_import
+from nandoctor.source_files import is_interactive
 from nandoctor.text import join_first
 from nandoctor.torch_compat import unwrap
 
@@ -319,8 +320,7 @@ class Recorder(RecorderSettings):
             self._tracker.on_exception(error)
 
     def _at_exit(self) -> None:
-        is_script = not hasattr(sys, "ps1")  # a notebook goes on after its errors
-        self._tracker.on_exception(getattr(sys, "last_value", None) if is_script else None)
+        self._tracker.on_exception(None if is_interactive() else getattr(sys, "last_value", None))
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""

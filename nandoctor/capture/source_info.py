@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -112,8 +113,7 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
     described = describe_source(inner)
     if isinstance(loss, str) or ("<" not in described["name"] and _is_bound((loss, inner), described)):
         return described
-    loaded = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
-    for module, path in [(module, _resolve(file)) for module, file in loaded if isinstance(file, str)]:
+    for module, path in [(module, _resolve(file)) for module, file in _loaded_files()]:
         if path.suffix == ".py" and path.is_relative_to(Path.cwd()) and not is_installed(path):
             for name, value in list(vars(module).items()):
                 if value is loss and defines(path, name, ASSIGNED) and binds_at_top_level(path, name):
@@ -147,8 +147,7 @@ class ProjectSources:
         self._add_new()
 
     def _add_new(self) -> None:
-        files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
-        loaded = {file for file in files if isinstance(file, str)} - self._seen
+        loaded = {file for _, file in _loaded_files()} - self._seen
         self._seen |= loaded
         paths = set(map(_resolve, loaded)) | self._by_line
         here = Path.cwd()
@@ -170,6 +169,12 @@ def _source_file(thing: Any) -> Path | None:
     except (TypeError, OSError):  # built in, or typed into a console
         path = getattr(sys.modules.get(getattr(thing, "__module__", "")), "__file__", None)
     return Path(path).resolve() if path and Path(path).is_file() else None
+
+
+def _loaded_files() -> list[tuple[ModuleType, str]]:
+    """The modules that are loaded, with their files; none is asked for an attribute, which might import more."""
+    named = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
+    return [(module, file) for module, file in named if isinstance(file, str)]
 
 
 @cache
@@ -210,7 +215,7 @@ def plan_rebuild(
     device, without weights, to see whether it can be made again.
     """
     name, file = source["name"], source["file"]
-    is_typed = not file and find_typed(source["module"], name) is not None
+    is_typed = _is_typed(source)
     if "<" in name or (not file and source["module"] in ("__main__", "") and not is_typed):
         where = "inside a function" if "<" in name else "in no file"
         return " --model FILE.py:NAME", [
@@ -235,6 +240,11 @@ def plan_rebuild(
         words = ["--model", f"{location}:{name}", *(argument_options(arguments) if not built else ())]
         return "".join(f" {shlex.quote(word)}" for word in words), []
     return "", []
+
+
+def _is_typed(source: Mapping[str, str]) -> bool:
+    """Tell whether this notebook or console defines it, in no file."""
+    return not source["file"] and find_typed(source["module"], source["name"]) is not None
 
 
 def _is_elsewhere(source: Mapping[str, str]) -> bool:
@@ -296,8 +306,7 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
     if loss is None or source is None:
         return
     name = source["name"].rpartition(".")[2] or source["name"]
-    is_typed = not source["file"] and find_typed(source["module"], source["name"]) is not None
-    if not (_is_own_function(source) or flags_for_loss(source) or is_typed):
+    if not (_is_own_function(source) or flags_for_loss(source) or _is_typed(source)):
         yield (
             f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
             "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."

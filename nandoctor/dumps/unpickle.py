@@ -62,10 +62,8 @@ _TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 # The dataclasses that models of these libraries return: each is an OrderedDict of its fields.
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
-
-
-# "__main__" is where a script defines its classes; pickles name it beside Python's own modules.
-_RESERVED = frozenset({"torch", "numpy", "nandoctor", "copy_reg", "copyreg"})
+# Classes of any other package, and of "__main__", are records of their fields to us.
+_RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
 
 
 class _Fields(dict[str, Any]):
@@ -100,10 +98,11 @@ class _UserDict(_Fields):
 class _PackedSequence(_Fields):
     """Stands for torch's named tuple of that name, called with its fields."""
 
+    kind = PACKED_SEQUENCE
+
     def __new__(cls, *values: Any) -> Self:
         made = super().__new__(cls)
         made.update(zip(("data", "batch_sizes", "sorted_indices", "unsorted_indices"), values, strict=False))
-        made[KIND] = PACKED_SEQUENCE
         return made
 
 
@@ -233,7 +232,7 @@ def _is_of_others(name: str) -> bool:
     """True of a class, by the way that it is written, that is neither Python's nor torch's."""
     module, _, attribute = name.rpartition(".")
     is_class = attribute.lstrip("_")[:1].isupper()
-    return is_class and module.partition(".")[0] not in _RESERVED | sys.stdlib_module_names
+    return is_class and module.partition(".")[0] not in _RESERVED
 
 
 def is_known(name: str) -> bool:
