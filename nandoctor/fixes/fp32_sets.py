@@ -39,7 +39,7 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # To leave either of two out costs no more than to try both, and is asked anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    ask = _Sufficiency(trials, few, trusted)
+    ask = _Sufficiency(trials, few, trusted, _called_too_late(findings))
     found: list[Kept] = []
     complete = True
     try:
@@ -59,22 +59,45 @@ def search_fp32_sets(
 
 
 class _Sufficiency:
-    """Tells whether sets are enough: by `few` samples where these fail, `trusted` ones untried; and counts the runs."""
+    """Tells whether sets are enough, by `few` samples where these fail; and counts the runs.
 
-    def __init__(self, trials: Trials, few: tuple[int, ...] | None, trusted: Sequence[Kept]) -> None:
+    Untried, `trusted` sets are enough, and modules that are called `too_late` are not.
+    """
+
+    def __init__(
+        self, trials: Trials, few: tuple[int, ...] | None, trusted: Sequence[Kept], too_late: frozenset[str]
+    ) -> None:
         self._trials, self._trusted, self._before = trials, trusted, trials.num_judged
+        self._too_late = too_late
         self._of_few = trials.of_samples(few) if few is not None else None
 
     def passes(self, kept: Kept) -> bool:
         known = self._trials.judged(*kept)
         if known is not None:
             return known
+        if self._too_late.issuperset(member.module for member in kept):
+            return False
         of_few = self._of_few
         return kept in self._trusted or (of_few if of_few and _fails(of_few) else self._trials).passes(*kept)
 
     @property
     def num_probes(self) -> int:
         return self._trials.num_judged - self._before + (self._of_few.num_judged if self._of_few else 0)
+
+
+def _called_too_late(findings: Findings) -> frozenset[str]:
+    """The modules that are not called before the only origin has made its NaN or Inf, and are given some each time.
+
+    With these alone in fp32 all that runs before them is as it was, the origin too.
+    """
+    calls, diagnoses = findings.trace.calls, findings.conclusion.diagnoses
+    if findings.verdict != "precision" or len(diagnoses) != 1:
+        return frozenset()
+    left_at = next((call.leave for call in calls if call.key == diagnoses[0].origin.place.key), None)
+    if left_at is None:
+        return frozenset()
+    in_time = {call.module for call in calls if call.enter < left_at or all(stats.finite for stats in call.inputs)}
+    return frozenset(call.module for call in calls) - in_time
 
 
 def _record_set(kept: Kept) -> Fp32Set:

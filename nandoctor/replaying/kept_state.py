@@ -109,7 +109,9 @@ class _State:
         self._add((value for value in plain if _is(value, *_CONTAINERS, *_GENERATORS, _Cached, torch.Tensor)), 2)
 
     def _keep(self, value: Any, depth: int) -> None:
-        if _is(value, torch.Tensor):
+        if type(value) in _CONTAINERS and depth:  # as most are
+            self._keep_container(value, depth - 1)
+        elif _is(value, torch.Tensor):
             if hasattr(type(value), "__tensor_flatten__"):  # a wrapper of others, which hold the memory
                 self._add((getattr(value, name) for name in value.__tensor_flatten__()[0]), 0)
             else:
@@ -136,9 +138,9 @@ class _State:
 
     def _keep_container(self, value: Any, depth: int) -> None:
         # Of a subclass, the methods may do or refuse anything: those of the type that it is made of are asked.
-        base = next((kind for kind in _CONTAINERS if _is(value, kind)), None)
-        if base in {OrderedDict, dict}:
-            saved = [(key, base.__getitem__(value, key)) for key in base.__iter__(value)]
+        base = next((kind for kind in type(value).__mro__ if kind in _CONTAINERS), None)
+        if base is OrderedDict or base is dict:
+            saved = list(base.items(value))
             self.undo.append(lambda: _refill(base, value, saved))
             self._add((item for _, item in saved), depth)
         elif base is not None:

@@ -13,7 +13,7 @@ from nandoctor.evidence.edits import KeepModule, Together, UseFormat
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
 from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.fp32_sets import search_fp32_sets
+from nandoctor.fixes.fp32_sets import _called_too_late, search_fp32_sets
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
 from nandoctor.renderers.answer import make_answer
@@ -344,6 +344,19 @@ def test_two_guessed_modules_are_no_set_before_they_are_tried(second, size, tmp_
     assert [len(kept.modules) for kept in sets] == [size]
     assert search() == search(is_fix=lambda kept: printed.append(len(kept)) is not None) == sets
     assert printed == [*range(2, size + 1)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_comes_after_the_overflow_is_not_tried(gated, tmp_path):
+    """It is given Inf in fp32 as well; so is a gate before the overflow, whose Inf does no harm."""
+    chain = Chain(1e-4).layers
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), *chain) if gated else chain
+    nn.init.constant_(chain[0].weight, 6e4)
+    if gated:
+        nn.init.constant_(model[0].weight, 6e4)
+    dump = read_dump(save(tmp_path / "dump.pth", model, x=torch.full((4, 2), 8.0)))
+    found = replay_dump(dump, model, Settings()).findings
+    assert _called_too_late(found) == ({"3", "4"} if gated else {"1", "2"})
 
 
 class Gated(nn.Module):
