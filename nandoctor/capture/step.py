@@ -15,7 +15,12 @@ from nandoctor.capture.environment import RandomStates
 from nandoctor.capture.observer import StateBefore, WeightStamp
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
+from nandoctor.dumps.recorded_format import MAX_CALLS
+from nandoctor.machine import memory_of
 from nandoctor.text import join_first
+
+_FEW_CALLS, _MAX_NBYTES_OF_CALLS = 16, 1 << 28
+"""Of a step that the loop does not mark so many calls are held, and more where all are no larger than this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +37,7 @@ class RecordedStep:
     a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude among the
     gradients after a micro-batch that no update follows. `num_updates` counts how often an optimizer has written the
     weights since. `stamp` is the observer's after the first forward, and `weights` a copy from before it, where the
-    loop writes them without any optimizer.
+    loop writes them without any optimizer. `num_dropped` forwards that nobody watched came before, too many to be held.
     """
 
     step: int
@@ -62,6 +67,7 @@ class RecordedStep:
     weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None
+    num_dropped: int = 0
     decided: bool = False
 
     @property
@@ -90,6 +96,32 @@ class RecordedStep:
         """The first update that left a weight non-finite."""
         spoiled = [update for update in self.updates if update.weights is not None and update.weights.nonfinite]
         return spoiled[0] if spoiled else None
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more forwards can be held. Those in train mode that nobody watches are no step, and may go on."""
+        num_calls = len(self.calls)
+        if num_calls < _FEW_CALLS:
+            return False
+        first = (
+            tensor for packs in (self.calls, self.returned) for packed in packs[:1] for tensor, _ in packed.tensors
+        )
+        return num_calls >= MAX_CALLS or num_calls * memory_of(first) > _MAX_NBYTES_OF_CALLS
+
+    def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
+        """Note that the scaler skipped the step if its scale is lower now.
+
+        Where an optimizer was not called, the scaler has waited for the gradients by now.
+        """
+        if version != self.scale_version and scale is not None and self.scale is not None:
+            was_left_out = not self.updates or len(self.updates) < num_optimizers
+            if was_left_out or not scale.on_device:
+                self.skipped = self.skipped or scale.values() < self.scale.values()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if that is known by now; waits for the loss alone."""
+        return self.loss_nonfinite or (self.ready and self.gradients_nonfinite)
 
     @property
     def is_sound(self) -> bool:
@@ -222,7 +254,13 @@ class RecordedStep:
             inside = {name: packed.tree for name, packed in self.inside.items()}
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
         packs = [*self.calls, *self.returned, *self.inside.values(), batch]
-        return contents, [note for packed in packs for note in packed.notes] + [*self._overwritten(), *self._lent()]
+        notes = [note for packed in packs for note in packed.notes]
+        if self.num_dropped:
+            notes.append(
+                f"the {self.num_dropped} forwards in train mode before its calls, as nobody had watched them: if they "
+                "belong to the step, put it into `with recorder.step(batch):`"
+            )
+        return contents, [*notes, *self._overwritten(), *self._lent()]
 
     def _lent(self) -> Iterator[str]:
         """Tell of the weights that were not the model's own."""

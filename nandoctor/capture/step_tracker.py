@@ -24,8 +24,6 @@ from nandoctor.errors import NonFiniteTrainingError
 
 LOG = logging.getLogger("nandoctor")
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
-_MAX_CALLS = 16
-"""Forwards in train mode that nobody watches are no step: of these no more are kept."""
 _MAX_QUIET = 256
 """Steps without a write of the loop's own, after which its weights are no longer copied: a checkpoint was loaded."""
 
@@ -52,6 +50,7 @@ class StepTracker:
         count: Callable[[], tuple[int, int]] | None,
     ) -> None:
         self.current: RecordedStep | None = None
+        self._ended: RecordedStep | None = None  # its update may follow outside of the block that marked it
         self.epoch: int | None = None
         self.next_step = 0
         self.unwatched_eval = False
@@ -126,23 +125,22 @@ class StepTracker:
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
         self._forget_if_forked()
-        step, self.current = self.current, following
+        step, self.current = self.current or self._ended, following
+        is_open = following is None and not final and step is not None and not step.updates and not step.without_grad
+        self._ended = step if is_open else None
         if step is not None and step.flags:
-            scale, version = read_scale(self._scaler)
-            if version != step.scale_version and scale is not None and step.scale is not None:
-                # Where an optimizer was not called, the scaler has waited for the gradients by now.
-                was_left_out = not step.updates or len(step.updates) < len(self.optimizers)
-                if was_left_out or not scale.on_device:
-                    step.skipped = step.skipped or scale.values() < step.scale.values()
             if self._scaler is None:
                 self._look_at_gradients(step, over_ranks=self._sharded and not final)
+            if is_open and not step.has_failed:
+                return
+            step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.optimizers))
             self._note_unseen_writes(step)
             self._pending.append(step)
         self.flush_pending(wait=final or self._writes_unseen)
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
-        if not step.updates and not step.decided and not step.without_grad:
+        if not (step.updates or step.decided or step.without_grad or step.accumulated):
             step.accumulated = self._flag_of(self._find_all().gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
@@ -174,8 +172,10 @@ class StepTracker:
         elif not with_grad or not module.training:
             self.unwatched_eval = True
             return False
-        elif step is None or step.flags or step.passed or len(step.calls) >= _MAX_CALLS:
+        elif step is None or step.flags or step.passed or step.is_full:
+            num_dropped = 0 if step is None or step.flags or step.passed else step.num_dropped + len(step.calls)
             step = self.make_step(explicit=False)
+            step.num_dropped = num_dropped
             self.start_step(step)
         is_first = step.before is None
         if is_first:
@@ -272,7 +272,7 @@ class StepTracker:
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step = self.current
+        step = self.current or self._ended
         if step is None:
             return
         trained = self._find_trained(optimizer)
@@ -311,7 +311,7 @@ class StepTracker:
 
     def after_step(self, optimizer: Optimizer | DeepSpeedEngine, *_: Any) -> None:
         """Hook after any optimizer's `step`: flag weights that it left non-finite."""
-        step = self.current
+        step = self.current or self._ended
         updates = [] if step is None or step.decided else step.updates
         update = next((update for update in updates if update.optimizer is optimizer), None)
         if step is None or update is None:
@@ -324,7 +324,7 @@ class StepTracker:
 
     def after_engine_step(self, engine: DeepSpeedEngine) -> None:
         """Note what an engine says of its update, which has the gradients for itself; then as `after_step`."""
-        step = self.current
+        step = self.current or self._ended
         update = None if step is None else next((u for u in step.updates if u.optimizer is engine), None)
         if step is not None and update is not None:
             step.skipped = engine.scales and engine.skipped
@@ -345,7 +345,7 @@ class StepTracker:
     def on_exception(self, error: BaseException | None = None) -> None:
         """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
         self._forget_if_forked()
-        step, self.current = self.current, None
+        step, self.current, self._ended = self.current or self._ended, None, None
         try:
             if step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
@@ -362,7 +362,7 @@ class StepTracker:
     def _forget_if_forked(self) -> None:
         """Leave what was pending to the process that began it: a forked child has a copy."""
         if self._process != os.getpid():
-            self._process, self.current = os.getpid(), None
+            self._process, self.current, self._ended = os.getpid(), None, None
             self._pending.clear()
 
     def _find_trained(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
@@ -394,6 +394,6 @@ class StepTracker:
             self._policy.decide(step, may_stop=may_stop)
         except NonFiniteTrainingError:
             self._pending.clear()
-            self.current = None
+            self.current = self._ended = None
             self._on_stop()
             raise

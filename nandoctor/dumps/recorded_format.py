@@ -27,7 +27,7 @@ FORMAT = "nandoctor.dump/1"
 MAX_SAMPLED = 64
 """Values that are kept of a weight which is left to a checkpoint."""
 _CAST_FORMATS = ("float16", "bfloat16", "float32", "float64")
-_MAX_CALLS = 1000
+MAX_CALLS = 1000
 T = TypeVar("T")
 
 Take = Callable[[str, Any], str]
@@ -190,10 +190,10 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
         DumpError: a part of it is not what the format says.
     """
     calls, method = get(saved, "calls", list, []), get(saved, "method", str, "")
-    if len(calls) > _MAX_CALLS:
+    if len(calls) > MAX_CALLS:
         raise DumpError(
             f"it holds {len(calls):,} calls of the model, of which every run would make each.",
-            remedy=f"Record steps of at most {_MAX_CALLS:,} calls.",
+            remedy=f"Record steps of at most {MAX_CALLS:,} calls.",
         )
     return Recorded(
         calls=tuple(_read_call(call, index, take, check_state) for index, call in enumerate(calls)),

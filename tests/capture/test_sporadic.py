@@ -11,6 +11,7 @@ from trainings import loss_of, make_batch, make_model
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.capture import step
 from nandoctor.dumps.reader import read_dump
 
 
@@ -119,3 +120,36 @@ def test_steps_are_updates_and_micro_batches_stand_beside(tmp_path):
     dump = read_dump(path)
     assert path.name == "nan-step000002-micro2.pth"
     assert (dump.scalars["step"], dump.scalars["micro_batch"]) == (2, 2)
+
+
+def test_an_update_after_the_marked_micro_batches_is_theirs(tmp_path):
+    """The loop marks each micro-batch, and the optimizer steps outside: per-sample gradients, accumulation."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, folder=tmp_path) as recorder:
+        for number in range(12):
+            with recorder.step():
+                loss = model(torch.ones(1, 4)).sum()
+                recorder.watch(loss)
+                loss.backward()
+            if number % 4 == 3:
+                optimizer.param_groups[0]["lr"] = float("inf") if number == 11 else 0.1
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = recorder.written
+    assert (path.name, read_dump(path).scalars["reason"]) == ("nan-step000002-micro3.pth", "update")
+
+
+@pytest.mark.parametrize(("num_calls", "room", "kept"), [(25, 1 << 20, 25), (25, 100, 9)])
+def test_a_step_of_many_calls(tmp_path, monkeypatch, num_calls, room, kept):
+    """A text that is read letter by letter, an episode of a policy: the state of the first call is NaN in all later."""
+    monkeypatch.setattr(step, "_MAX_NBYTES_OF_CALLS", room)
+    model = nn.RNNCell(3, 2)
+    with Recorder(model, folder=tmp_path) as recorder:
+        state = torch.full((1, 2), float("nan"))
+        for _ in range(num_calls):
+            state = model(torch.ones(1, 3), state)
+        recorder.watch(state.sum())
+    dump = read_dump(recorder.written[0])
+    assert len(dump.recorded.calls) == kept
+    assert ("the 16 forwards" in str(dump.missing)) == (kept < num_calls)
