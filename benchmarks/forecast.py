@@ -15,7 +15,7 @@ from torch import nn
 from workloads import Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
-from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.progress import Listener
 
 OFF_BY = 2.0
 
@@ -73,10 +73,10 @@ def _measure_ratio(workload: Workload, model: nn.Module, options: dict[str, Any]
     """Of the last of three replays: the first fills caches."""
     told: list[tuple[float, float]] = []
 
-    def note(progress: RunProgress, num_runs: float) -> None:
+    def note(progress: Listener, num_runs: float) -> None:
         told.append((time.perf_counter(), num_runs * progress.elapsed_s))
 
-    with dump_of(workload, model) as path, mock.patch.object(RunProgress, "expect_rest", note):
+    with dump_of(workload, model) as path, mock.patch.object(Listener, "expect_rest", note):
         for _ in range(3):
             nandoctor.replay(path, model=lambda: model, fixes=False, mode="train", **options)
             begun, seconds = told[-1]

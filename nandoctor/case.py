@@ -25,7 +25,7 @@ from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import ModelSource, build_model
-from nandoctor.replaying.progress import Listener, Progress
+from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.settings import (
     MEANINGS,
     ReplayOptions,
@@ -98,7 +98,7 @@ def replay(
         if found.report.verdict == "not-reproduced":
             found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
         listener.tell(found.report)
-        report = add_fixes(found, settings, listener)
+        report = add_fixes(found, settings)
         return Case(report, _Asked(dump=dump, model=model, settings=settings))
     finally:
         listener.close()
@@ -107,7 +107,7 @@ def replay(
 def _listener(progress: Progress | None) -> Listener:
     """What hears how the replay gets on: the caller's, else a bar in a notebook, else nobody."""
     if progress is not None:
-        return progress if isinstance(progress, Listener) else Listener(progress)
+        return listener_of(progress)
     if "IPython" in sys.modules:
         from nandoctor.renderers.notebook import NotebookProgress, is_notebook
 

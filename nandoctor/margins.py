@@ -16,7 +16,7 @@ from nandoctor.evidence.checkup import CheckedStep, Checkup
 from nandoctor.evidence.trace import describe_run
 from nandoctor.keywords import takes_options
 from nandoctor.replaying.model_loading import ModelSource
-from nandoctor.replaying.progress import Progress, RunProgress
+from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import Settings, StepOptions, settings_for
 from nandoctor.replaying.setup import prepare
@@ -63,7 +63,7 @@ def checkup(
         if batch is not None:
             dump = add_batch(dump, batch)
         settings = settings_for(dump.path, {**options, "model": named})
-        steps.append(_check(take_weights(dump, settings), model, settings, RunProgress(progress)))
+        steps.append(_check(take_weights(dump, settings), model, settings, listener_of(progress)))
     steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
     return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
 
@@ -76,7 +76,7 @@ def _notes(steps: Sequence[CheckedStep]) -> list[str]:
     return []
 
 
-def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: RunProgress) -> CheckedStep:
+def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener) -> CheckedStep:
     if not dump.arrays and settings.call is None:
         raise DumpError(
             f"{dump.path} holds weights and no batch.", remedy="Name a file that holds one: --batch batch.pth."

@@ -60,14 +60,14 @@ from nandoctor.fixes.variations import surrogate_loss, takes_gradients
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
-from nandoctor.replaying.progress import Listener, Progress, RunProgress
+from nandoctor.replaying.progress import Progress, listener_of
 from nandoctor.replaying.reproduction import Preparation, Replayed, reproduce, run_whole
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state
-from nandoctor.text import are, join_first, part_of
+from nandoctor.text import are, join_first, mode_text, part_of
 from nandoctor.tracing.tensor_stats import measure_all
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def replay_dump(
     """
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
-    preparation = prepare(dump, model, settings, RunProgress(progress))
+    preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
         found = _with_loss_if_it_can(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
     if settings.per_sample and found.step is not None:
@@ -112,13 +112,13 @@ def replay_dump(
     return found
 
 
-def add_fixes(found: Diagnosed, settings: Settings, listener: Listener | None = None) -> Report:
+def add_fixes(found: Diagnosed, settings: Settings) -> Report:
     """The report with the changes that were tried on the failing step; as it is where the settings say to try none."""
     if not settings.fixes or found.step is None or found.findings is None:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
     with found.step.kept_ready():
-        search = search_fixes(found.step, found.findings, budget, listener)
+        search = search_fixes(found.step, found.findings, budget)
     return replace(
         found.report,
         fixes=search.fixes,
@@ -145,17 +145,18 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
     told = dict.fromkeys((*replayed.notes, *preparation.notes))
-    notes = (f"Replayed as {replayed.step.description} in {replayed.name}.", *told)
+    step = replayed.step
+    notes = (f"Replayed as {step.description} in {mode_text(step.seed, step.training)}.", *told)
     report = _write_report(replayed, findings, summarize(preparation.dump), notes)
-    step = None if replayed.step.progress.interrupted else findings.exposed or replayed.step
-    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
+    rerun = None if step.progress.interrupted else findings.exposed or step
+    return Diagnosed(report=report, step=rerun, findings=findings, random=replayed.any_random)
 
 
 def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
     """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
-    preparation = prepare(dump, model, settings, RunProgress(progress))
+    preparation = prepare(dump, model, settings, listener_of(progress))
     return _with_loss_if_it_can(preparation, settings, _audit_step)
 
 

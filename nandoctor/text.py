@@ -238,6 +238,12 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: kept - tail]}…{text[len(text) - tail :]}"
 
 
+def mode_text(seed: int | None, *training: bool) -> str:
+    """Modes and random numbers of runs, in the words of every surface: "train and eval mode, seed 0"."""
+    modes = dict.fromkeys("train" if flag else "eval" for flag in training)
+    return f"{' and '.join(modes)} mode, {'the saved random state' if seed is None else f'seed {seed}'}"
+
+
 def brief(text: str, width: int = _BRIEF_WIDTH) -> str:
     """Text that nobody vouches for, printable and at most `width` characters long."""
     return shorten(printable(shorten(text, width)), width)  # cut first: a file may hold a name of many megabytes

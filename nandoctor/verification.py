@@ -35,7 +35,7 @@ from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
-from nandoctor.text import are, join_first, part_of, percent
+from nandoctor.text import are, join_first, mode_text, part_of, percent
 
 Changed = bool | Sequence[Path] | Mapping[Path, str | None]
 """Files that were changed, with the text that they had where that is known; True for some that are not named."""
@@ -169,17 +169,15 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    drawn = "the saved random state" if step.seed is None else f"seed {step.seed}"
-    run_in = f"{'train' if step.training else 'eval'} mode, {drawn}"
-    blank = replace(blank, code=_compare_code(found, asked), run=run_in)
+    blank = replace(blank, code=_compare_code(found, asked), run=mode_text(step.seed, step.training))
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
         return _fails(blank, report, asked)
     if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and a failing step was most likely a training's
         step = replace(step, training=True)
-        modes = {"train" if attempt.training else "eval": None for attempt in report.reproduction.attempts}
-        blank = replace(blank, run=f"{' and '.join(modes)} mode, {drawn}")
+        modes = (attempt.training for attempt in report.reproduction.attempts)
+        blank = replace(blank, run=mode_text(step.seed, *modes))
     measured = _measure(blank, step, asked, random=found.random)
     measured = replace(measured, notes=tuple(_notes(measured, asked, step)))
     if reasons := [*_describe_failures(measured), *_doubts(measured, found, asked)]:

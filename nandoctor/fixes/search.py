@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +48,6 @@ from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
-from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first, percent, plural
 
@@ -73,12 +72,10 @@ class FixSearch:
     fp32_error: float | None = None
 
 
-def search_fixes(
-    step: FailingStep, findings: Findings, budget: TrialBudget, listener: Listener | None = None
-) -> FixSearch:
+def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
     """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other settings.
 
-    Nothing is tried for a step that did not fail. `listener` hears how it gets on, and may let an interrupt end it.
+    Nothing is tried for a step that did not fail. Its `progress` hears how it gets on, and may let an interrupt end it.
     """
     if findings.verdict in NOTHING_FOUND:
         return FixSearch()
@@ -89,23 +86,16 @@ def search_fixes(
         fixes = tuple(_fix_optimizer_eps(findings))
         none = "No eps was found that keeps the step of every parameter within its bound."
         return FixSearch(fixes=fixes, notes=() if fixes else (none,))
-    listener = listener or Listener()
-    search = _Search(step, findings, budget, listener)
-    with suppress(BudgetSpent), _ending_gently(listener):
-        search.try_changes()
-        search.try_fp32_sets()
-        search.vary_settings()
-    return search.result()
-
-
-@contextmanager
-def _ending_gently(listener: Listener) -> Iterator[None]:
-    """Let an interrupt end what is inside, where the listener wants the rest of the report."""
+    search = _Search(step, findings, budget)
     try:
-        yield
+        with suppress(BudgetSpent):
+            search.try_changes()
+            search.try_fp32_sets()
+            search.vary_settings()
     except KeyboardInterrupt:
-        if not listener.stop():
+        if not step.progress.stop():
             raise
+    return search.result()
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
@@ -183,8 +173,8 @@ class _Search:
     A stage raises BudgetSpent where nothing more may be run.
     """
 
-    def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget, listener: Listener) -> None:
-        self._step, self._findings, self._budget, self._listener = step, findings, budget, listener
+    def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
+        self._step, self._findings, self._budget = step, findings, budget
         self._trials = Trials(
             step,
             budget,
@@ -270,7 +260,8 @@ class _Search:
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
         ops, untried = self._findings.ops, ", ".join(self._untried)
         stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
-        left = [] if self._listener.interrupted else self._untried
+        interrupted = self._step.progress.interrupted
+        left = [] if interrupted else self._untried
         return FixSearch(
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
@@ -278,7 +269,7 @@ class _Search:
             also=self._later.diagnoses,
             fp32_error=self._fp32_error,
             notes=(
-                *([stopped] if self._listener.interrupted else []),
+                *([stopped] if interrupted else []),
                 *self._later.notes,
                 *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if not ranked and _CHANGES not in left else []),
@@ -296,9 +287,9 @@ class _Search:
             self._tell()
 
     def _tell(self) -> None:
-        """Tell the listener the title of the first fix that was verified, "" before there is one."""
+        """Tell the progress the title of the first fix that was verified, "" before there is one."""
         best = next((fix.title for fix in (*self._tried, *self._from_fp32_sets) if fix.verified), "")
-        self._listener.searched(self._budget.num_run, self._budget.max_trials, best)
+        self._step.progress.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
         """The first strength that passes as the text that is printed; else the nearest one.

@@ -90,7 +90,9 @@ class SingleProcesses(Executor):
             try:
                 future = pool.submit(fn, *args, **kwargs)  # which starts the process
             except KeyboardInterrupt:
-                _stop_server()  # or the process would still come, and miss what this one has let go of
+                pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
                 raise
         future.add_done_callback(lambda done: self._release(pool, done))
         return future
@@ -134,12 +136,6 @@ def _context() -> multiprocessing.context.BaseContext:
         if before is not None:
             signal.signal(signal.SIGINT, before)
     return context
-
-
-def _stop_server() -> None:
-    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -117,15 +117,9 @@ def _describe_place(report: Report) -> CodePlace:
     if origin is None:
         first = report.first_nonfinite
         return CodePlace(module=first.place.module, type=first.place.type) if first is not None else CodePlace()
+    place = CodePlace(module=origin.place.module, type=origin.place.type, op=origin.op or "")
     source = origin.source
-    return CodePlace(
-        file=source.file if source is not None else "",
-        line=source.line if source is not None else 0,
-        text=source.text if source is not None else "",
-        module=origin.place.module,
-        type=origin.place.type,
-        op=origin.op or "",
-    )
+    return place if source is None else replace(place, file=source.file, line=source.line, text=source.text)
 
 
 def _describe_moment(dump: Dump, shown: str) -> TrainingMoment:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, ReplayAttempt, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
 from nandoctor.evidence.trace import INTERRUPTED, NonfiniteCounts, Place, TensorStats
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
@@ -17,6 +17,7 @@ from nandoctor.text import (
     brief,
     excess,
     join_first,
+    mode_text,
     nonfinite_part,
     number,
     part_of,
@@ -76,8 +77,11 @@ def detail_facts(report: Report) -> list[Fact]:
     if report.first_nonfinite is not None:
         facts.append(Fact(label="extent", text=describe_extent(report.first_nonfinite)))
     if report.reproduction.attempts and report.reproduction.grade in ("elsewhere", "finite"):
-        attempts = "; ".join(map(_describe_attempt, report.reproduction.attempts))
-        facts.append(Fact(label="replays", text=attempts))
+        attempts = (
+            f"{mode_text(attempt.seed, attempt.training)}: {GRADES[attempt.grade]}"
+            for attempt in report.reproduction.attempts
+        )
+        facts.append(Fact(label="replays", text="; ".join(attempts)))
     return facts
 
 
@@ -107,11 +111,6 @@ def describe_reproduction(reproduction: Reproduction) -> str:
         return f"reproduces your run{'' if whole else ' in part'}: {same}, {_closeness(reproduction)}"
     replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
     return f"does not reproduce your run: {saved_are} non-finite in the file, {replayed}"
-
-
-def _describe_attempt(attempt: ReplayAttempt) -> str:
-    drawn = "the saved random state" if attempt.seed is None else f"seed {attempt.seed}"
-    return f"{'train' if attempt.training else 'eval'} mode, {drawn}: {GRADES[attempt.grade]}"
 
 
 def _count(count: int | None) -> str:

@@ -15,7 +15,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,13 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     problem = _why_no_loss(reference, source, provenance)
     if source is None or problem:
         return None, [f"{problem}; {command}."]
-    directory, spec = _from_file(reference, source.path)
+    directory, spec = _from_file(reference, source)
     found = find_attribute(spec, directory=directory)
     if isinstance(found, type) and not issubclass(found, nn.Module):
         return None, [f"{brief(reference.spec)} is no function; {command}."]
     found = build_loss(found)
     note = f"{brief(reference.file)} has changed since the training."
-    return found, [note] if source.changed else []
+    return found, [note] if _has_changed(reference, source) else []
 
 
 def build_loss(found: Any) -> Any:
@@ -142,7 +142,7 @@ def _name_of_loss(reference: Reference) -> str:
     return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
 
 
-def _why_no_loss(reference: Reference, source: _Source | None, provenance: Provenance) -> str:
+def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenance) -> str:
     """Why the loss is not imported; "" where it is."""
     if not provenance.own:
         return f"The loss that the file names was not run, for {provenance.detail}"
@@ -150,9 +150,9 @@ def _why_no_loss(reference: Reference, source: _Source | None, provenance: Prove
         return f"The loss {brief(reference.name)} has no name that it could be imported by"
     if source is None or not reference.file or not reference.name.isidentifier():
         return "The loss function is not in the working directory"
-    if not defines(source.path, reference.name, (ast.FunctionDef, ast.ClassDef, *ASSIGNED)):
+    if not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef, *ASSIGNED)):
         return f"{brief(reference.file)} defines no function {brief(reference.name)}"
-    if source.changed and not provenance.here:
+    if _has_changed(reference, source) and not provenance.here:
         return f"{brief(reference.file)} has changed since the training, and holds the loss"
     return ""
 
@@ -189,7 +189,7 @@ def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
         return []
     notes = []
     source = _find_source(reference)
-    if reference.sha256 and source is not None and source.changed:
+    if reference.sha256 and source is not None and _has_changed(reference, source):
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
@@ -211,12 +211,12 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     if source is None:
         raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
-    if not defines(source.path, reference.name, kinds):
-        raise _undecided(reference, dump, f"{source.path.name} defines no class of that name")
-    if source.changed and not provenance.here:
+    if not defines(source, reference.name, kinds):
+        raise _undecided(reference, dump, f"{source.name} defines no class of that name")
+    if _has_changed(reference, source) and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
         raise _undecided(reference, dump, why)
-    directory, spec = _from_file(reference, source.path)
+    directory, spec = _from_file(reference, source)
     return find_attribute(spec, directory=directory)
 
 
@@ -229,18 +229,14 @@ def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     return find_attribute(spec)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """A source file that a reference names, and whether it has changed since: true too where no hash was recorded."""
-
-    path: Path
-    changed: bool
-
-
-def _find_source(reference: Reference) -> _Source | None:
+def _find_source(reference: Reference) -> Path | None:
     """The file in the working directory, or in an installed package where the reference names none."""
-    path = own_source(reference.file) if reference.file else _installed_path(reference.module)
-    return _Source(path=path, changed=hash_of(path) != reference.sha256) if path is not None else None
+    return own_source(reference.file) if reference.file else _installed_path(reference.module)
+
+
+def _has_changed(reference: Reference, source: Path) -> bool:
+    """Tell whether its file has changed since; true too where no hash was recorded."""
+    return hash_of(source) != reference.sha256
 
 
 def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:

@@ -19,14 +19,18 @@ Progress = Callable[[str, int, int | None], None]
 
 
 class Listener:
-    """A `Progress`, or what hands on to one, that is told the diagnosis as well, and how the search for fixes gets on.
+    """Hears how a replay gets on, and hands that on to a `Progress`: each run is a stage of it.
 
-    With `stops_gently` an interrupt ends the replay, and the report has what was found until then; `interrupted` tells
-    that this happened.
+    A subclass can also hear the diagnosis, and how the search for fixes gets on. With `stops_gently` an interrupt ends
+    the replay, and the report has what was found until then; `interrupted` tells that this happened.
     """
 
     stops_gently = False
     interrupted = False
+    elapsed_s = 0.0  # of the last run
+    _stage = ""
+    _num_calls: int | None = None  # of the run before, as the number to expect
+    _started_s = 0.0
 
     def __init__(self, progress: Progress = lambda *_: None) -> None:
         self._progress = progress
@@ -35,8 +39,26 @@ class Listener:
         """Hear how far a run is, as a `Progress` does."""
         self._progress(stage, done, total)
 
+    def begin(self, stage: str) -> None:
+        """Hear that a run begins."""
+        self._started_s, self._stage = time.perf_counter(), stage
+        self(stage, 0, self._num_calls)
+
+    def on_call(self, done: int) -> None:
+        """Hear that `done` module calls of the run have returned."""
+        self(self._stage, done, self._num_calls)
+
+    def end(self, num_calls: int) -> None:
+        """Hear that the run has ended, and how many calls it made."""
+        self.elapsed_s, self._num_calls = time.perf_counter() - self._started_s, num_calls
+
     def expected(self, forecast: str) -> None:
         """Hear what memory a large model takes at least, before it is built; after a long run, what time is left."""
+
+    def expect_rest(self, num_runs: float) -> None:
+        """Hear how many times the last run the rest of the diagnosis takes, which is worth telling of a long one."""
+        if self.elapsed_s >= LONG_S:
+            self.expected(f"the diagnosis in roughly {number(max(round(num_runs * self.elapsed_s), 1))} s")
 
     def tell(self, report: Report) -> None:
         """Hear the diagnosis, before any fix was tried."""
@@ -53,41 +75,6 @@ class Listener:
         return self.interrupted
 
 
-class RunProgress:
-    """Reports each run as a stage, with the number of calls that the run before it made as the number to expect."""
-
-    def __init__(self, progress: Progress = lambda *_: None) -> None:
-        self._listener = progress if isinstance(progress, Listener) else Listener(progress)
-        self._stage = ""
-        self._num_calls: int | None = None
-        self._started = self.elapsed_s = 0.0
-        self.interrupted = False
-
-    def expect(self, forecast: str) -> None:
-        """Hand on what the replay will take."""
-        self._listener.expected(forecast)
-
-    def expect_rest(self, num_runs: float) -> None:
-        """Tell how long the diagnosis still takes, where the last run was long: so many times that."""
-        if self.elapsed_s >= LONG_S:
-            self.expect(f"the diagnosis in roughly {number(max(round(num_runs * self.elapsed_s), 1))} s")
-
-    def begin(self, stage: str) -> None:
-        """Start a stage."""
-        self._started = time.perf_counter()
-        self._stage = stage
-        self._listener(stage, 0, self._num_calls)
-
-    def on_call(self, done: int) -> None:
-        """Report that `done` module calls have returned."""
-        self._listener(self._stage, done, self._num_calls)
-
-    def stop(self) -> bool:
-        """Pass an interrupt on, and tell whether to report what is known; `interrupted` then is True."""
-        self.interrupted = self._listener.stop()
-        return self.interrupted
-
-    def end(self, num_calls: int) -> None:
-        """Remember how many calls the run made, and how long it took."""
-        self.elapsed_s = time.perf_counter() - self._started
-        self._num_calls = num_calls
+def listener_of(progress: Progress) -> Listener:
+    """The progress itself where it is a listener, else one that hands on to it."""
+    return progress if isinstance(progress, Listener) else Listener(progress)

@@ -160,12 +160,6 @@ class Replayed:
     notes: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """What was chosen: mode and seed."""
-        drawn = "the saved random state" if self.step.seed is None else f"seed {self.step.seed}"
-        return f"{'train' if self.step.training else 'eval'} mode, {drawn}"
-
-    @property
     def accepted(self) -> bool:
         """Whether this is the failing step again, so that no other setting need be tried."""
         if self.reproduction.grade == "no-reference":

@@ -37,7 +37,7 @@ from nandoctor.replaying.module_state import (
     with_nonfinite_state,
 )
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
-from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.torch_compat import plain_torch
@@ -136,7 +136,7 @@ class FailingStep:
     per_sample: bool = False
     applied: SourcePatch | None = None
     saved_flags: SavedFlags = field(default_factory=SavedFlags)
-    progress: RunProgress = field(default_factory=RunProgress, compare=False)
+    progress: Listener = field(default_factory=Listener, compare=False)
     project: Project = field(default_factory=Project, compare=False)
 
     @property

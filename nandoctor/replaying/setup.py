@@ -42,7 +42,7 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, find_binding
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.module_state import LARGE_NBYTES
-from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project, arguments_of
 from nandoctor.replaying.recorded_step import bind_calls, own_loss
 from nandoctor.replaying.reproduction import Preparation
@@ -68,9 +68,7 @@ _NEARER = 10  # times: the mean of two calls' losses is as near to the one as to
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
-def prepare(
-    dump: Dump, model: ModelSource | None, settings: Settings, progress: RunProgress | None = None
-) -> Preparation:
+def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
     """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
 
     Raises:
@@ -82,7 +80,7 @@ def prepare(
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
-    progress = progress or RunProgress()
+    progress = progress or Listener()
     _require_room(dump, settings, device, progress)
     # What the process may have: what is mapped already, and as much more as the settings allow.
     taken = private_memory()
@@ -121,12 +119,6 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """The user's word, else the saved random state (None), else 0; and those of further tries."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
-
-
-def _find_loss(dump: Dump, settings: Settings) -> tuple[Callable[..., Any] | None, list[str]]:
-    """The loss that the user named, else the function that the dump does, with notes on it."""
-    function = build_loss(find_attribute(settings.loss, directory=settings.directory))
-    return find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
 
 
 def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
@@ -201,13 +193,13 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
     return compute
 
 
-def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: RunProgress) -> None:
+def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: Listener) -> None:
     """Check that the replay fits into memory, and tell what that of a large model takes."""
     has_loss = settings.loss is not None or dump.recorded.loss_function is not None
     expected = forecast(dump, device, backward=has_loss)
     require_room(expected, device, settings.memory)
     if expected.mapped_nbytes:
-        progress.expect(str(expected))
+        progress.expected(str(expected))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +225,10 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         with fills.building() if fills is not None else nullcontext():
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
-        loss, loss_notes = _find_loss(dump, settings)
+        function = build_loss(find_attribute(settings.loss, directory=settings.directory))
+        loss, loss_notes = (
+            find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
+        )
     check_method(model, dump, settings)
     return _Code(model=model, call=call, loss=loss, fills=fills, notes=(*notes, *loss_notes))
 

@@ -15,7 +15,7 @@ from torch import nn
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.replaying.progress import RunProgress
+from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.runner import FailingStep
 
 CUDA = Policy(name="cuda", format=FP16)
@@ -280,6 +280,6 @@ def test_a_script_module_runs_and_is_restored():
 def test_progress_is_told_after_every_call():
     counts = []
     model = nn.Sequential(nn.ReLU(), nn.ReLU())
-    progress = RunProgress(lambda _, done, __: counts.append(done))
+    progress = Listener(lambda _, done, __: counts.append(done))
     replace(step_of(model), training=False, progress=progress).run(REFERENCE)
     assert counts == [0, 1, 2, 3]  # the first tells that the run begins
