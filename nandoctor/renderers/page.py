@@ -22,7 +22,7 @@ from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
 from nandoctor.renderers.plots.kinds import PLOTS, draw
-from nandoctor.renderers.plots.origin_map import describe_spread, is_uniform
+from nandoctor.renderers.plots.origin import describe_spread, is_uniform
 from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS

@@ -41,8 +41,8 @@ def save_report(report: Report, path: Path) -> None:
     """
     check_ending(path, ENDINGS)
     if path.suffix.lower() in PICTURE_ENDINGS:
-        figures = import_module("nandoctor.renderers.plots.figures")
-        figures.save_figure(figures.draw_ranges(report), path)
+        figures, kinds = (import_module(f"nandoctor.renderers.plots.{name}") for name in ("figures", "kinds"))
+        figures.save_figure(kinds.draw(report, "ranges"), path)
     else:
         module, function, end = _TEXTS[path.suffix.lower()]
         write_text(getattr(import_module(f"nandoctor.renderers.{module}"), function)(report) + end, path)

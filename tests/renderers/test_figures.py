@@ -14,8 +14,8 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.renderers.layers import select_layers
-from nandoctor.renderers.plots.figures import draw_ranges, save_figure
-from nandoctor.renderers.plots.ranges import MAX_BARS, spread_of
+from nandoctor.renderers.plots.figures import MAX_BARS, save_figure
+from nandoctor.renderers.plots.ranges import draw_ranges, spread_of
 
 
 def texts(axes):
@@ -299,7 +299,8 @@ import sys
 import matplotlib
 before = matplotlib.rcParams._get("backend")
 import factory
-from nandoctor.renderers.plots.figures import draw_ranges, save_figure
+from nandoctor.renderers.plots.figures import save_figure
+from nandoctor.renderers.plots.ranges import draw_ranges
 save_figure(draw_ranges(factory.healthy(3)), sys.argv[1])
 assert matplotlib.rcParams._get("backend") is before
 assert not {"matplotlib.pyplot", "torch"} & sys.modules.keys()

@@ -14,7 +14,7 @@ from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.plots.figures import save_figure
 from nandoctor.renderers.plots.kinds import PLOTS, draw
-from nandoctor.renderers.plots.origin_map import describe_spread
+from nandoctor.renderers.plots.origin import describe_spread
 
 
 def title(figure):

@@ -15,18 +15,8 @@ from nandoctor.diagnosis.run_summary import LARGE_ERROR, MADE_HERE
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
-from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import (
-    BLUE,
-    GREY,
-    MAX_BARS,
-    NONFINITE_COLOR,
-    ORANGE,
-    SKY,
-    draw_edges,
-    fill_bars,
-    use_powers,
-)
+from nandoctor.renderers.plots.figures import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
+from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, use_powers
 from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0

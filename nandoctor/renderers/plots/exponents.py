@@ -17,8 +17,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
-from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, draw_by_layer
 from nandoctor.text import percent, plural
 
 _COLORS = "cividis"

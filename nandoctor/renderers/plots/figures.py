@@ -1,4 +1,4 @@
-"""The figure that every plot over the layers of a model shares, the ranges plot, and image files."""
+"""The figure that every plot over the layers of a model shares, its colours, and image files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import FirstNonfinite, Report
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
-from nandoctor.renderers.plots.ranges import MAX_BARS, NONFINITE_COLOR, draw_panel
 from nandoctor.renderers.save import MARK, PICTURE_ENDINGS, check_ending, write_bytes
-from nandoctor.text import bits_text, brief, kinds_text, number, plural, printable
+from nandoctor.text import brief, kinds_text, plural, printable
+
+# Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
+SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+NONFINITE_COLOR = "#D55E00"
+
+MAX_BARS = 48
+MAX_VECTORS = 1500
+"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
@@ -65,41 +71,6 @@ class NotebookFigure(Figure):
         image = io.BytesIO()
         self.savefig(image, format="png", dpi=_NOTEBOOK_DPI)
         return image.getvalue()
-
-
-def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
-    """The absolute values of every layer's output in order of execution, autocast drawn over fp32.
-
-    A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
-    median. The figure belongs to no pyplot window and takes nothing from the user's style.
-
-    Raises:
-        NanDoctorError: the report holds no run, or no layer with a floating-point output.
-    """
-    return draw_by_layer(
-        report,
-        lambda axes, layers, shown: draw_panel(axes, report.runs, layers, shown) if report.runs else [],
-        finding=describe_ranges(report),
-        what="5 % quantile, median and maximum of the non-zero magnitudes",
-        narrow=narrow,
-    )
-
-
-def describe_ranges(report: Report) -> str:
-    """What the ranges show: the first non-finite layer and how large the values before it are, or the tightest one."""
-    layers = select_layers(report)
-    low = report.runs.autocast.dtype if report.runs is not None else FP32
-    total = plural(len(layers.pairs), "layer")
-    place = layers.first_nonfinite_place
-    if layers.first_nonfinite is not None and place is not None:
-        before = [row.absmax or 0.0 for pair in layers.pairs[: layers.first_nonfinite] for row in pair.rows[:1]]
-        reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
-        return f"{place.label} is the first non-finite of {total}{reach}"
-    tightest = layers.tightest()
-    if tightest is None:
-        return f"{total}, none with a finite value"
-    pair = layers.pairs[tightest]
-    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
 
 
 def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool = False) -> Figure:
@@ -276,8 +247,6 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ET.fromstring(file.getvalue())
-    for element in root.findall(f"{{{_SVG}}}metadata"):
-        root.remove(element)
     _rename(root, prefix)
     min_width = round(figure.get_figwidth() * 72 * _READABLE_PX / _smallest_text(figure))
     root.attrib |= {"role": "img", "aria-label": title, "width": "100%", "style": f"min-width: {min_width}px"}

@@ -1,6 +1,6 @@
-"""The kinds of plots, one table: what each is called, what it shows, what it needs, and what draws it.
+"""The kinds of plots, one table: what each is called, what it shows, and what it needs.
 
-matplotlib is imported when something is drawn.
+The module of its name draws it; matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotKind:
-    """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics.
-
-    `module` is that of this folder whose function `draw_` and the kind's name draws it.
-    """
+    """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics."""
 
     title: str
     shows: str
-    module: str
     per_sample: bool = False
 
 
@@ -35,29 +31,24 @@ PLOTS: Mapping[str, PlotKind] = {
     "ranges": PlotKind(
         title="Ranges of every layer",
         shows="what every layer's values span, against what the format can hold",
-        module="figures",
     ),
     "exponents": PlotKind(
         title="Exponents",
         shows="how they spread over the exponents",
-        module="exponents",
         per_sample=True,
     ),
     "divergence": PlotKind(
         title="Error against fp32",
         shows="how far every layer is from fp32, and which one makes the error",
-        module="divergence",
     ),
     "samples": PlotKind(
         title="Samples",
         shows="which samples are non-finite, or near the limit, in which layer",
-        module="samples",
         per_sample=True,
     ),
     "origin": PlotKind(
         title="Where in the tensor",
         shows="which elements of the tensor are the first non-finite ones",
-        module="origin_map",
         per_sample=True,
     ),
 }
@@ -71,6 +62,6 @@ def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
     """
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
-    module = import_module(f"nandoctor.renderers.plots.{PLOTS[kind].module}")
+    module = import_module(f"nandoctor.renderers.plots.{kind}")
     figure: Figure = getattr(module, f"draw_{kind}")(report, narrow=narrow)
     return figure

@@ -1,4 +1,4 @@
-"""One panel of the ranges plot: bands of the format, bars of the runs, marks where values are not finite."""
+"""The ranges plot: bands of the format, bars of the runs, marks where values are not finite."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from dataclasses import dataclass, replace
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import LayerRow, Runs
+from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import name_run
-from nandoctor.renderers.layers import Layers
-from nandoctor.text import number
-
-# Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
-SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
-NONFINITE_COLOR = "#D55E00"
-
-MAX_BARS = 48
-MAX_VECTORS = 1500
-"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
+from nandoctor.renderers.layers import Layers, select_layers
+from nandoctor.renderers.plots.figures import (
+    BLUE,
+    GREY,
+    MAX_BARS,
+    MAX_VECTORS,
+    NONFINITE_COLOR,
+    ORANGE,
+    SKY,
+    draw_by_layer,
+)
+from nandoctor.text import bits_text, number, plural
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NEARBY = 1e9
@@ -64,6 +67,41 @@ _AUTOCAST = RunStyle(
 )
 
 
+def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
+    """The absolute values of every layer's output in order of execution, autocast drawn over fp32.
+
+    A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
+    median. The figure belongs to no pyplot window and takes nothing from the user's style.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
+    return draw_by_layer(
+        report,
+        lambda axes, layers, shown: _draw_panel(axes, report.runs, layers, shown) if report.runs else [],
+        finding=describe_ranges(report),
+        what="5 % quantile, median and maximum of the non-zero magnitudes",
+        narrow=narrow,
+    )
+
+
+def describe_ranges(report: Report) -> str:
+    """What the ranges show: the first non-finite layer and how large the values before it are, or the tightest one."""
+    layers = select_layers(report)
+    low = report.runs.autocast.dtype if report.runs is not None else FP32
+    total = plural(len(layers.pairs), "layer")
+    place = layers.first_nonfinite_place
+    if layers.first_nonfinite is not None and place is not None:
+        before = [row.absmax or 0.0 for pair in layers.pairs[: layers.first_nonfinite] for row in pair.rows[:1]]
+        reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
+        return f"{place.label} is the first non-finite of {total}{reach}"
+    tightest = layers.tightest()
+    if tightest is None:
+        return f"{total}, none with a finite value"
+    pair = layers.pairs[tightest]
+    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
+
+
 def use_powers(axes: Axes) -> None:
     """A logarithmic axis with labels of plain text: matplotlib's formulas take as long as all the rest of a plot."""
     axes.set_yscale("log")
@@ -72,7 +110,7 @@ def use_powers(axes: Axes) -> None:
     )
 
 
-def draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
+def _draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
     """Draw the layers at the indices `shown`, and return what a legend should explain.
 
     The vertical limits are those of all layers, so that two panels compare. Beyond MAX_BARS layers a bar within a bar

@@ -19,8 +19,7 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
 from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.layers import Layers, select_layers
-from nandoctor.renderers.plots.figures import draw_by_layer
-from nandoctor.renderers.plots.ranges import NONFINITE_COLOR, ORANGE, SKY
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
 from nandoctor.text import samples_text
 
 MAX_SAMPLES = 64

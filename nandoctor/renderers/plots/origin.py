@@ -19,8 +19,7 @@ from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
-from nandoctor.renderers.plots.figures import figure_width, new_figure, write_finding, write_legend
-from nandoctor.renderers.plots.ranges import NONFINITE_COLOR
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_width, new_figure, write_finding, write_legend
 from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
