@@ -43,7 +43,9 @@ def identify_samples(dump: Dump, samples: Sequence[int], inputs: Collection[str]
 
 def _names(dump: Dump, size: int) -> Iterator[list[str]]:
     """Lists that name every sample of the batch: texts that all differ, or whole numbers under a usual name."""
-    for name, values in _lists(dump):
+    arrays = {name: Slot(name=name) for name in dump.arrays}
+    trees = (dump.scalars, arrays, dump.recorded.batch)
+    for name, values in (found for tree in trees for found in _lists_in(tree, "", dump)):
         if len(values) == size == len(set(values)):
             texts = all(isinstance(value, str) for value in values)
             numbers = all(type(value) is int for value in values) and name.rpartition(".")[2].lower() in _NAMES
@@ -51,35 +53,21 @@ def _names(dump: Dump, size: int) -> Iterator[list[str]]:
                 yield [str(value) for value in values]
 
 
-def _lists(dump: Dump) -> Iterator[tuple[str, list[Any]]]:
-    """Every flat list of plain values, and every vector of whole numbers, by dotted name."""
-    for name, value in dump.scalars.items():
-        if isinstance(value, list):
-            yield name, value
-    for name, array in dump.arrays.items():
-        if _is_vector_of_integers(array):
-            yield name, array.tolist()
-    yield from _lists_in(dump.recorded.batch, "batch", dump)
-
-
 def _lists_in(tree: Any, name: str, dump: Dump) -> Iterator[tuple[str, list[Any]]]:
+    """Every flat list of texts or whole numbers, and every vector of the latter, by dotted name."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _lists_in(item, f"{name}.{key}", dump)
     elif isinstance(tree, Slot) and tree.name in dump.arrays:
-        if _is_vector_of_integers(dump.arrays[tree.name]):
-            yield name, dump.arrays[tree.name].tolist()
+        array = dump.arrays[tree.name]
+        is_whole = str(array.dtype).startswith(("torch.int", "torch.uint"))
+        if is_whole and array.dim() == 1 and array.layout is torch.strided:
+            yield name, array.tolist()
     elif isinstance(tree, (list, tuple)):
         if all(isinstance(item, (str, int)) for item in tree):
             yield name, list(tree)
         for index, item in enumerate(tree):
             yield from _lists_in(item, f"{name}.{index}", dump)
-
-
-def _is_vector_of_integers(array: torch.Tensor) -> bool:
-    return (
-        array.dim() == 1 and array.layout is torch.strided and str(array.dtype).startswith(("torch.int", "torch.uint"))
-    )
 
 
 def _digest(arrays: Sequence[torch.Tensor], sample: int) -> str:

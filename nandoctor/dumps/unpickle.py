@@ -239,9 +239,8 @@ def is_known(name: str) -> bool:
     """Tell whether something stands for the class, function or value of this name."""
     module, _, attribute = name.rpartition(".")
     is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
-    is_value = _TORCH_VALUE.fullmatch(name) is not None
-    is_stood_for = name in _STAND_INS or _MODEL_OUTPUT.fullmatch(name) is not None or _is_of_others(name)
-    return is_storage or is_value or name in _TENSOR_GLOBALS or is_stood_for
+    is_value = name in _TENSOR_GLOBALS or _TORCH_VALUE.fullmatch(name) is not None
+    return is_storage or is_value or find_stand_in(name) is not None
 
 
 def join_name(module: str, name: str) -> str:

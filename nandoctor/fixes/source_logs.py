@@ -247,18 +247,24 @@ class LogSpace:
         """The logarithm of a product or a quotient."""
         if not isinstance(node, cst.BinaryOperation):
             return None
-        logs = [self._log_of(side) for side in (node.left, node.right)]
-        if logs == [None, None]:
+        logs = self._logs_of_sides(node)
+        if logs is None:
             return None
-        if not all(log or self._is_mask(node, side) for log, side in zip(logs, (node.left, node.right), strict=True)):
-            return None
-        left, right = (log or self._plain_log(side) for log, side in zip(logs, (node.left, node.right), strict=True))
+        left, right = logs
         if left.text == "0":
             return _Log(text=right.text if sign == "+" else negated(right.text), is_low=right.is_low)
         if right.text == "0":
             return left
         closed = grouped(right.text) if sign == "-" else right.text
         return _Log(text=f"{left.wide} {sign} {closed}")
+
+    def _logs_of_sides(self, node: cst.BinaryOperation) -> tuple[_Log, _Log] | None:
+        """The logarithms of both operands; None where neither gains by another form, or one may be negative."""
+        logs = {side: self._log_of(side) for side in (node.left, node.right)}
+        if not any(logs.values()) or not all(log or self._is_mask(node, side) for side, log in logs.items()):
+            return None
+        left, right = (log or self._plain_log(side) for side, log in logs.items())
+        return left, right
 
     def _is_mask(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
         """Tell whether an operand is a positive number, or given or compared and has no values but 0 and 1.
@@ -289,18 +295,12 @@ class LogSpace:
         """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
         if not isinstance(node, cst.BinaryOperation):
             return None
-        sides = node.left, node.right
-        numbers = [number_in(side) for side in sides]
-        logs = [None if number is not None else self._log_of(side) for side, number in zip(sides, numbers, strict=True)]
-        if logs == [None, None]:
-            return None
-        for log, number in ((logs[0], numbers[1]), (logs[1], numbers[0])):
-            if log is not None and number is not None:
-                return _softplus(log, self._functional) if number == 1 else None
-        if not all(log or self._is_mask(node, side) for log, side in zip(logs, sides, strict=True)):
-            return None
-        left, right = (log or self._plain_log(side) for log, side in zip(logs, sides, strict=True))
-        return _Log(text=f"torch.logaddexp({left.wide}, {right.wide})")
+        for number, other in ((node.left, node.right), (node.right, node.left)):
+            if number_in(number) is not None:
+                log = self._log_of(other)
+                return _softplus(log, self._functional) if log is not None and number_in(number) == 1 else None
+        logs = self._logs_of_sides(node)
+        return None if logs is None else _Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 
     def _plain_log(self, node: cst.BaseExpression) -> _Log:
         number = number_in(node)
